@@ -22,13 +22,14 @@ import importlib  # noqa: E402  (only from here on is it Python's own)
 
 TYPE_CHECKING = False  # type checkers take it for True
 if TYPE_CHECKING:
+    from automoe import session as session
     from automoe.classes.expert_parallel import ExpertParallel as ExpertParallel
     from automoe.hf.api import from_hf as from_hf
     from automoe.hf.write import to_hf as to_hf
     from automoe.launch.from_python import train as train
 
 __version__ = "0.15.0"
-__all__ = ["ExpertParallel", "from_hf", "to_hf", "train"]
+__all__ = ["ExpertParallel", "from_hf", "session", "to_hf", "train"]
 _MODULES = {
     "ExpertParallel": "automoe.classes.expert_parallel",
     "from_hf": "automoe.hf.api",
@@ -40,6 +41,8 @@ def __getattr__(name: str) -> object:
     # Attributes are imported lazily: entry points must start before torch is imported.
     if name == "train":
         return importlib.import_module("automoe.train")  # this module is callable
+    if name == "session":
+        return importlib.import_module("automoe.session")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

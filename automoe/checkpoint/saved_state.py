@@ -103,7 +103,7 @@ def counters_of(state: TrainState) -> dict[str, Any]:
         "tokens": state.tokens,
         "skipped": state.skipped,
         "recent_losses": list(state.recent_losses),  # JSON keeps a float to the bit
-        "loader": state.loader.state_dict(),
+        "loader": None if state.loader is None else state.loader.state_dict(),
     }
 
 
@@ -113,7 +113,8 @@ def load_counters(state: TrainState, counters: dict[str, Any]) -> None:
     Raises:
         DataError: the data changed since the checkpoint.
     """
-    state.loader.load_state_dict(counters["loader"])
+    if state.loader is not None:
+        state.loader.load_state_dict(counters["loader"])
     state.step = counters["step"]
     state.tokens = counters["tokens"]
     state.skipped = counters["skipped"]

@@ -69,8 +69,10 @@ class Tokens:
             spans the whole row.
         num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance
             losses.
-        forced_ids: [B, S, moe layers, 2, K] recorded routing to repeat
-            (``automoe.run.routing``).
+        forced_ids: [B, S, moe layers, 1 or 2, K] routing to repeat: the experts of each token, and
+            as second those of plain top-k, which a recording has (``automoe.run.routing``) and an
+            engine does not tell; they are then those of the live scores, as are the experts of
+            tokens and layers with -1, and of layers beyond these.
         row_ids: [B, S] number of the row in the whole training stream, for noise and recorded
             routing.
         not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is

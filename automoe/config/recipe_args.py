@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from automoe.config.paths import PathText
 from automoe.config.schema import Config
 from automoe.config.shipped import find_recipe, import_recipe, own_recipe, source_of
 from automoe.errors import ConfigError
@@ -49,7 +50,48 @@ class DPOArgs:
             )
 
 
-_SHIPPED = {"dpo": DPOArgs}
+@dataclass
+class GRPOArgs:
+    """Reinforcement learning from a reward function (``docs/rl.md``).
+
+    Prompts are those of ``observe.samples``, answers have up to ``observe.sample_tokens`` tokens.
+    """
+
+    reads_data: ClassVar[bool] = False  # no corpus is prepared
+
+    prompts: int = 8  # prompts of a step
+    samples: int = 8  # answers to each of them, whose rewards are compared
+    temperature: float = 1.0
+    kl: float = 0.0  # weight of the distance (k3) from the weights that training began with
+    # routes of the engine: repeated by the training step, or chosen anew
+    replay: bool = True
+    # generate: of transformers, in the ranks of the training; vllm, sglang: in processes of their own
+    sampler: Literal["generate", "vllm", "sglang"] = "generate"
+    # address of the server (http://host:8000), or the Python that has vLLM, which is then started
+    engine: PathText | None = None
+    max_gap: float = 0.1  # largest mean difference of the engine's log-probabilities, in nats
+
+    def check(self, config: Config) -> None:
+        for key in ("prompts", "temperature", "max_gap"):
+            if not (value := getattr(self, key)) > 0:
+                raise ConfigError(f"{SECTION}.{key}", value, "must be larger than 0", "Set 1")
+        if self.samples < 2:
+            rule = "the answers to a prompt are compared with one another"
+            raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set 2 or more")
+        if not config.observe.samples:
+            rule = f"recipe={config.recipe} answers the prompts of observe.samples"
+            raise ConfigError(
+                "observe.samples", "", rule, "Name a text file, a prompt on each line"
+            )
+        needed = {"generate": "none", "vllm": "an address or a Python with vLLM"}
+        has = "none" if self.engine is None else "a Python with vLLM"
+        has = "an address" if "://" in (self.engine or "") else has
+        if has not in (rule := needed.get(self.sampler, "an address")):
+            rule = f"sampler={self.sampler} takes {rule}"
+            raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or leave both out")
+
+
+_SHIPPED = {"dpo": DPOArgs, "grpo": GRPOArgs}
 
 
 def args_class(recipe: str) -> type | None:

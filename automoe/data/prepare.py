@@ -195,6 +195,8 @@ def with_steps(config: Config) -> Config:
     Raises:
         ConfigError, DataError: as ``prepare_data``, or a rule on the number of steps is broken.
     """
+    if not getattr(config.recipe_args, "reads_data", True):
+        return config
     tokenizer, corpora = prepare_data(config)
     train = config.train
     if not train.epochs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,12 +134,13 @@ def file_names(count: int) -> list[str]:
 
 
 def write_files(
-    files: Iterable[tuple[Path, Contents]], tensors: Iterator[tuple[torch.Tensor, ...]]
+    files: Iterable[tuple[Path, Contents]], tensors: Iterator[Sequence[torch.Tensor]]
 ) -> None:
     """Write safetensors files, one tensor at a time.
 
     Args:
-        tensors: for each tensor of ``files``, in order: its numbers, or codes and scales.
+        tensors: for each tensor of ``files``, in order: its numbers, or codes and scales, in the
+            dtypes of the file, or the bytes.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -149,13 +150,11 @@ def write_files(
         try:
             with open(file, "wb") as stream:
                 stream.write(header_bytes(contents))
-                for key, stored in contents.items():
+                for key in contents:
                     parts = next(tensors)
                     when = f"while {key} was written"
-                    for part, place in zip(parts, stored.in_file(key).values(), strict=True):
-                        # A uint8 tensor already holds the bytes of the file.
-                        dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[place.dtype]
-                        flat = part.to(dtype).cpu().contiguous().view(-1)
+                    for part in parts:
+                        flat = part.cpu().contiguous().view(-1)
                         stream.write(flat.view(torch.uint8).numpy().data)
                 when = "at its end"
         except OSError as error:

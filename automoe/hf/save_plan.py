@@ -217,14 +217,25 @@ class Transfer:
 
         def stream() -> None:
             with self._tensors(advance) as made:
-                tensors = (_encoded(item, tensor, source) for item, tensor in made)
-                others = ((_bytes_of(source, beside[key]),) for key in copied)
+                tensors = (self.stored(item, tensor) for item, tensor in made)
+                others = ((bytes_of(source, beside[key]),) for key in copied)
                 write_files(zip(paths, mine, strict=True), chain(tensors, others))
 
         ranks.all(stream)
         dtype = next(item.dtype for item in self.items if item.shard.trained)
         done = ranks.lead(lambda: write_index(folder, files, dtype))
         return replace(done, num_copied=len(beside))
+
+    def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return what a checkpoint stores for the whole ``tensor`` of ``item``: it, or its codes.
+
+        Exports and streams of weights (``automoe.rl.weights``) both get their numbers here.
+        """
+        parts = item.target.in_file(item.key).values()
+        return [
+            part.to(DTYPES[one.dtype])
+            for part, one in zip(_encoded(item, tensor, self.source), parts, strict=True)
+        ]
 
     @torch.no_grad()
     def compare(self, written: Catalog) -> float:
@@ -278,13 +289,14 @@ def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[T
     ):  # fmt: skip
         return to_codes(tensor, new.encoding)
     old_parts = (
-        _bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape)
+        bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape)
         for part in (old, old.scales)
     )
     return to_codes(tensor, new.encoding, tuple(old_parts))
 
 
-def _bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
+def bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
+    """Return the bytes of one tensor of ``source`` as uint8."""
     try:
         raw = bytearray(b"".join(raw_bytes(source.folder, stored)))
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import Shape, mtp_copies, our_tensors
 from automoe.model.causal_lm import CausalLM
+from automoe.model.lora import add_product
+from automoe.moe.lora import Added
 from automoe.parallel.fsdp import reshard
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 
@@ -53,7 +55,7 @@ class LocalShard:
         copy: True for a later stage's copy of the embedding, which the first stage holds too.
         again: True for a tensor of ``mtp_copies``, which has the storage of the repeated tensor.
         columns: columns of the full matrix if it is packed, else 0.
-        added: adapter that an export adds to a packed matrix, as scale B A: A [..., r, I], B
+        added: adapter that an export adds to the numbers, as scale B A: A [..., r, I], B
             [..., O, r] of this shard, and the scale.
     """
 
@@ -65,7 +67,7 @@ class LocalShard:
     copy: bool = False
     again: bool = False
     columns: int = 0
-    added: tuple[Tensor, Tensor, float] | None = None
+    added: Added | None = None
 
     @property
     def base(self) -> str:
@@ -94,7 +96,7 @@ class LocalShard:
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
-        """Return the numbers at ``index``, unpacked in float32 or wider, with the adapter added.
+        """Return the numbers at ``index`` with the adapter added, those of packed bytes widened.
 
         ``index`` must leave the columns of a packed matrix whole.
         """
@@ -102,9 +104,9 @@ class LocalShard:
         if self.added is None:
             return numbers
         a, b, scale = self.added
-        numbers = numbers.to(b.dtype)
-        _add_product(numbers, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
-        return numbers
+        total = numbers.to(b.dtype, copy=not self.columns)
+        add_product(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
+        return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
         """Yield (index in this shard, unpacked float32 shard on the CPU) of each matrix.
@@ -123,19 +125,6 @@ class LocalShard:
             start = (self.start[0] + at, *self.start[1:])
             whole = torch.empty(self.shape, device="meta")
             yield index, LocalShard(self.name, whole, numbers, start)
-
-
-def _add_product(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """Add scale b [..., O, r] a [..., r, I] to ``into`` [..., O, I].
-
-    Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner
-    dims of ``b``, several matrices of ``b`` share one of ``a``.
-    """
-    if b.dim() == 2:
-        into.add_(b @ a, alpha=scale)
-        return
-    for k in range(b.shape[0]):
-        _add_product(into[k], a[k] if a.dim() == 3 else a, b[k], scale)
 
 
 def as_parts(parts: Parts | CausalLM) -> Parts:
@@ -159,8 +148,12 @@ def stage_ranks(tensors: Iterable[Tensor]) -> Shape:
     return tuple(sorted(max(meshes, key=Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
-def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
+def local_shards(parts: Parts, adapters: Mapping[str, Added] = {}) -> Iterator[LocalShard]:
+    """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
+
+    Args:
+        adapters: adapters that are not merged, by the name of the weight that they are added to.
+    """
     for part in parts.values():
         copies = mtp_copies(part.config)
         shapes = dict(our_tensors(part.config))
@@ -168,10 +161,11 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
             if is_packed(parameter):
                 path, _, last = name.rpartition(".")
                 added = getattr(part.get_submodule(path), "added", {}).get(last)
+                added = adapters.get(name, added)
                 yield _shard(name, parameter, columns=shapes[name][-1], added=added)
             elif ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
-                yield _shard(name, parameter, copy=tied)
+                yield _shard(name, parameter, copy=tied, added=adapters.get(name))
                 for again in (
                     copy for copy, original in copies.items() if original == name and not tied
                 ):

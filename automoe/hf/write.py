@@ -6,6 +6,7 @@ every rank streams the tensors that the plan assigns to it into files of its own
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ import torch
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import ModelConfig
 from automoe.data.chat_template import ChatTemplate
-from automoe.hf.catalog import check_catalog, open_catalog
+from automoe.hf.catalog import Catalog, check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.hf.read import show_progress
-from automoe.hf.save_plan import Transfer, compare_beside, plan_writes, unread_shards
+from automoe.hf.save_plan import Transfer, WriteItem, compare_beside, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled, upcycled_model
 from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
 from automoe.model.causal_lm import CausalLM
 from automoe.model.lora import merge_adapters
+from automoe.moe.lora import Added
 
 
 def to_hf(
@@ -75,20 +77,13 @@ def to_hf(
     path = Path(path).expanduser().absolute()
     ranks = Ranks()
     config = config_of(parts)
-    keys = family_of(config).keys
-    quantization = quantization_config(config, keys, encoding)
-    keys = keys.per_expert if quantization else keys
-    out_dtype = export_dtype(dtype)
-    # ``keep`` uses the dtypes of the source, since parameters are wider while they are trained.
-    source = None
-    if config.hf_path is not None and not config.random_weights:
-        dense_keys = upcycled_model(config)[1] if config.upcycle else None
-        source = open_catalog(config.hf_path, config, dense_keys)
+    quantization = quantization_config(config, family_of(config).keys, encoding)
+    export_dtype(dtype)
+    source = source_of(config)
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
-        dtypes_of = source if dtype == "keep" else None
-        plan = plan_writes(list(local_shards(parts)), config, keys, out_dtype, encoding, dtypes_of)
+        plan = plan_export(parts, dtype, encoding, source)
         written = Transfer(plan, ranks, source).write(folder, max_shard_bytes)
         bases = {item.shard.base for item in plan}
         rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}
@@ -109,6 +104,40 @@ def to_hf(
                 off = Transfer(coded, ranks, source).compare(open_catalog(folder, config))
                 written = replace(written, error=off)
     return replace(written, path=path)
+
+
+def source_of(config: ModelConfig) -> Catalog | None:
+    """Open the checkpoint that a model started from; None if its weights were random."""
+    if config.hf_path is None or config.random_weights:
+        return None
+    dense_keys = upcycled_model(config)[1] if config.upcycle else None
+    return open_catalog(config.hf_path, config, dense_keys)
+
+
+def plan_export(
+    parts: Parts,
+    dtype: str,
+    encoding: Encoding,
+    source: Catalog | None,
+    adapters: Mapping[str, Added] = {},
+    fused: bool = False,
+) -> list[WriteItem]:
+    """Plan the tensors of an export of this rank's stages; arguments as of ``to_hf``.
+
+    Args:
+        source: result of ``source_of``.
+        adapters: as in ``local_shards``.
+        fused: True for the layout that a model of transformers has in memory.
+    """
+    config = config_of(parts)
+    keys = family_of(config).keys
+    keys = keys.in_memory if fused else keys
+    if quantization_config(config, keys, encoding):
+        keys = keys.per_expert
+    # ``keep`` uses the dtypes of the source, since parameters are wider while they are trained.
+    kept = source if dtype == "keep" else None
+    shards = list(local_shards(parts, adapters))
+    return plan_writes(shards, config, keys, export_dtype(dtype), encoding, kept)
 
 
 def convert_hf(

@@ -93,7 +93,7 @@ def train(
             f"automoe.train starts ranks itself, and {external.launcher} has already started this process as one. "
             f"Start the script without {external.launcher}, or python -m automoe.train with it"
         )
-    checked = _composed(config, config_name, config_dir)
+    checked = composed(config, config_name, config_dir)
     shape, device = check_here(checked)
     if (missing := missing_hardware(shape, device, checked.launch.num_ranks)) is not None:
         raise LaunchError(f"the configuration is valid; it cannot train here: {missing}")
@@ -114,9 +114,8 @@ def train(
     return TrainResult(checked, run_dir, result.objective, export)
 
 
-def _composed(
-    config: object, config_name: str, config_dir: str | os.PathLike[str] | None
-) -> Config:
+def composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
+    """Return the configuration that a list of overrides, a dictionary or a ``Config`` names."""
     if isinstance(config, Config):
         if config_name != DEFAULT_PRIMARY or config_dir is not None:
             raise ConfigError(

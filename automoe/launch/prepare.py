@@ -121,6 +121,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
             )
     kind = config.data.kind
     demonstrates = kind.startswith("stdlib") and not config.data.sources
+    demonstrates &= getattr(config.recipe_args, "reads_data", True)
     if demonstrates and not named.keys() & {"data", "data.kind"}:
         raise ConfigError(
             "data.kind",

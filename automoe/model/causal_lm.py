@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -21,9 +22,16 @@ from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.model.backend import BackendConfig
-from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
+from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_scores
 from automoe.model.mtp import MTP_METRICS
 from automoe.moe.router import BalancedRouter
+
+# arguments of ``token_scores`` by the names of inputs of a loss
+SAMPLED = {
+    "temperature_T": "temperature",
+    "candidates_TN": "candidates",
+    "scored_ids_TK": "scored_ids",
+}
 
 
 class MoELayer(Protocol):
@@ -251,8 +259,21 @@ class CausalLM(nn.Module, ABC):
         x_TH = sequence.all_gather(x_BsH).flatten(0, 1)
         labels_T = inputs.labels.flatten()
         if self.loss is not None:
-            nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
-            return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])
+            sampled = {
+                name: inputs.given[key].flatten(0, 1)
+                for name, key in SAMPLED.items()
+                if key in inputs.given
+            }
+            wants_entropy = getattr(self.loss, "uses_entropy", False)
+            head = x_TH, weight_VH, labels_T, self.first_id, sequence
+            scores = token_scores(*head, **sampled, wants_entropy=wants_entropy)
+            entropy_BS, scored_BSK = (
+                None if one is None else one.unflatten(0, inputs.labels.shape)
+                for one in (scores.entropy_T, scores.scored_TK)
+            )
+            inputs = replace(inputs, entropy=entropy_BS, scored=scored_BSK)
+            loss = self.loss(scores.nll_T.view(inputs.labels.shape), inputs)
+            return torch.stack([loss.to(scores.nll_T.dtype)])
         loss = cross_entropy_sum(
             x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss
         )

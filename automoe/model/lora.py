@@ -5,7 +5,7 @@ Letters: B rows, S positions, I input and O output features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import sqrt
 
 import torch
@@ -152,19 +152,44 @@ def merge_adapters(part: CausalLM) -> None:
     its shard of a weight. Packed weights and their B stay unchanged: ``added`` of their modules is
     then the term that an export adds to them (``automoe.hf.shards``).
     """
-    for module in part.modules():
+    for _, module, name, a, b in adapted_weights(part):
+        weight = module.get_parameter(name)
+        added = added_product(weight, a, b, module.lora.scale)
+        if is_packed(weight):
+            assert isinstance(module, LoRALinear | LoRAExperts)
+            module.added[name] = added
+            continue
+        mine_a, mine_b, scale = added
+        # Experts are merged one after the other, to avoid a wide copy of all of them.
+        for k in range(len(mine_a)) if a.dim() == 3 else (...,):
+            matrix = local_shard(weight)[k]
+            wide = matrix.to(mine_b.dtype, copy=True)
+            add_product(wide, mine_a[k], mine_b[k], scale)
+            matrix.copy_(wide)
+        local_shard(b).zero_()
+
+
+def adapted_weights(
+    part: CausalLM,
+) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """Yield path of the module, module, parameter name, A and B of each weight with an adapter."""
+    for path, module in part.named_modules():
         adapter = getattr(module, "lora", None)
         if isinstance(adapter, Lora):
-            _merge(module, "weight", adapter.A, adapter.B, adapter.scale)
+            yield path, module, "weight", adapter.A, adapter.B
         elif isinstance(adapter, ExpertLora):
             for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
                 if (b := getattr(adapter, f"B{number}")) is not None:
-                    _merge(module, name, getattr(adapter, f"A{number}"), b, adapter.scale)
+                    yield path, module, name, getattr(adapter, f"A{number}"), b
 
 
-def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """Add scale B [..., O, r] A [r, I] to weight [..., O, I] in place; experts have A [E, r, I]."""
-    weight = module.get_parameter(name)
+@torch.no_grad()
+def added_product(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> Added:
+    """Return what of an adapter is added to this rank's shard of ``weight`` [..., O, I]. Collective.
+
+    Returns:
+        A [r, I] or [E, r, I] and B [..., O, r] of the shard, at least in float32, and the scale.
+    """
     local = local_shard(weight)
     packed = is_packed(weight)
     wide = torch.promote_types(b.dtype if packed else weight.dtype, torch.float32)
@@ -179,15 +204,20 @@ def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale
     whole_a, whole_b = full_tensor(a), full_tensor(b)
     mine_b = whole_b[tuple(outer)].to(wide)
     mine_a = (whole_a[outer[0]] if a.dim() == 3 else whole_a)[..., columns].to(wide)
-    if packed:
-        assert isinstance(module, LoRALinear | LoRAExperts)
-        module.added[name] = mine_a, mine_b, scale
+    return mine_a, mine_b, scale
+
+
+def add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """Add scale B [..., O, r] A [..., r, I] to ``into`` [..., O, I].
+
+    Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner
+    dims of ``b``, several matrices of ``b`` share one of ``a``.
+    """
+    if b.dim() == 2:
+        into.add_(b @ a, alpha=scale)
         return
-    pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]
-    # Experts are merged one after the other, to avoid a wide copy of all of them.
-    for matrix, each_b, each_a in pairs:
-        matrix.copy_(torch.add(matrix.to(wide), each_b @ each_a, alpha=scale))
-    local_shard(b).zero_()
+    for k in range(b.shape[0]):
+        add_product(into[k], a[k] if a.dim() == 3 else a, b[k], scale)
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -197,63 +198,163 @@ def cross_entropy_sum(
     return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn, hits)
 
 
-class _TokenLosses(torch.autograd.Function):
-    """Token losses that keep each token's log-sum-exp and recompute logits in the backward."""
+class _TokenScores(torch.autograd.Function):
+    """Scores that keep each token's log-sum-exp and recompute logits in the backward."""
 
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, labels_T, first_id: int, vocab: Communicator) -> torch.Tensor:
+    def forward(
+        ctx,
+        x_TH,
+        weight_VH,
+        labels_T,
+        first_id: int,
+        vocab: Communicator,
+        temperature_T,
+        candidates_TN,
+        scored_ids_TK,
+        wants_entropy: bool,
+    ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        loss_T, log_sum_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(2))
+        loss_T, log_sum_T, entropy_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(3))
+        scored_TK = None
+        if scored_ids_TK is not None:
+            scored_TK = x_TH.new_empty(scored_ids_TK.shape, dtype=wide)
+        ctx.sampled_by = temperature_T, candidates_TN
+        ctx.first_id = first_id
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
-            logits_TV = x_TH[chunk] @ weight_VH.T
+            logits_TV, left_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
-            target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
-            sum_T1 = vocab.all_reduce((logits_TV - largest_T1).exp_().sum(-1, keepdim=True))
+            target_logit_T1 = vocab.all_reduce(
+                torch.where(here_T1, logits_TV.gather(1, target_T1).to(wide), 0.0)
+            )
+            weights_TV = (logits_TV - largest_T1).exp_()
+            sum_T1 = vocab.all_reduce(weights_TV.sum(-1, keepdim=True))
             log_sum_T1 = sum_T1.log() + largest_T1
             log_sum_T[chunk] = log_sum_T1.squeeze(1)
             loss_T[chunk] = ((log_sum_T1 - target_logit_T1) * trained_T1).squeeze(1)
-        ctx.save_for_backward(x_TH, weight_VH, labels_T, log_sum_T)
-        ctx.first_id = first_id
-        return loss_T
+            if wants_entropy:
+                finite_TV = logits_TV if left_TV is None else logits_TV.masked_fill(~left_TV, 0.0)
+                mean_T1 = vocab.all_reduce((weights_TV * finite_TV).sum(-1, keepdim=True)) / sum_T1
+                entropy_T[chunk] = ((log_sum_T1 - mean_T1) * trained_T1).squeeze(1)
+            if scored_TK is not None:
+                _, places_TK, here_TK = _targets(scored_ids_TK[chunk], weight_VH, first_id)
+                own_TK = logits_TV.gather(1, places_TK.squeeze(1)).to(wide)
+                own_TK = vocab.all_reduce(torch.where(here_TK.squeeze(1), own_TK, 0.0))
+                scored_TK[chunk] = (own_TK - log_sum_T1) * trained_T1
+        saved = x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK
+        ctx.save_for_backward(*saved, entropy_T if wants_entropy else None)
+        return loss_T, entropy_T if wants_entropy else None, scored_TK
 
     @staticmethod
-    def backward(ctx, grad_T: torch.Tensor):
-        x_TH, weight_VH, labels_T, log_sum_T = ctx.saved_tensors
+    def backward(ctx, grad_T: torch.Tensor, grad_entropy_T, grad_scored_TK):
+        x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x_TH = torch.empty_like(x_TH) if needs_x else None
         grad_weight_VH = (
             torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
         )
+        temperature_T, _ = ctx.sampled_by
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
-            grad_TV = (x_TH[chunk] @ weight_VH.T - log_sum_T[chunk].unsqueeze(1)).exp_()
+            logits_TV, left_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
+            log_probs_TV = logits_TV - log_sum_T[chunk].unsqueeze(1)
+            grad_TV = log_probs_TV.exp_() if grad_entropy_T is None else log_probs_TV.exp()
+            more_TV = None
+            if grad_scored_TK is not None:
+                of_ids_TK = grad_scored_TK[chunk] * trained_T1
+                _, places_TK, here_TK = _targets(scored_ids_TK[chunk], weight_VH, ctx.first_id)
+                more_TV = grad_TV * -of_ids_TK.sum(-1, keepdim=True)
+                more_TV.scatter_add_(1, places_TK.squeeze(1), of_ids_TK * here_TK.squeeze(1))
+            if grad_entropy_T is not None:
+                if left_TV is not None:
+                    log_probs_TV = log_probs_TV.masked_fill(~left_TV, 0.0)
+                factor_T1 = grad_entropy_T[chunk].unsqueeze(1) * trained_T1
+                term_TV = grad_TV * (log_probs_TV + entropy_T[chunk].unsqueeze(1)) * -factor_T1
+                more_TV = term_TV if more_TV is None else more_TV + term_TV
             grad_TV.scatter_add_(1, target_T1, -here_T1.to(grad_TV.dtype))
             grad_TV.mul_(grad_T[chunk].unsqueeze(1) * trained_T1)
+            if more_TV is not None:
+                grad_TV += more_TV
+            if temperature_T is not None:
+                grad_TV /= temperature_T[chunk].unsqueeze(1)
             grad_TV = grad_TV.to(x_TH.dtype)
             _add_gradients(grad_TV, x_TH, weight_VH, grad_x_TH, grad_weight_VH, chunk)
-        return (
-            grad_x_TH,
-            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
-            None,
-            None,
-            None,
-        )
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_x_TH, grad_weight_VH, *(None,) * 7
 
 
-def token_losses(
+def _sampler_logits(
+    ctx, x_TH: torch.Tensor, weight_VH: torch.Tensor, chunk: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a chunk's logits as a sampler has them, and which ids are left [T, V]; None: all."""
+    temperature_T, candidates_TN = ctx.sampled_by
+    logits_TV = x_TH[chunk] @ weight_VH.T
+    if temperature_T is not None:
+        logits_TV = logits_TV / temperature_T[chunk].unsqueeze(1)
+    if candidates_TN is None:
+        return logits_TV, None
+    ids_TN = candidates_TN[chunk]
+    number = weight_VH.shape[0]
+    places_TN = ids_TN - ctx.first_id
+    places_TN = places_TN.masked_fill(
+        (ids_TN < 0) | (places_TN < 0) | (places_TN >= number), number
+    )
+    left_TV = logits_TV.new_zeros(len(logits_TV), number + 1, dtype=torch.bool)
+    left_TV = left_TV.scatter_(1, places_TN, True)[:, :number]
+    left_TV |= (ids_TN < 0).all(1, keepdim=True)  # a token without a list keeps all ids
+    return logits_TV.masked_fill(~left_TV, -math.inf), left_TV
+
+
+class TokenScores(NamedTuple):
+    """Numbers of T tokens, in nats, at least float32; 0 for tokens that are not trained.
+
+    Attributes:
+        nll_T: -log p(label).
+        entropy_T: entropy of p; None: not asked for.
+        scored_TK: log p of further ids; None: none are given.
+    """
+
+    nll_T: torch.Tensor
+    entropy_T: torch.Tensor | None
+    scored_TK: torch.Tensor | None
+
+
+def token_scores(
     x_TH: torch.Tensor,
     weight_VH: torch.Tensor,
     labels_T: torch.Tensor,
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
-) -> torch.Tensor:
-    """Return -log softmax(x @ weight.T)[label] of every token: [T] in nats, at least float32.
+    temperature_T: torch.Tensor | None = None,
+    candidates_TN: torch.Tensor | None = None,
+    scored_ids_TK: torch.Tensor | None = None,
+    wants_entropy: bool = False,
+) -> TokenScores:
+    """Return what losses of single tokens are made of, with p = softmax(x @ weight.T / temperature).
 
-    The loss is 0 for tokens that are not trained. Arguments are those of ``cross_entropy_sum``. The
-    backward recomputes logits, so a step computes four products with the head instead of three.
+    The first five arguments are those of ``cross_entropy_sum``. The backward recomputes logits, so
+    a step computes four products with the head instead of three.
+
+    Args:
+        candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
+            normalised; a token with -1 alone has all ids.
+        scored_ids_TK: further ids whose log-probabilities are wanted.
     """
-    return _TokenLosses.apply(x_TH, weight_VH, labels_T, first_id, vocab)
+    return TokenScores(
+        *_TokenScores.apply(
+            x_TH,
+            weight_VH,
+            labels_T,
+            first_id,
+            vocab,
+            temperature_T,
+            candidates_TN,
+            scored_ids_TK,
+            wants_entropy,
+        )
+    )
 
 
 def greedy_tokens(
@@ -289,8 +390,12 @@ class LossInputs:
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained
             token.
         context: the ranks that hold the other positions of these rows.
-        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step.
+        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. Three of
+            them are the head's: ``temperature`` [B, S], ``candidates`` [B, S, N] and ``scored_ids``
+            [B, S, K] (``token_scores``).
         reported: receives the sums of ``report``.
+        entropy: [B, S] for a loss whose attribute ``uses_entropy`` is True, else None.
+        scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
     """
 
     labels: torch.Tensor
@@ -299,6 +404,8 @@ class LossInputs:
     context: Communicator = SINGLE_RANK
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
     reported: dict[str, torch.Tensor] = field(default_factory=dict)
+    entropy: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
 
     def sum_by_document(self, x_BS: torch.Tensor, num_documents: int | None = None) -> torch.Tensor:
         """Sum x over each document of a row, on all ranks of ``context``: [B, D], differentiable.

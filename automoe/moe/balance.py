@@ -142,8 +142,8 @@ class LoadCounter(nn.Module):
 
     One float64 vector holds all counters, so that a step needs one all-reduce. Its layout: E counts
     of tokens given to each expert before any are dropped, E counts of tokens that plain top-k of
-    the scores would give to it, the losses in the order of ``LOSSES``, and the number of dropped
-    choices.
+    the scores would give to it, the losses in the order of ``LOSSES``, and the numbers of dropped
+    choices, of repeated choices of an engine, and of those that the router would not make.
     """
 
     totals: torch.Tensor
@@ -158,7 +158,7 @@ class LoadCounter(nn.Module):
     @staticmethod
     def size(num_experts: int) -> int:
         """Return the length of the vector for a layer of E experts."""
-        return 2 * num_experts + len(LOSSES) + 1
+        return 2 * num_experts + len(LOSSES) + 3
 
     def reset_buffers(self) -> None:
         self.totals.zero_()
@@ -170,6 +170,7 @@ class LoadCounter(nn.Module):
         plain_BE: torch.Tensor,
         losses: list[torch.Tensor],
         dropped_BSK: torch.Tensor | None = None,
+        replayed: torch.Tensor | None = None,
     ) -> None:
         """Add one micro-batch to the counters, if the pass counts.
 
@@ -178,14 +179,17 @@ class LoadCounter(nn.Module):
             plain_BE: tokens that plain top-k of the scores would give to each expert.
             losses: one scalar for each of ``LOSSES``.
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
+            replayed: see ``Routing``.
         """
         if not counts():
             return
-        self.totals[:-1] += torch.cat(
+        self.totals[:-3] += torch.cat(
             (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))
         )
         if dropped_BSK is not None:
-            self.totals[-1] += dropped_BSK.sum()
+            self.totals[-3] += dropped_BSK.sum()
+        if replayed is not None:
+            self.totals[-2:] += replayed
 
 
 @torch.no_grad()

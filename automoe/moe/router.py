@@ -33,7 +33,7 @@ from automoe.moe.balance import (
 )
 from automoe.moe.calls import Wrap, as_it_is
 from automoe.moe.capacity import choose_kept
-from automoe.moe.recompute import is_recomputing, save_for_recompute
+from automoe.moe.recompute import counts, is_recomputing, save_for_recompute
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,12 +46,14 @@ class Routing(NamedTuple):
         topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
+        replayed: [2] an engine's choices that are repeated, and those that the router lacks.
     """
 
     topk_expert_ids: torch.Tensor
     topk_scores: torch.Tensor
     plain_ids: torch.Tensor
     kept: torch.Tensor | None = None
+    replayed: torch.Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -173,6 +175,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _WideProduct.apply(x, weight)
 
 
+def _overlay(forced_BSK: torch.Tensor, live_BSK: torch.Tensor) -> torch.Tensor:
+    """Return the forced choices, and the live ones of tokens whose forced ones are -1."""
+    return torch.where(forced_BSK >= 0, forced_BSK.to(live_BSK.dtype), live_BSK)
+
+
 class BalancedRouter(nn.Module):
     """Balance losses and load counters of a layer, whatever chooses its experts.
 
@@ -248,6 +255,28 @@ class BalancedRouter(nn.Module):
         )
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
+    def replay(
+        self, live_BSK: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return this layer's choices under ``tokens.forced_ids``, and ``Routing.replayed``.
+
+        None if the routes are of no layer like this: there are none, or this is a module for
+        multi-token prediction, which engines do not run.
+
+        Args:
+            live_BSK: the router's own choices, which tokens without a forced one keep.
+        """
+        forced = tokens.forced_ids
+        if forced is None or self.moe_index >= forced.shape[2]:
+            return None
+        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+        if forced.shape[3] > 1 or not counts():  # a repeated training run is not judged
+            return ids_BSK, None
+        ours_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
+        differing = (lacking_BSK & ours_BS.unsqueeze(-1)).sum()
+        return ids_BSK, torch.stack((ours_BS.sum() * ids_BSK.shape[-1], differing))
+
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
         chosen_BE, plain_BE, losses = self.call_count(
             self, scores, routing.topk_expert_ids, routing.plain_ids, tokens
@@ -257,7 +286,7 @@ class BalancedRouter(nn.Module):
                 topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
             )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
-        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK)
+        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, routing.replayed)
         return routing
 
 
@@ -298,9 +327,11 @@ class Router(BalancedRouter):
         )
         scores = self.call_score(self, x_BSH, jitter_BSH)
         with torch.no_grad():
-            topk_ids_BSK, plain_ids_BSK = save_for_recompute(self._choose, scores.choice, tokens)
+            topk_ids_BSK, plain_ids_BSK, replayed = save_for_recompute(
+                self._choose, scores.choice, tokens
+            )
         weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
-        routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK)
+        routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK, replayed=replayed)
         if self.moe.capacity_factor:
             args = (
                 topk_ids_BSK,
@@ -357,16 +388,18 @@ class Router(BalancedRouter):
 
     def _choose(
         self, choice_BSE: torch.Tensor, tokens: Tokens
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if tokens.forced_ids is not None:
-            forced = tokens.forced_ids[:, :, self.moe_index]
-            return forced[:, :, 0], forced[:, :, 1]
-        if self.moe.gate != "learned":
-            topk_ids_BSK = gate_ids(
-                self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
-            )
-            return topk_ids_BSK, topk_ids_BSK
-        return self.call_select(self, choice_BSE)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if self.moe.gate == "learned":
+            ids_BSK, plain_BSK = self.call_select(self, choice_BSE)
+        else:
+            gate = self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
+            ids_BSK = plain_BSK = gate_ids(*gate)
+        replay = self.replay(ids_BSK, tokens)
+        if replay is None:
+            return ids_BSK, plain_BSK, None
+        if tokens.forced_ids is not None and tokens.forced_ids.shape[3] > 1:
+            plain_BSK = _overlay(tokens.forced_ids[:, :, self.moe_index, 1], plain_BSK)
+        return replay[0], plain_BSK, replay[1]
 
 
 GATES = ("balanced", "zipf", "one_hot", "empty")

@@ -39,6 +39,7 @@ WIDTHS = (9, 10, 9, 9, 9, 7, 8, 9)
 # With a preference loss, two columns show the margin of the preferred answer and the share of pairs
 # in which it wins, instead of memory and load.
 REWARDS = {4: ("margin", "rewards/margins"), 5: ("right", "rewards/accuracies")}
+REWARDS |= {-4: ("reward", "reward"), -3: ("tokens", "answer_tokens")}
 
 
 class Console:

@@ -41,6 +41,13 @@ NARROW = 4.6
 SWEEP_PLOT = "sweep.png"
 THRESHOLD: dict[str, Any] = {"color": ORANGE, "linewidth": 1.2, "linestyle": "--"}
 SCIENTIFIC: dict[str, Any] = {"style": "sci", "scilimits": (-2, 3), "useMathText": True}
+ANSWERS = (
+    ("reward", "Mean reward of the sampled answers", ""),
+    ("answer_tokens", "Mean length of the answers", "tokens"),
+    ("ref_kl", "Distance from the first weights (k3)", "nats per token"),
+    ("engine_gap", "Mean gap of engine and trainer", "nats"),
+    ("routes_differ", "Share of tokens with other routes than the engine's", ""),
+)
 MAX_LINES = 8  # up to this many layers have lines with legend entries
 # Colours of loads from below to above an equal share; grey for a layer without tokens.
 BALANCE = LinearSegmentedColormap.from_list(
@@ -72,6 +79,12 @@ def draw_plots(
         ("grad_norm", "Global gradient norm before clipping", _grad_norm(records, grad_clip)),
         ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
     ]
+    # What recipes/grpo.py records
+    for key, title, unit in ANSWERS:
+        if len(found := series(records, key)[0]):
+            figure, axis = _small(title, unit)
+            _line(axis, series(records, key), BLUE, title.lower(), smooth=len(found) > 20)
+            figures.append((key, title, figure))
     # A balance loss that is off is recorded as 0: plot only losses that were ever on.
     balance = {
         key for record in records for key in record if key.endswith("balance_loss") and record[key]

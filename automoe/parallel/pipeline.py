@@ -84,6 +84,7 @@ class StepRunner(ABC):
 
     Attributes:
         model_parts: this rank's stages.
+        micro_batch_rows: rows of a micro-batch, by default ``train.micro_batch_size``.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class StepRunner(ABC):
         self.model_parts = model_parts
         self.config = config
         self.device = device
+        self.micro_batch_rows = config.train.micro_batch_size
         shape, schedule = meshes.shape, config.parallel.schedule
         embedded = embedding_stages(config.model, stage_layers(config, shape))
         holders = [rank_of_stage(stage, shape.pp, schedule) for stage in embedded]
@@ -103,15 +105,18 @@ class StepRunner(ABC):
         """Loss of the model, the same on all its stages; None means cross-entropy."""
         return next(iter(self.model_parts.values())).loss
 
-    def set_loss(self, loss: Loss | None) -> None:
+    def set_loss(self, loss: Loss | None, mtp: bool = True) -> None:
         """Replace the loss of training and validation.
+
+        Args:
+            mtp: False if steps leave modules for multi-token prediction out.
 
         Raises:
             ConfigError: as ``checked_loss``.
         """
         loss = checked_loss(loss, "the recipe's")
         for part in self.model_parts.values():
-            if loss is not None and (depths := part.config.num_mtp_layers):
+            if mtp and loss is not None and (depths := part.config.num_mtp_layers):
                 remedy = "Set model.num_mtp_layers=0"
                 raise ConfigError("model.num_mtp_layers", depths, BY_CROSS_ENTROPY, remedy)
             part.loss = loss
@@ -124,9 +129,8 @@ class StepRunner(ABC):
         """
         for part in self.model_parts.values():
             part.reported.clear()  # of a pass outside of this runner
-        with training_pass():
+        with training_pass(), self.shared.summed():
             loss = self._train(inputs)
-        self.shared.sum()
         return loss.detach().to(torch.float64) * self.reports_loss
 
     @abstractmethod
@@ -182,7 +186,7 @@ class SingleStageRunner(StepRunner):
 
     def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
         """Split the rows of a step, as torch's schedules do."""
-        count = len(inputs.tokens) // self.config.train.micro_batch_size
+        count = len(inputs.tokens) // self.micro_batch_rows
         _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
         return [part["batch"] for part in parts]
 
@@ -301,10 +305,20 @@ class PipelineRunner(StepRunner):
         self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         super().__init__(model_parts, meshes, config, device)
-        num_stages = meshes.shape.pp * config.parallel.stages_per_rank
+        self.first = 0 in model_parts
+        self.last = meshes.shape.pp * config.parallel.stages_per_rank - 1 in model_parts
+        self.meshes = meshes
+        self._group = meshes.pipeline_group()
         train = config.train
-        rows = train.micro_batch_size
-        seq = train.seq_len // meshes.shape.cp
+        count = train.global_batch_size // meshes.shape.dp // train.micro_batch_size
+        self._use((count, train.micro_batch_size, train.seq_len // meshes.shape.cp))
+
+    def _use(self, step_shape: tuple[int, int, int]) -> None:
+        """Make stages and schedule for steps of these micro-batches, their rows, and positions."""
+        self._step_shape = step_shape
+        num_micro_batches, rows, seq = step_shape
+        config, shape = self.config, self.meshes.shape
+        num_stages = shape.pp * config.parallel.stages_per_rank
 
         def meta(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(
@@ -314,28 +328,17 @@ class PipelineRunner(StepRunner):
         def border(stage: int) -> tuple[Tensor, ...]:
             return (hidden,) * num_states(config.model, layers[stage])
 
-        compute = COMPUTE_DTYPES[train.dtype]
+        compute = COMPUTE_DTYPES[config.train.dtype]
         tokens = meta(rows, seq, dtype=torch.int64)
-        hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
+        hidden = meta(rows, seq // shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(
-            Stage, num_stages=num_stages, device=device, group=meshes.pipeline_group()
-        )
-        stages = []
-        layers = stage_layers(config, meshes.shape)
-        for stage, part in model_parts.items():
+        make_stage = partial(Stage, num_stages=num_stages, device=self.device, group=self._group)
+        self.stages = []
+        layers = stage_layers(config, shape)
+        for stage, part in self.model_parts.items():
             arguments = tokens if stage == 0 else border(stage - 1)
             returned = loss if stage == num_stages - 1 else border(stage)
-            stages.append(make_stage(part, stage, input_args=arguments, output_args=returned))
-        self.stages = stages
-        self.first = 0 in model_parts
-        self.last = num_stages - 1 in model_parts
-        self.meshes = meshes
-        self._use(train.global_batch_size // meshes.shape.dp // rows)
-
-    def _use(self, num_micro_batches: int) -> None:
-        """Make the schedule for steps with this many micro-batches."""
-        self.num_micro_batches = num_micro_batches
+            self.stages.append(make_stage(part, stage, input_args=arguments, output_args=returned))
         options: dict[str, Any] = dict(
             n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
         )
@@ -378,10 +381,12 @@ class PipelineRunner(StepRunner):
         return self._run("eval", inputs, [])
 
     def _run(self, method: str, inputs: MicroBatch, losses: list[Tensor]) -> Tensor | None:
-        # With train.rampup_batch_size, steps have fewer micro-batches than validation has.
-        count = len(inputs.tokens) // self.config.train.micro_batch_size
-        if count != self.num_micro_batches:
-            self._use(count)
+        # With train.rampup_batch_size, steps have fewer micro-batches than validation has, and a
+        # session's rows are as long as its samples.
+        rows = self.micro_batch_rows
+        step_shape = (len(inputs.tokens) // rows, rows, inputs.tokens.shape[1])
+        if step_shape != self._step_shape:
+            self._use(step_shape)
         # torch knows a first stage by its positional input, and a target by its rows
         tokens = [inputs.tokens] if self.first else []
         labels = inputs.labels if self.last else None

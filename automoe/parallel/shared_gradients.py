@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -66,8 +67,22 @@ class SharedGradients:
         places = sorted(set(holders))
         if len(places) == 1 < len(copies):
             self._by_group.append((None, [copies]))
+        self._on_stages = copies if len(places) > 1 else []
         if len(places) > 1:
             self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum the shared gradients that the block computes, and add them to those before it."""
+        before = []
+        for _, parameters in self._by_group:
+            for parameter in (p for copies in parameters for p in copies if p.grad is not None):
+                before.append((parameter, parameter.grad))  # already a sum
+                parameter.grad = None
+        yield
+        self.sum()
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def sum(self) -> None:
         """Replace every shared gradient by its sum over copies and over the ranks with a term.
@@ -75,6 +90,10 @@ class SharedGradients:
         The ranks of a group shard a parameter alike, so local shards are summed, all of them in one
         all-reduce.
         """
+        for parameter in self._on_stages:
+            # A step without the modules for multi-token prediction uses the first copy alone.
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         for group, parameters in self._by_group:
             shared = [
                 [local_shard(p.grad) for p in copies if p.grad is not None] for copies in parameters

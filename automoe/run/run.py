@@ -227,7 +227,11 @@ class Run:
         """Generate answers to ``observe.samples``, which ``write`` prints. Collective."""
         if sampler.texts:
             began = time.perf_counter()
-            self._samples = sampler.generate(), time.perf_counter() - began
+            self.show_samples(sampler.generate(), time.perf_counter() - began)
+
+    def show_samples(self, samples: list[dict[str, str]], seconds: float) -> None:
+        """Hand over pairs of ``prompt`` and ``text`` that took ``seconds``; ``write`` prints them."""
+        self._samples = samples, seconds
 
     def saves(self) -> bool:
         """Return True if the state should be saved now.

@@ -114,7 +114,7 @@ class Sampler:
         self.texts: list[str] = []
         if config.observe.samples:
             self.texts, self._prompts = Ranks().lead(lambda: encoded_prompts(config, tokenizer))
-            self._stops = Ranks().lead(lambda: _stops(config))
+            self._stops = Ranks().lead(lambda: stop_tokens(config))
 
     def generate(self) -> list[dict[str, str]]:
         """Return ``prompt`` and ``text`` of each answer on every rank. Collective.
@@ -137,7 +137,7 @@ class Sampler:
         return f"{text}[NaN: no next token]" if ids[-1] == NO_TOKEN else text
 
 
-def _stops(config: Config) -> list[int]:
+def stop_tokens(config: Config) -> list[int]:
     """Return the tokens that end an answer: the EOS tokens of an export's generation settings."""
     with tempfile.TemporaryDirectory() as scratch:
         chat = chat_template_of(config)

@@ -16,8 +16,8 @@ class TrainState:
 
     Attributes:
         model_parts: this rank's pipeline stages, {stage number: part}; names inside are global.
-        loader: an ``automoe.data.loader.Loader``. None if batches come from elsewhere: such a state
-            cannot be saved.
+        loader: an ``automoe.data.loader.Loader``. None if batches come from elsewhere; their
+            position is then the caller's to save.
         step: optimizer steps done (skipped ones included).
         tokens: tokens with a label trained so far, over all ranks.
         skipped: number of consecutive skipped steps.

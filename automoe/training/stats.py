@@ -38,7 +38,9 @@ class StepStats:
         dropped_share: [L] share of the choices that exceeded an expert's capacity.
         device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
             that plain top-k of the scores would give.
-        metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers.
+        metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers;
+            ``routes_differ``: share of an engine's repeated choices that routers would not make.
+        replayed: [L, 2] an engine's repeated choices, and those that the router would not make.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class StepStats:
     dropped_share: list[float]
     device_counts: torch.Tensor
     metrics: dict[str, float] = field(default_factory=dict)
+    replayed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
 
 
 def gather_stats(
@@ -94,15 +97,20 @@ def gather_stats(
     device_counts = table[:, : 2 * num_experts].unflatten(1, (2, num_experts))
     sums = sums.cpu()  # the host waits for the step's forward and backward here
     table = sums[:end].view(num_layers, size)
-    losses = table[:, 2 * num_experts : -1].sum(0).tolist()
+    losses = table[:, 2 * num_experts : -3].sum(0).tolist()
     chosen = table[:, :num_experts]
+    metrics = dict(zip(reported, sums[end + 1 :].tolist(), strict=True))
+    repeated, differing = table[:, -2:].sum(0).tolist()
+    if repeated:
+        metrics["routes_differ"] = differing / repeated
     return StepStats(
         loss=float(sums[end]),
         balance_losses=dict(zip(LOSSES, losses, strict=True)),
         expert_counts=chosen,
-        dropped_share=(table[:, -1] / chosen.sum(1).clamp_min(1)).tolist(),
+        dropped_share=(table[:, -3] / chosen.sum(1).clamp_min(1)).tolist(),
         device_counts=device_counts,
-        metrics=dict(zip(reported, sums[end + 1 :].tolist(), strict=True)),
+        metrics=metrics,
+        replayed=table[:, -2:],
     )
 
 

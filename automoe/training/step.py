@@ -86,6 +86,8 @@ def prepare_inputs(
     config: Config,
     device: torch.device,
     forced_ids: torch.Tensor | None = None,
+    values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    mtp: bool = True,
 ) -> tuple[MicroBatch, int]:
     """Return this rank's rows of one step, and the global batch's label count. Collective.
 
@@ -94,7 +96,9 @@ def prepare_inputs(
 
     Args:
         batch: full rows of this data-parallel rank.
-        forced_ids: [B, R, L, 2, K] routing to repeat.
+        forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``).
+        values: [B, R, ...] by name, per-token inputs of the loss, which are cut as the tokens are.
+        mtp: False to leave modules for multi-token prediction out of this step.
     """
     num_rows, seq_len = batch.tokens.shape
     # Counts are summed over gloo: reading them from the device would wait for the previous step.
@@ -103,7 +107,7 @@ def prepare_inputs(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
     )
     shifted: dict[str, Any] = {}
-    if depths := config.model.num_mtp_layers:
+    if mtp and (depths := config.model.num_mtp_layers):
         both = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
         counts = torch.cat((counts, count_shifted(*both).flatten()))
         shifted = {"mtp_tokens": both[0], "mtp_labels": both[1]}
@@ -130,6 +134,7 @@ def prepare_inputs(
         for name, x in vars(whole).items()
         if isinstance(x, torch.Tensor)
     }
+    local["given"] = {name: send(x[:, index], device) for name, x in values.items()}
     sent = send(counts, device)
     sums = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
     inputs = replace(whole, counts=sums, **local)
@@ -160,6 +165,8 @@ def optimizer_step(
     meshes: Meshes,
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
+    skip_zero: bool = False,
+    balances: bool | None = None,
 ) -> Update:
     """Clip, update and advance the step counter; any rank can make all skip the update. Collective.
 
@@ -168,6 +175,10 @@ def optimizer_step(
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
         report: values of this rank (``Run.report``) for the max-reduction that also decides about
             skipping.
+        skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
+            would move the weights.
+        balances: whether expert biases and load fractions move; None: unless the routes of an
+            engine were repeated, whose load says nothing about this router.
     """
     model_parts = list(state.model_parts.values())
     train = config.train
@@ -178,6 +189,8 @@ def optimizer_step(
             norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
+        if skip_zero and grad_norm == 0:
+            reason = reason or "the gradient is zero"
         logits = None
         if config.optim.qk_clip:
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
@@ -195,7 +208,8 @@ def optimizer_step(
                 clip_logits(logits, config.optim.qk_clip)
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
-            update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
+            if balances or (balances is None and not stats.replayed.any()):
+                update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1

@@ -84,6 +84,7 @@ def run_trajectory(
     device: str = "cpu",
     order: Tensor | None = None,
     between: Callable[[StepRunner, Meshes], object] = lambda runner, meshes: None,
+    balances: bool | None = None,
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
 
@@ -92,11 +93,12 @@ def run_trajectory(
     Args:
         batches: function that returns one data-parallel rank's rows of a step.
         record: keep every step's routing (one rank and one stage only).
-        forced: routing to repeat, per step [global rows, R, L, 2, K]; None: the model's own.
+        forced: routing to repeat, per step [global rows, R, L, 1 or 2, K]; None: the model's own.
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function that is called after every step, such as a validation.
+        balances: see ``optimizer_step``.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)
@@ -140,7 +142,7 @@ def run_trajectory(
                 if p.grad is not None
             }
             seen.gradients.append(gradients if leads_its_stage else {})
-        update = optimizer_step(state, stats, trained, meshes, config)
+        update = optimizer_step(state, stats, trained, meshes, config, balances=balances)
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
         seen.metrics.append([*stats.metrics.values()])

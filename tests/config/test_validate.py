@@ -472,6 +472,8 @@ def test_a_batch_that_cannot_grow_is_refused(rampup: str, more: list[str], said:
 
 @pytest.mark.parametrize("name", ["tools", "messages", "continue_final_message"])
 def test_what_the_trainer_gives_a_template_is_no_argument_of_it(name: str) -> None:
-    data = DataConfig(kind="chat", path=__file__, on_long="error", chat=ChatConfig(template_args={name: "x", "effort": "low"}))
+    data = DataConfig(
+        kind="chat", path=__file__, on_long="error", chat=ChatConfig(template_args={name: "x", "effort": "low"})
+    )
     with pytest.raises(ConfigError, match=rf"data\.chat\.template_args=.*the trainer gives {name} to the template"):
         validate(Config(data=data), 1)

@@ -1,6 +1,7 @@
 """``config.json`` of published checkpoints as they were before transformers 5, by our preset's name.
 
-Keys that say nothing about the model are left out, but for a few that readers must pass over.
+Keys that say nothing about the model are left out, but for a few that readers must pass over; ``UNREAD`` has, of one
+published file of a family, those that some other reader asks for.
 """
 
 from __future__ import annotations
@@ -387,4 +388,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_0_6b": QWEN3_06B,
     "qwen3_8b": QWEN3_8B,
     "qwen3_32b": QWEN3_32B,
+}
+# Keys of a family's published files that are in none of the dictionaries above.
+_BALANCED = {"attention_dropout", "output_router_logits", "router_aux_loss_coef", "use_cache"}
+UNREAD: dict[str, set[str]] = {
+    "dsv3_671b": {"attention_dropout", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "use_cache"},
+    "qwen3_30b_a3b": _BALANCED | {"attention_bias", "initializer_range", "max_window_layers", "tie_word_embeddings"},
+    "qwen2_57b_a14b": _BALANCED,
+    "mixtral_8x7b": _BALANCED | {"initializer_range", "tie_word_embeddings"},
+    "gpt_oss_20b": _BALANCED | {"experts_per_token", "initial_context_length"},
+    "qwen3_next_80b_a3b": _BALANCED,
+    "qwen3_5_35b_a3b": _BALANCED | {"attn_output_gate", "mamba_ssm_dtype", "mtp_use_dedicated_embeddings"},
+    "minimax_m2_230b_a10b": {"mtp_transformer_layers", "use_cache", "use_mtp"},
+    "olmoe_7b_a1b": _BALANCED,
+    "glm45_355b_a32b": {"attention_dropout", "use_cache"},
+    "glm47_flash_30b_a3b": {"attention_dropout", "topk_method"},
+    "glm5_744b_a40b": {"attention_dropout", "ep_size", "pretraining_tp", "use_cache"},
+    "llama31_8b": {"attention_dropout", "use_cache"},
+    "qwen3_8b": {"attention_dropout", "use_cache"},
 }

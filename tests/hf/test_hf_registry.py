@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from published_configs import (
     DSV3,
     GLM45,
@@ -21,12 +22,14 @@ from published_configs import (
     QWEN2_57B,
     QWEN3_30B,
     QWEN3_NEXT_80B,
+    UNREAD,
 )
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
+from automoe.hf.folder import write_settings
 from tests.support.command import ROOT
 
 
@@ -65,6 +68,18 @@ def test_written_config_reads_back(name: str, tmp_path: Path) -> None:
     # A family has one name of its own, and modelling code of the source's is not needed.
     assert written["model_type"] == config.family
     assert "auto_map" not in written
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_without_a_source_leaves_with_every_published_key(name: str, tmp_path: Path) -> None:
+    """Servers refuse a file without some of them, or take another value for granted: with the published values."""
+    config, published = preset(name), PUBLISHED[name]
+    write_settings(tmp_path, config, torch.float32, "none")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert not (published.keys() | UNREAD.get(name, set())) - written.keys() - {"auto_map"}
+    # These depend on the preset: context, modules for multi-token prediction, tokens, the 0.6B's and 32B's layers.
+    depend = r"max_position|num_nextn|num_mtp|mtp_num|token_id|rope_|model_type|auto_map|max_window|^sliding_window"
+    assert not {key for key in published if not re.search(depend, key) and written[key] != published[key]}
 
 
 def test_transformers_5_spelling(tmp_path: Path) -> None:

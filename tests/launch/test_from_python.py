@@ -17,7 +17,7 @@ from automoe.config.data_schema import SourceConfig
 from automoe.config.schema import Config
 from automoe.errors import ConfigError, LaunchError
 from automoe.launch import from_python
-from automoe.launch.from_python import _composed
+from automoe.launch.from_python import composed
 
 ROOT = Path(automoe.__file__).parents[1]
 
@@ -25,7 +25,7 @@ ROOT = Path(automoe.__file__).parents[1]
 def test_a_dictionary_says_what_overrides_say() -> None:
     asked: dict[str, Any] = {"model": "small_mixtral", "mesh": {"pp": 1, "ep": 4}, "optim.lr": 1e-05}
     typed = ["model=small_mixtral", "mesh.pp=1", "mesh.ep=4", "optim.lr=1e-05"]
-    assert _composed(asked, "config", None) == compose_config(overrides=typed)  # run_dir too
+    assert composed(asked, "config", None) == compose_config(overrides=typed)  # run_dir too
 
 
 TEXTS = [
@@ -48,9 +48,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_text_arrives_as_it_is(text: str) -> None:
-    assert _composed({"observe": {"wandb_project": text, "run_tags": [text]}}, "config", None).observe.run_tags == [
-        text
-    ]
+    assert composed({"observe": {"wandb_project": text, "run_tags": [text]}}, "config", None).observe.run_tags == [text]
 
 
 def test_values_of_every_type_arrive() -> None:
@@ -59,7 +57,7 @@ def test_values_of_every_type_arrive() -> None:
         "sources": [{"path": "/a b.jsonl", "weight": 0.5}, {"path": Path("/c.jsonl"), "name": "c"}],
     }
     data["chat"] = {"keys": {"messages": "my messages"}, "pack": False}
-    found = _composed(
+    found = composed(
         {"data": data, "parallel": {"layers_per_stage": None}, "optim": {"betas": (0.9, 0.99)}}, "config", None
     )
     assert found.data.sources == [SourceConfig(path="/a b.jsonl", weight=0.5), SourceConfig(path="/c.jsonl", name="c")]
@@ -69,13 +67,13 @@ def test_values_of_every_type_arrive() -> None:
 
 def test_a_whole_configuration_is_checked_as_strictly() -> None:
     config = Config()
-    assert _composed(config, "config", None) == config
+    assert composed(config, "config", None) == config
     config.train.steps = "5"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="train.steps=5: expected a whole number"):
-        _composed(config, "config", None)
+        composed(config, "config", None)
     for wrong in ("mesh.ep=2", 5, ["mesh.ep=2", 3]):
         with pytest.raises(ConfigError, match="expected a list of overrides, a dictionary or a Config"):
-            _composed(wrong, "config", None)
+            composed(wrong, "config", None)
     with pytest.raises(ConfigError, match="mesh has no 'epp'"):
         automoe.train({"mesh": {"epp": 2}})
 

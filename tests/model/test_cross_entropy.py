@@ -11,7 +11,7 @@ import automoe.config.rules_kernels
 from automoe.comm.collectives import communicator
 from automoe.comm.tokens import IGNORE, TokenCounts, num_documents
 from automoe.config.rules_kernels import chunk_tokens
-from automoe.model.loss import LossInputs, chunk_loss_fn, cross_entropy_sum, token_losses
+from automoe.model.loss import LossInputs, chunk_loss_fn, cross_entropy_sum, token_scores
 from automoe.verify.pool import RankPool
 
 T, H, V = 30, 8, 21
@@ -118,7 +118,7 @@ def test_losses_of_single_tokens_and_their_gradients_are_torchs(
 ) -> None:
     monkeypatch.setattr(automoe.config.rules_kernels, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
-    got = token_losses(x, weight, labels)
+    got = token_scores(x, weight, labels).nll_T
     expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="none")
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
     each = torch.linspace(-1, 2, T, dtype=torch.float64)  # every token's loss counts otherwise
@@ -129,7 +129,7 @@ def test_losses_of_single_tokens_and_their_gradients_are_torchs(
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
     weight.requires_grad_(False)
-    token_losses(x, weight, labels).sum().backward()
+    token_scores(x, weight, labels).nll_T.sum().backward()
     assert weight.grad is None and x.grad is not None
 
 

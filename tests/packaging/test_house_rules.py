@@ -32,10 +32,11 @@ LAYERS = (
         "automoe.export",
         "automoe.convert",
     )
-    + ("automoe.generate", "automoe.upcycle", "automoe.eval"),
+    + ("automoe.generate", "automoe.upcycle", "automoe.eval", "automoe.session"),
     ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
+    ("automoe.rl",),
     ("automoe.run",),
     ("automoe.classes",),
     ("automoe.checkpoint", "automoe.hf", "automoe.data", "automoe.observe", "automoe.interop"),
@@ -119,7 +120,7 @@ def test_imports_point_downwards() -> None:
 def beyond_the_border(imports: dict[str, set[str]]) -> list[str]:
     """Imports of the reading core that lead out of it. What the core stands on is the configuration, errors, kernels
     with their number formats, and torch, of which the private parts have files of their own. Recipes take all else, such
-    as data and checkpoints, from ``automoe.run``."""
+    as data and checkpoints, from ``automoe.run`` and ``automoe.rl``."""
     ground = ("config", "errors", "kernels", "quantize")
     inside = tuple(f"automoe.{room}" for room in (*CORE, *ground)) + PRIVATE_TO_TORCH + ("recipes",)
     return [
@@ -127,7 +128,7 @@ def beyond_the_border(imports: dict[str, set[str]]) -> list[str]:
         for module, others in sorted(imports.items())
         if room_of(module) in CORE
         for other in sorted(others)
-        if not other.startswith(inside + ("automoe.run",) * module.startswith("recipes"))
+        if not other.startswith(inside + ("automoe.run", "automoe.rl") * module.startswith("recipes"))
     ]
 
 

@@ -51,6 +51,7 @@ FAMILY = Family(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
+    unread={"aux_loss_alpha": 0.001, "ep_size": 1, "pretraining_tp": 1, "seq_aux": True},
     mscale=True,
     least=GROUPED_LEAST,
     known_as=("kimi_k2",),

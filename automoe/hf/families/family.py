@@ -73,6 +73,8 @@ class Family(Tier):
             neither config.json nor transformers has is accepted. These keys are also written.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
+        unread: keys of the published files that change nothing here, with their value (or a
+            function) without a source. Some readers refuse files without them (mistral.rs).
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.
@@ -91,6 +93,7 @@ class Family(Tier):
     fixed: dict[str, Any]
     only: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, Any] = field(default_factory=dict)
     keys: KeyMap = KeyMap()
     scaled_unless_said: bool = False
     mscale: bool = False
@@ -195,11 +198,13 @@ class Family(Tier):
                 f"transformers loads a {self.model_type} checkpoint only with 1 or less",
                 "Set model.initializer_range=0.02, or checkpoint.export_hf=false",
             )
-        hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
+        unread, written = (
+            {key: value(config) if callable(value) else value for key, value in stated.items()}
+            for stated in (UNREAD | self.unread, self.written)
+        )
+        hf = unread | {key: value for key, value in (base or {}).items() if key not in _ALIASES}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only
-        hf |= {
-            key: value(config) if callable(value) else value for key, value in self.written.items()
-        }
+        hf |= written
         hf |= {
             spec.key: spec.write(value_of(config, ours), config) for ours, spec in self._fields()
         }
@@ -445,6 +450,11 @@ GROUPED_MOE = (
         "router.topk_groups=topk_group"
     )
 )
+# Keys of published files that no reader here obeys (``Family.unread``): of all families, of families
+# that balance experts by a loss, and of Qwen's.
+UNREAD = {"attention_dropout": 0.0, "use_cache": True}
+BALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+WINDOWS = {"max_window_layers": attrgetter("num_layers"), "sliding_window": None}
 # Modules for multi-token prediction are stored as layers after the last one, as in DeepSeek-V3.
 MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
 

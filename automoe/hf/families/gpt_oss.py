@@ -6,8 +6,9 @@ Checkpoints are published in MXFP4, which the reader dequantizes.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
-from automoe.hf.families.family import COMMON_FIELDS, Family, Field, layer_types
+from automoe.hf.families.family import BALANCED, COMMON_FIELDS, Family, Field, layer_types
 from automoe.hf.families.mixtral import FAMILY as MIXTRAL
 from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 
@@ -47,6 +48,9 @@ FAMILY = Family(
         "router.logit_bias": True,
     },
     written={"hidden_act": "silu"},  # transformers does not read it
+    unread=BALANCED
+    | {"router_aux_loss_coef": 0.9, "experts_per_token": attrgetter("num_experts_per_token")}
+    | {"initial_context_length": attrgetter("rope.original_seq_len")},
     keys=replace(_KEYS, layouts=(_KEYS,)),
     scaled_unless_said=True,
 )

@@ -10,6 +10,7 @@ FAMILY = Family(
     fields=DENSE_FIELDS | {"attention.head_dim": HEAD_DIM},
     fixed=GQA | {"attention.qk_norm": False},
     only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    unread={"pretraining_tp": 1},
     dense=True,
     whole_heads=True,
 )

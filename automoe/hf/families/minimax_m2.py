@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from automoe.hf.families import mixtral
-from automoe.hf.families.family import COMMON_FIELDS, GQA, Family
+from automoe.hf.families.family import BALANCED, COMMON_FIELDS, GQA, Family
 from automoe.hf.keys import FUSED, KeyMap
 
 _BIAS = "mlp.router.expert_bias"
@@ -33,10 +33,18 @@ FAMILY = Family(
     only={"hidden_act": "silu", "router_jitter_noise": 0.0},
     written={
         "shared_intermediate_size": 0,
+        # servers take other values, or none, for granted; transformers reads none of these
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
         "rotary_dim": lambda config: round(
             config.rope.partial_rotary_factor * config.attention.head_dim
         ),
     },
+    unread=BALANCED
+    | {"attn_type_list": lambda config: [1] * config.num_layers}
+    | {"use_mtp": False, "num_mtp_modules": 0, "mtp_transformer_layers": 1},
     keys=KeyMap(
         mixtral.FAMILY.keys.rows | {_BIAS: "block_sparse_moe.e_score_correction_bias"},
         layouts=(KeyMap(FUSED.rows | {_BIAS: "mlp.e_score_correction_bias"}),),

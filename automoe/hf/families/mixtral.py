@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import COMMON_FIELDS, GQA, HEAD_DIM, SOFTMAX_ROUTER, Family
+from automoe.hf.families.family import (
+    BALANCED,
+    COMMON_FIELDS,
+    GQA,
+    HEAD_DIM,
+    SOFTMAX_ROUTER,
+    Family,
+)
 from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 
 _EXPERT = "block_sparse_moe.experts.{expert}"
@@ -25,6 +32,7 @@ FAMILY = Family(
         "router.norm_topk_prob": True,
     },
     only={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
+    unread=BALANCED,
     keys=KeyMap(
         {
             ROUTER: "block_sparse_moe.gate.weight",

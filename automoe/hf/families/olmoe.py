@@ -7,7 +7,15 @@ from typing import Any
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import COMMON_FIELDS, GQA, SOFTMAX_ROUTER, Family, Field, named
+from automoe.hf.families.family import (
+    BALANCED,
+    COMMON_FIELDS,
+    GQA,
+    SOFTMAX_ROUTER,
+    Family,
+    Field,
+    named,
+)
 
 _WHOLE = "the query heads of an olmoe model are together as wide as its hidden size"
 
@@ -54,4 +62,5 @@ FAMILY = Family(
         "num_shared_experts": 0,
     },
     only={"hidden_act": "silu"},
+    unread=BALANCED | {"router_aux_loss_coef": 0.01},
 )

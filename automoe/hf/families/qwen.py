@@ -12,12 +12,14 @@ from typing import Any
 
 from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import (
+    BALANCED,
     COMMON_FIELDS,
     DENSE_FIELDS,
     FULL_ATTENTION,
     GQA,
     HEAD_DIM,
     SOFTMAX_ROUTER,
+    WINDOWS,
     Family,
     Field,
     layer_types,
@@ -84,6 +86,7 @@ QWEN2_MOE = Family(
     | {"attention.qk_norm": False, "shared_expert_gate": True},
     only={"hidden_act": "silu"},
     written={"use_sliding_window": False, "decoder_sparse_step": 1},
+    unread=BALANCED | WINDOWS,
     keys=KeyMap(_SHARED_ROWS),
 )
 
@@ -94,6 +97,10 @@ QWEN3_MOE = Family(
     fixed=_ATTENTION | SOFTMAX_ROUTER | {"num_shared_experts": 0},
     only={"hidden_act": "silu", "attention_bias": False, "sliding_window": None},
     written={"use_sliding_window": False, "decoder_sparse_step": 1},
+    # the last three are of Qwen3-Coder
+    unread=BALANCED
+    | WINDOWS
+    | {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
 )
 
 QWEN3_NEXT = Family(
@@ -123,6 +130,7 @@ QWEN3_NEXT = Family(
         "decoder_sparse_step": 1,
         "full_attention_interval": lambda config: config.attention.full_attention_interval,
     },
+    unread=BALANCED | {"use_sliding_window": False},
     keys=KeyMap(_SHARED_ROWS),
     partial_rotary=True,
 )
@@ -139,6 +147,9 @@ QWEN3_5_MOE = replace(
     | {"first_k_dense": 0, "router.norm_topk_prob": True}
     | {"attention.linear_split_projections": True},
     written=QWEN3_NEXT.written | {"rope_parameters": rope_parameters},
+    unread=QWEN3_NEXT.unread
+    | {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    | {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False},
     keys=KeyMap(FUSED.rows | _SHARED_ROWS),
 )
 
@@ -149,5 +160,6 @@ QWEN3 = Family(
     fixed=_ATTENTION | {"attention.full_attention_interval": 1},
     only={"hidden_act": "silu", "attention_bias": False},
     written={"use_sliding_window": False},
+    unread=WINDOWS,
     dense=True,
 )

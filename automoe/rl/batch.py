@@ -1,0 +1,367 @@
+"""Batches from outside: ragged samples, checked, and packed into rows of the training step.
+
+One alignment for everything: a value of index i belongs to token i, whose log-probability is that
+of token i after the tokens before it. So nothing is known of token 0. A row of the model holds
+tokens 0 ... n-2 of a sample with n tokens, and the position of token i predicts token i + 1; routes
+have one line for each of these n - 1 positions, as engines return them.
+
+Letters: N samples of a batch, n tokens of a sample, R rows of this data-parallel rank, S positions
+of a row, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automoe.comm.tokens import IGNORE
+from automoe.config.schema import ModelConfig
+from automoe.data.loader import StepBatch
+from automoe.errors import DataError
+from automoe.rl.routes import ROUTES_DTYPE, check_routes
+
+# Values of a token may be several numbers, such as a teacher's log-probabilities of K ids.
+Values = float | Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of a batch: tokens, which of them are trained, and what is known of each.
+
+    Attributes:
+        tokens: [n] token ids, n >= 2.
+        mask: [n] bool, True for tokens that are trained (those of an answer); False at index 0.
+        values: by name, one number for the sample or [n, ...] numbers, of which those of tokens
+            that are not trained are never read. The losses of ``automoe.rl.losses`` read
+            ``advantages``, ``old_log_probs`` (of the weights before the update),
+            ``sampler_log_probs`` (of the engine), ``ref_log_probs`` and ``weights``.
+        routes: [n - 1, L, K] experts that the engine chose, which the training step repeats; a line
+            of -1 routes by the router (``automoe.rl.routes``). None: the router chooses.
+        candidates: for each token the ids that top-p or top-k sampling left, empty for all ids;
+            log-probabilities are then taken over these ids. None: over all ids everywhere.
+        scored_ids: [n, K] ids whose log-probabilities a loss wants beside the token's own
+            (``LossInputs.scored``), such as a teacher's likeliest.
+    """
+
+    tokens: Sequence[int] | torch.Tensor
+    mask: Sequence[bool] | torch.Tensor
+    values: Mapping[str, Values] = field(default_factory=dict)
+    routes: Any = None
+    candidates: Sequence[Sequence[int]] | None = None
+    scored_ids: Sequence[Sequence[int]] | torch.Tensor | None = None
+
+    @classmethod
+    def of_answer(
+        cls, prompt: Sequence[int], answer: Sequence[int], routes: Any = None, **values: Values
+    ) -> Sample:
+        """Return the sample of an answer to a prompt, whose tokens alone are trained.
+
+        Args:
+            values: by name, one number for the sample, or one for each token of the answer.
+        """
+        before = torch.zeros(len(prompt))
+        padded = {
+            name: value
+            if isinstance(value, (int, float))
+            else torch.cat((before, torch.as_tensor(value, dtype=torch.float64)))
+            for name, value in values.items()
+        }
+        mask = [False] * len(prompt) + [True] * len(answer)
+        return cls([*prompt, *answer], mask, padded, routes)
+
+
+Batch = Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The rows of one data-parallel rank, as CPU tensors.
+
+    Attributes:
+        rows: tokens, labels, positions and documents; a sample is a document.
+        values: by name [R, S, ...]: the samples' values, and ``places`` int64: the number of the
+            predicted token among all tokens of the batch, -1 if it is not trained.
+        routes: [R, S, L, K] int16, -1 at positions that route by the router; None: all do.
+        lengths: [N] number of tokens of each sample of the whole batch.
+    """
+
+    rows: StepBatch
+    values: dict[str, torch.Tensor]
+    routes: torch.Tensor | None
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How the samples of a batch are put into rows.
+
+    Attributes:
+        row_length: S.
+        micro_batch_rows: rows of a micro-batch.
+        num_micro_batches: of each data-parallel rank; rows that nothing fills are padding.
+        filled: numbers of the samples in each row of the global batch (``fill_rows``).
+    """
+
+    row_length: int
+    micro_batch_rows: int
+    num_micro_batches: int
+    filled: list[list[int]]
+
+
+class CheckedSample:
+    """Tensors of a sample after the checks of one rank.
+
+    Raises:
+        DataError: names the sample's number and its field.
+    """
+
+    def __init__(self, number: int, sample: Sample, model: ModelConfig, max_tokens: int) -> None:
+        self.number = number
+        vocab_size = model.vocab_size
+        self.tokens = self._tensor("tokens", sample.tokens, torch.int64)
+        count = len(self.tokens)
+        self._require(self.tokens.dim() == 1 and count >= 2, "tokens", "two tokens or more")
+        self._require(
+            count - 1 <= max_tokens,
+            "tokens",
+            f"at most train.seq_len + 1 = {max_tokens + 1} tokens",
+        )
+        self._check_ids("tokens", self.tokens, vocab_size)
+        self.mask = self._tensor("mask", sample.mask, torch.bool)
+        self._require(self.mask.shape == (count,), "mask", f"{count} values, one a token")
+        self._require(not self.mask[0], "mask", "False for token 0, which has no log-probability")
+        self.values: dict[str, torch.Tensor] = {}
+        for name, value in sorted(sample.values.items()):
+            tensor = self._tensor(name, value, torch.float64)
+            if tensor.dim() == 0:
+                tensor = tensor.expand(count)
+            self._require(len(tensor) == count, name, f"one number, or {count}, one a token")
+            trained = tensor[self.mask]
+            self._require(bool(trained.isfinite().all()), name, "finite for trained tokens")
+            self.values[name] = tensor
+        self.routes = None
+        if sample.routes is not None:
+            self.routes = self._tensor("routes", sample.routes, torch.int64)
+            self._require(
+                self.routes.dim() == 3 and len(self.routes) == count - 1,
+                "routes",
+                f"[{count - 1}, MoE layers, K], a line for each token but the last",
+            )
+            if (wrong := check_routes(self.routes, model)) is not None:
+                raise self._error("routes", wrong)
+            self.routes = self.routes.to(ROUTES_DTYPE)
+        self.scored_ids = None
+        if sample.scored_ids is not None:
+            self.scored_ids = self._tensor("scored_ids", sample.scored_ids, torch.int64)
+            self._require(
+                self.scored_ids.dim() == 2 and len(self.scored_ids) == count,
+                "scored_ids",
+                f"[{count}, K]",
+            )
+            self._check_ids("scored_ids", self.scored_ids, vocab_size)
+        self.candidates = None
+        if sample.candidates is not None:
+            lists = [self._tensor("candidates", ids, torch.int64) for ids in sample.candidates]
+            self._require(len(lists) == count, "candidates", f"{count} lists, one a token")
+            for token, ids, trained in zip(self.tokens, lists, self.mask, strict=True):
+                self._check_ids("candidates", ids, vocab_size)
+                self._require(
+                    not trained or not len(ids) or bool((ids == token).any()),
+                    "candidates",
+                    "lists of trained tokens that contain the token",
+                )
+            self.candidates = torch.nn.utils.rnn.pad_sequence(
+                lists, batch_first=True, padding_value=-1
+            )
+
+    def fields(self) -> dict[str, torch.Tensor]:
+        """Return all tensors of the sample by the name of their field."""
+        found = {"tokens": self.tokens, "mask": self.mask, **self.values, "routes": self.routes}
+        found |= {"scored_ids": self.scored_ids, "candidates": self.candidates}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def digest(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Return a hash of the named tensors, to compare what ranks were handed."""
+        hashed = hashlib.sha256()
+        for name, tensor in tensors.items():
+            hashed.update(f"{name} {tuple(tensor.shape)}".encode())
+            hashed.update(tensor.contiguous().numpy().tobytes())
+        return hashed.hexdigest()[:16]
+
+    def _tensor(self, name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            tensor = torch.as_tensor(value).detach().cpu()
+            whole = not (tensor.is_floating_point() and dtype is torch.int64 and tensor.numel())
+            self._require(whole, name, "integers")
+            return tensor.to(dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._error(name, f"not numbers of one shape ({error})") from None
+
+    def _check_ids(self, name: str, ids: torch.Tensor, vocab_size: int) -> None:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            raise self._error(
+                name, f"id {int(wrong[0])}; the model has ids from 0 to {vocab_size - 1}"
+            )
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise self._error(name, f"expected {rule}")
+
+    def _error(self, name: str, rule: str) -> DataError:
+        return DataError(f"sample {self.number} of the batch, field {name}: {rule}")
+
+
+def check_batch(
+    batch: Batch, model: ModelConfig, max_tokens: int, reads: Sequence[str] = ()
+) -> list[CheckedSample]:
+    """Return the checked samples; every rank raises alike, before anything else. Collective.
+
+    Args:
+        max_tokens: longest row.
+        reads: names of values that the loss reads.
+
+    Raises:
+        DataError: a sample is wrong, on any rank, or ranks were handed different samples. The
+            message names the sample's number and its field.
+    """
+    samples: list[CheckedSample] = []
+    error = None
+    try:
+        if not len(batch):
+            raise DataError("the batch has no sample")
+        for number, sample in enumerate(batch):
+            samples.append(CheckedSample(number, sample, model, max_tokens))
+        _check_fields(samples, reads)
+    except DataError as wrong:
+        error = str(wrong)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise DataError(error)
+        return samples
+    hashed = hashlib.sha256()
+    for sample in samples:
+        hashed.update(sample.digest(sample.fields()).encode())
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (error, hashed.hexdigest()))
+    for rank, (found, _) in enumerate(outcomes):
+        if found is not None:
+            raise DataError(f"{found} (on rank {rank})")
+    if any(outcome != outcomes[0] for outcome in outcomes):
+        raise DataError(_first_difference(samples))
+    return samples
+
+
+def _check_fields(samples: list[CheckedSample], reads: Sequence[str]) -> None:
+    """Raise unless the samples have the same values, of the same shapes, and all that are read."""
+    first = samples[0]
+    for sample in samples:
+        for name in reads:
+            if name not in sample.fields():
+                raise DataError(
+                    f"sample {sample.number} of the batch, field {name}: the loss reads it, and it is missing"
+                )
+        for name in sorted(sample.values.keys() ^ first.values.keys()):
+            raise DataError(
+                f"sample {sample.number} of the batch, field {name}: it and sample 0 do not both have it"
+            )
+        for name, shape in ((name, value.shape[1:]) for name, value in sample.fields().items()):
+            known = next((s.fields()[name] for s in samples if name in s.fields()), None)
+            assert known is not None
+            if shape != known.shape[1:] and name != "candidates":
+                raise DataError(
+                    f"sample {sample.number} of the batch, field {name}: {list(shape)} numbers a token, "
+                    f"{list(known.shape[1:])} in samples before"
+                )
+
+
+def _first_difference(samples: list[CheckedSample]) -> str:
+    """Return what differs between the samples of the ranks. Collective."""
+    mine = [{name: s.digest({name: t}) for name, t in s.fields().items()} for s in samples]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    for rank, theirs in enumerate(of_ranks):
+        if len(theirs) != len(of_ranks[0]):
+            return f"rank {rank} was handed {len(theirs)} samples and rank 0 {len(of_ranks[0])}: hand all ranks the same batch"
+        for number, (here, first) in enumerate(zip(theirs, of_ranks[0], strict=True)):
+            if here != first:
+                name = next(n for n in here.keys() | first.keys() if here.get(n) != first.get(n))
+                return (
+                    f"sample {number} of the batch, field {name}: rank {rank} was handed another one than rank 0. "
+                    "Hand all ranks the same batch"
+                )
+    raise AssertionError("digests of whole batches differ, those of their fields do not")
+
+
+def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Put items of these lengths into rows of ``room``: the best fit, longest first.
+
+    Returns:
+        The items' numbers by row; rows are ordered by their first, longest item.
+    """
+    rows: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # (free positions, row), sorted
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        place = bisect_left(spaces, (lengths[item], -1))
+        if place == len(spaces):
+            rows.append([])
+            free, row = room, len(rows) - 1
+        else:
+            free, row = spaces.pop(place)
+        rows[row].append(item)
+        insort(spaces, (free - lengths[item], row))
+    return rows
+
+
+def pack(samples: list[CheckedSample], plan: RowPlan, dp_rank: int, dp_size: int) -> Packed:
+    """Return the rows of one data-parallel rank: every ``dp_size``-th of those that are filled."""
+    rows_per_rank = plan.num_micro_batches * plan.micro_batch_rows
+    shape = (rows_per_rank, plan.row_length)
+    tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    labels, doc_ids = torch.full(shape, IGNORE), torch.full(shape, -1)
+    lengths = [len(sample.tokens) for sample in samples]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    values = {"places": torch.full(shape, -1)}
+    routes = None
+    first = samples[0]
+    for name, tensor in first.values.items():
+        values[name] = torch.zeros(*shape, *tensor.shape[1:], dtype=torch.float64)
+    if first.scored_ids is not None:
+        values["scored_ids"] = torch.zeros(*shape, first.scored_ids.shape[1], dtype=torch.int64)
+    widest = max((s.candidates.shape[1] for s in samples if s.candidates is not None), default=0)
+    if widest:
+        values["candidates"] = torch.full((*shape, widest), -1)
+    with_routes = next((s.routes for s in samples if s.routes is not None), None)
+    if with_routes is not None:
+        routes = with_routes.new_full((*shape, *with_routes.shape[1:]), -1)
+    for row, items in enumerate(plan.filled[dp_rank::dp_size]):
+        at = 0
+        for document, item in enumerate(items):
+            sample = samples[item]
+            count = lengths[item] - 1
+            here = (row, slice(at, at + count))
+            trained = sample.mask[1:]
+            tokens[here] = sample.tokens[:-1]
+            labels[here] = torch.where(trained, sample.tokens[1:], IGNORE)
+            positions[here] = torch.arange(count)
+            doc_ids[here] = document
+            number = torch.arange(1, count + 1) + starts[item]
+            values["places"][here] = torch.where(trained, number, -1)
+            for name, tensor in sample.values.items():
+                # A product with zero would keep NaN of tokens that are not trained.
+                values[name][here][trained] = tensor[1:][trained]
+            if sample.scored_ids is not None:
+                values["scored_ids"][here] = sample.scored_ids[1:]
+            if sample.candidates is not None:
+                values["candidates"][here][:, : sample.candidates.shape[1]] = sample.candidates[1:]
+            if routes is not None and sample.routes is not None:
+                routes[here] = sample.routes
+            at += count
+    rows = StepBatch(tokens, labels, positions, doc_ids, 0, dp_rank * rows_per_rank)
+    return Packed(rows, values, routes, lengths)

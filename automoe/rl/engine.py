@@ -1,0 +1,180 @@
+"""Engines that answer prompts with the weights in training, and what is checked of them.
+
+An engine has two methods that every rank calls: ``update`` takes a stream of weights, ``sample``
+answers prompts. This module has the one that needs no other program, ``generate`` of transformers.
+
+Letters: N answers to a prompt, P tokens of the prompt, A tokens of the answers, L MoE layers, K
+top-k, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from automoe.comm.agreement import Ranks
+from automoe.config.schema import Config
+from automoe.errors import BackendError
+from automoe.hf.folder import write_settings
+from automoe.parallel.fsdp import COMPUTE_DTYPES
+from automoe.rl.weights import WeightStream
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer.
+
+    Attributes:
+        tokens: ids, with the one that ended the answer.
+        log_probs: log-probability of each token under the distribution that it was drawn from.
+        routes: [P + A - 1, L, K] experts of every token but the last; None if the engine tells none.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    routes: torch.Tensor | None = None
+
+
+class Engine(Protocol):
+    """What a loop asks of an engine; every rank makes each call.
+
+    Attributes:
+        options: options of the ``WeightStream`` that the engine takes.
+    """
+
+    options: dict[str, Any]
+
+    def update(self, stream: WeightStream) -> None:
+        """Take new weights."""
+
+    def sample(
+        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[list[Answer]]:
+        """Return ``num`` answers to each prompt, the same for the same weights and seed."""
+
+
+def check_gap(
+    engine: Sequence[float], trainer: Sequence[float], bound: float
+) -> tuple[float, float]:
+    """Compare log-probabilities of the same tokens; return the mean and the largest difference.
+
+    Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
+    experts are scrambled, is off by tenths or more.
+
+    Raises:
+        BackendError: the mean is above ``bound``.
+    """
+    gaps = [abs(theirs - ours) for theirs, ours in zip(engine, trainer, strict=True)]
+    mean = sum(gaps) / len(gaps)
+    if not mean <= bound:  # so that NaN fails
+        at = max(range(len(gaps)), key=gaps.__getitem__)
+        raise BackendError(
+            f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
+            f"(allowed {bound:g}; token {at}: {engine[at]:.3f} and {trainer[at]:.3f}): it has other weights, or "
+            "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
+        )
+    return mean, max(gaps)
+
+
+class TransformersEngine:
+    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model.
+
+    Args:
+        stops: tokens that end an answer.
+    """
+
+    def __init__(self, config: Config, stops: Collection[int], device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.options = {"layout": "fused"}
+        dtype = COMPUTE_DTYPES[config.train.dtype]
+        with tempfile.TemporaryDirectory() as folder:
+            write_settings(Path(folder), config.model, dtype, "none")
+            hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if (config.model.hidden_size | config.model.moe_intermediate_size) % 4:
+            hf_config._experts_implementation = "eager"  # as in automoe.hf.verify
+        self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
+        self._stops = sorted(stops)
+        self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer
+        for name, module in self._model.named_modules():
+            if name.endswith(".mlp.experts"):
+                self._choices.append(calls := [])
+                module.register_forward_pre_hook(
+                    lambda _module, inputs, calls=calls: calls.append(inputs[1].cpu())
+                )
+
+    @torch.no_grad()
+    def update(self, stream: WeightStream) -> None:
+        state = self._model.state_dict()
+        tied = {} if not self._model.config.tie_word_embeddings else {"lm_head.weight"}
+        missing = state.keys() - tied
+        for bucket in stream:
+            for name, tensor in bucket.items():
+                if name in state:  # transformers has no modules for multi-token prediction
+                    state[name].copy_(tensor)
+                    missing.discard(name)
+        assert not missing, missing
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[list[Answer]]:
+        ranks = Ranks()
+        # A call answers one prompt, so its numbers do not depend on the number of ranks.
+        mine = {
+            index: self._answers(prompts[index], num, max_tokens, temperature, seed + index)
+            for index in range(ranks.rank, len(prompts), ranks.size)
+        }
+        groups = {
+            index: group for theirs in ranks.all(lambda: mine) for index, group in theirs.items()
+        }
+        return [groups[index] for index in range(len(prompts))]
+
+    def _answers(
+        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[Answer]:
+        from transformers import GenerationConfig
+
+        device = self._model.device
+        for calls in self._choices:
+            calls.clear()
+        tokens_NP = torch.tensor([prompt] * num, device=device)
+        settings = GenerationConfig(
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            max_new_tokens=max_tokens,
+            eos_token_id=self._stops or None,
+            pad_token_id=self._stops[0] if self._stops else 0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            made = self._model.generate(
+                tokens_NP, attention_mask=torch.ones_like(tokens_NP), generation_config=settings
+            )
+        new_NA = made.sequences[:, len(prompt) :]
+        logits_NAV = torch.stack(made.logits, dim=1).float() / temperature
+        log_probs_NA = logits_NAV.log_softmax(-1).gather(2, new_NA.unsqueeze(-1)).squeeze(-1)
+        routes = None
+        if self._choices:
+            layers = [
+                torch.cat([call.view(num, -1, call.shape[-1]) for call in calls], dim=1)
+                for calls in self._choices
+            ]
+            routes = torch.stack(layers, dim=2)
+        answers = []
+        for row, (tokens, log_probs) in enumerate(
+            zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
+        ):
+            ends = (at for at, token in enumerate(tokens, 1) if token in self._stops)
+            size = next(ends, len(tokens))
+            own = None if routes is None else routes[row, : len(prompt) + size - 1]
+            answers.append(Answer(tokens[:size], log_probs[:size], own))
+        return answers

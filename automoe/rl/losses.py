@@ -1,0 +1,444 @@
+"""Losses of reinforcement learning and distillation: functions that you copy and change.
+
+A loss gets ``nll_BS`` = -log pi of the trained tokens, 0 elsewhere, and ``LossInputs``, whose
+``given`` has the samples' values. It returns this rank's share: the sum over ranks and
+micro-batches is the loss. So it divides by counts of the global batch, and no mesh, micro-batch or
+accumulation changes it. A loss lists the values that it needs in ``reads``, and the numbers that it
+reports in ``metrics``.
+
+Signs: pi are the weights that are trained, old those before the update (``old_log_probs``), mu the
+engine that sampled (``sampler_log_probs``); r = pi / old; A are ``advantages``. Letters: B rows, S
+positions of this rank, K scored ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from automoe.model.loss import LossInputs
+
+Mean = Literal["tokens", "samples", "length", "sum"]
+KL = Literal["k1", "k2", "k3", "k3_weighted", "k3_by_k2"]
+LENGTHS = (128, 512, 2048, 8192)  # tokens of an answer, by which dropped answers are counted
+BY_LENGTH = (*(f"to_{length}" for length in LENGTHS), "longer")
+METRICS = (
+    *("clipped_share", "ref_kl", "old_kl", "sampler_kl"),
+    *(f"{name}.{length}" for name in ("answers", "dropped_share") for length in BY_LENGTH),
+)
+
+
+def policy_loss(reads: Sequence[str] = ("advantages", "old_log_probs")) -> Callable[[Any], Any]:
+    """Return a decorator that notes what a loss reads and reports."""
+
+    def note(loss: Any) -> Any:
+        loss.reads, loss.metrics = tuple(reads), METRICS
+        return loss
+
+    return note
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Weight of each token for the mismatch of the trainer and the engine: w = old / mu.
+
+    - ``truncate``: min(w, high) (truncated importance sampling).
+    - ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855).
+    - ``reject``: 1 within [low, high], else 0.
+
+    Attributes:
+        level: ``token``; ``sequence``: the product of w over the answer, whose spread grows with
+            the answer's length; ``mean``: the product's n-th root (geometric mean).
+    """
+
+    kind: Literal["truncate", "mask", "reject"] = "truncate"
+    level: Literal["token", "sequence", "mean"] = "token"
+    high: float = 2.0
+    low: float = 0.0
+
+
+# ---------------------------------------------------------------- losses
+
+
+@policy_loss()
+def grpo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mean: Mean = "samples",
+    **options: Any,
+) -> Tensor:
+    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    The mean is over the tokens of an answer, then over answers.
+
+    Args:
+        dual_clip: for A < 0, the loss is at most -dual_clip A (arXiv 1912.09729); None: no limit.
+        options: those of ``finish``.
+    """
+    r_BS = log_ratio(nll_BS, inputs).exp()
+    return _clipped(r_BS, nll_BS, inputs, clip_low, clip_high, dual_clip, mean, options)
+
+
+@policy_loss()
+def dr_grpo(nll_BS: Tensor, inputs: LossInputs, length: int, **options: Any) -> Tensor:
+    """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
+
+    Its advantages are not divided by the deviation (``group_advantages(..., scale=False)``).
+
+    Args:
+        length: a constant, such as the most tokens of an answer.
+        options: those of ``grpo``.
+    """
+    return grpo(nll_BS, inputs, mean="length", length=length, **options)
+
+
+@policy_loss()
+def dapo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    **options: Any,
+) -> Tensor:
+    """DAPO (arXiv 2503.14476): the loss of ``grpo`` with a higher upper clip, as a mean of tokens.
+
+    The mean is over all trained tokens of the global batch. Options are those of ``grpo``.
+    """
+    return grpo(nll_BS, inputs, clip_low, clip_high, mean="tokens", **options)
+
+
+@policy_loss()
+def gspo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    mean: Mean = "samples",
+    **options: Any,
+) -> Tensor:
+    """GSPO (arXiv 2507.18071): the loss of ``grpo`` with s = exp(mean over the answer of log r).
+
+    Each token has the ratio sg[s] pi / sg[pi] (its GSPO-token form), whose gradient is that of s.
+    Options are those of ``grpo``.
+    """
+    d_BS = log_ratio(nll_BS, inputs)
+    s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
+    dual_clip = options.pop("dual_clip", None)
+    return _clipped(s_BS, nll_BS, inputs, clip_low, clip_high, dual_clip, mean, options)
+
+
+@policy_loss()
+def cispo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    mean: Mean = "tokens",
+    **options: Any,
+) -> Tensor:
+    """CISPO (arXiv 2506.13585): -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
+
+    Options are those of ``finish``.
+    """
+    r_BS = log_ratio(nll_BS, inputs).detach().exp()
+    weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
+    _report_share("clipped_share", weight_BS != r_BS, inputs)
+    return finish(weight_BS * inputs.given["advantages"] * nll_BS, nll_BS, inputs, mean, **options)
+
+
+@policy_loss()
+def sapo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    mean: Mean = "samples",
+    **options: Any,
+) -> Tensor:
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A.
+
+    Options are those of ``finish``.
+    """
+    advantages_BS = inputs.given["advantages"]
+    r_BS = log_ratio(nll_BS, inputs).exp()
+    tau_BS = torch.where(advantages_BS > 0, tau_positive, tau_negative)
+    gate_BS = torch.sigmoid(tau_BS * (r_BS - 1)) * 4 / tau_BS
+    return finish(-gate_BS * advantages_BS, nll_BS, inputs, mean, **options)
+
+
+@policy_loss()
+def importance_sampling(
+    nll_BS: Tensor, inputs: LossInputs, mean: Mean = "tokens", **options: Any
+) -> Tensor:
+    """Policy gradient with the ratio as weight: -r A. Options are those of ``finish``."""
+    r_BS = log_ratio(nll_BS, inputs).exp()
+    return finish(-r_BS * inputs.given["advantages"], nll_BS, inputs, mean, **options)
+
+
+@policy_loss(reads=())
+def cross_entropy(
+    nll_BS: Tensor, inputs: LossInputs, mean: Mean = "tokens", **options: Any
+) -> Tensor:
+    """-log pi, times the samples' ``weights`` if there are any, of either sign."""
+    return finish(nll_BS, nll_BS, inputs, mean, **options)
+
+
+@policy_loss(reads=("old_log_probs", "teacher_log_probs"))
+def distill(
+    nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0, mean: Mean = "tokens", **options: Any
+) -> Tensor:
+    """On-policy distillation by the teacher's log-probabilities of sampled tokens.
+
+    The reverse KL is lowered by a policy gradient: -r A with A = advantages (0 if there are none)
+    - strength sg[log pi - log teacher]. Options are those of ``finish``.
+    """
+    gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
+    advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
+    r_BS = log_ratio(nll_BS, inputs).exp()
+    return finish(-r_BS * advantages_BS, nll_BS, inputs, mean, **options)
+
+
+@policy_loss(reads=("teacher_log_probs", "scored_ids"))
+def distill_top_k(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    direction: Literal["forward", "reverse"] = "forward",
+    tail: bool = True,
+    mean: Mean = "tokens",
+    **options: Any,
+) -> Tensor:
+    """KL of the teacher's K likeliest ids: forward, sum of p_T log(p_T / pi), or reverse.
+
+    ``scored_ids`` are the ids, ``teacher_log_probs`` [n, K] theirs. The ids left out count as one
+    more id, which has the rest of either's probability (``tail``). Without it the reverse KL is
+    lowest where all probability has left the K ids. Options are those of ``finish``.
+    """
+    ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
+    assert ours_BSK is not None  # scored_ids are there
+    if tail:
+        ours_BSK, theirs_BSK = _with_rest(ours_BSK), _with_rest(theirs_BSK)
+    gap_BSK = theirs_BSK - ours_BSK
+    if direction == "reverse":
+        gap_BSK, theirs_BSK = -gap_BSK, ours_BSK
+    return finish((theirs_BSK.exp() * gap_BSK).sum(-1), nll_BS, inputs, mean, **options)
+
+
+# ---------------------------------------------------------------- what losses are made of
+
+
+def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the samples' values that a loss reads with these options."""
+    names = {*getattr(loss, "reads", ())}
+    if options.get("correction") is not None:
+        names |= {"old_log_probs", "sampler_log_probs"}
+    if options.get("kl_coef"):
+        names.add("ref_log_probs")
+        if options.get("kl_kind") == "k3_weighted":
+            names.add("old_log_probs")
+    return tuple(sorted(names))
+
+
+def group_advantages(
+    rewards: Sequence[float], group_size: int, scale: bool = True, epsilon: float = 1e-4
+) -> list[float]:
+    """Return (reward - mean of its group) / (deviation + epsilon), 0 in a group of equal rewards.
+
+    Args:
+        rewards: those of the first prompt's answers, then those of the second's, and so on.
+        scale: False leaves the division out (Dr. GRPO). The deviation divides by group_size - 1.
+    """
+    groups = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
+    gained = groups - groups.mean(1, keepdim=True)
+    # The mean of equal numbers may differ from them by rounding.
+    gained[groups.amin(1) == groups.amax(1)] = 0.0
+    if scale and group_size > 1:
+        gained /= groups.std(1, keepdim=True) + epsilon
+    return gained.flatten().tolist()
+
+
+def trained(inputs: LossInputs) -> Tensor:
+    """Return [B, S] bool, True for trained tokens."""
+    return inputs.labels >= 0
+
+
+def log_ratio(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
+    """Return log r [B, S], 0 for tokens that are not trained."""
+    return torch.where(trained(inputs), -nll_BS - inputs.given["old_log_probs"], 0.0)
+
+
+def sum_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
+    """Return for each token the sum over its sample's trained tokens, on all ranks of ``cp``.
+
+    The result has no gradient.
+    """
+    x_BS = torch.where(trained(inputs), x_BS.detach(), 0.0)
+    sums_BD = inputs.sum_by_document(x_BS)
+    doc_ids = torch.zeros_like(inputs.labels) if inputs.doc_ids is None else inputs.doc_ids
+    return sums_BD.gather(1, doc_ids.clamp_min(0))
+
+
+def length_of_sample(inputs: LossInputs, dtype: torch.dtype) -> Tensor:
+    """Return for each token the number of its sample's trained tokens, at least 1."""
+    return sum_of_sample(trained(inputs).to(dtype), inputs).clamp_min(1)
+
+
+def mean_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
+    """Return for each token the mean over its sample's trained tokens, without a gradient."""
+    return sum_of_sample(x_BS, inputs) / length_of_sample(inputs, x_BS.dtype)
+
+
+def kl(nll_BS: Tensor, inputs: LossInputs, kind: KL = "k3") -> Tensor:
+    """Return an estimate of KL(pi || ref) for each token, d = log pi - log ref.
+
+    - ``k1``: d. ``k2``: d^2 / 2. ``k3``: exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
+    - ``k3_weighted``: r k3, whose gradient is unbiased (DeepSeek-V3.2, arXiv 2512.02556).
+    - ``k3_by_k2``: the value of k3 with the gradient of k2, which is unbiased on policy.
+    """
+    d_BS = torch.where(trained(inputs), -nll_BS - inputs.given["ref_log_probs"], 0.0)
+    if kind == "k1":
+        return d_BS
+    k2_BS, k3_BS = d_BS**2 / 2, torch.expm1(-d_BS) + d_BS
+    if kind == "k2":
+        return k2_BS
+    if kind == "k3_weighted":
+        return log_ratio(nll_BS, inputs).exp() * k3_BS
+    return k3_BS if kind == "k3" else k2_BS + (k3_BS - k2_BS).detach()
+
+
+def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
+    """Return the weight [B, S] of each token for the mismatch of trainer and engine.
+
+    The share of answers of which a mask drops a token is reported by the answer's length.
+    """
+    given = inputs.given
+    log_w_BS = torch.where(
+        trained(inputs), given["old_log_probs"] - given["sampler_log_probs"], 0.0
+    )
+    if correction.level != "token":
+        over = sum_of_sample if correction.level == "sequence" else mean_of_sample
+        log_w_BS = over(log_w_BS, inputs)
+    w_BS = log_w_BS.exp()
+    if correction.kind == "truncate":
+        return w_BS.clamp_max(correction.high)
+    inside_BS = (w_BS >= correction.low) & (w_BS <= correction.high)
+    report_dropped(~inside_BS, inputs)
+    weight_BS = w_BS if correction.kind == "mask" else torch.ones_like(w_BS)
+    return torch.where(inside_BS, weight_BS, 0.0)
+
+
+def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
+    """Report answers, and the share of them with a dropped token, by length of the answer."""
+    number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
+    length_BS = length_of_sample(inputs, torch.float64)
+    once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
+    last = 0.0
+    for name, most in zip(BY_LENGTH, (*LENGTHS, torch.inf), strict=True):
+        here_BS = once_BS * ((length_BS > last) & (length_BS <= most))
+        inputs.report(f"answers.{name}", here_BS.sum())
+        inputs.report(f"dropped_share.{name}", (here_BS * (number_BS > 0)).sum())
+        last = most
+
+
+def finish(
+    loss_BS: Tensor,
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    mean: Mean,
+    length: int = 1,
+    correction: Correction | None = None,
+    kl_coef: float = 0.0,
+    kl_kind: KL = "k3",
+    entropy_coef: float = 0.0,
+) -> Tensor:
+    """Return this rank's share of the loss from the losses of its tokens.
+
+    Args:
+        mean: ``tokens``: over the trained tokens of the global batch; ``samples``: over the tokens
+            of a sample, then over samples; ``length``: the sum over samples * length; ``sum``.
+        correction: weight for the mismatch of trainer and engine.
+        kl_coef: weight of ``kl`` to the reference (``ref_log_probs``).
+        entropy_coef: weight of the entropy, which lowers the loss.
+    """
+    if correction is not None:
+        loss_BS = loss_BS * corrected(inputs, correction)
+    if "weights" in inputs.given:
+        loss_BS = loss_BS * inputs.given["weights"]
+    if kl_coef:
+        loss_BS = loss_BS + kl_coef * kl(nll_BS, inputs, kl_kind)
+    if entropy_coef:
+        assert inputs.entropy is not None  # the session asks for it with this option
+        loss_BS = loss_BS - entropy_coef * inputs.entropy
+    _report_gaps(nll_BS.detach(), inputs)
+    return averaged(loss_BS, inputs, mean, length)
+
+
+def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -> Tensor:
+    """Return this rank's share of a mean over the global batch, as ``finish`` names it."""
+    loss_BS = torch.where(trained(inputs), loss_BS, 0.0)
+    counts = inputs.counts
+    if mean == "tokens":
+        return loss_BS.sum() / counts.trained.clamp_min(1)
+    if mean == "samples":
+        loss_BS = loss_BS / length_of_sample(inputs, loss_BS.dtype)
+        return loss_BS.sum() / counts.documents.clamp_min(1)
+    if mean == "length":
+        return loss_BS.sum() / (counts.documents.clamp_min(1) * length)
+    assert mean == "sum", mean
+    return loss_BS.sum()
+
+
+def _clipped(
+    r_BS: Tensor,
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    mean: Mean,
+    options: dict[str, Any],
+) -> Tensor:
+    advantages_BS = inputs.given["advantages"]
+    plain_BS = -r_BS * advantages_BS
+    clipped_BS = -r_BS.clamp(1 - clip_low, 1 + clip_high) * advantages_BS
+    loss_BS = torch.maximum(plain_BS, clipped_BS)
+    if dual_clip is not None:
+        limited_BS = torch.minimum(loss_BS, -dual_clip * advantages_BS)
+        loss_BS = torch.where(advantages_BS < 0, limited_BS, loss_BS)
+    _report_share("clipped_share", clipped_BS > plain_BS, inputs)
+    return finish(loss_BS, nll_BS, inputs, mean, **options)
+
+
+def _with_rest(log_probs_BSK: Tensor) -> Tensor:
+    """Append the log-probability of all other ids; a rest of nothing counts as the least number."""
+    tiny = torch.finfo(log_probs_BSK.dtype).eps
+    mass_BS1 = log_probs_BSK.exp().sum(-1, keepdim=True).clamp_max(1 - tiny)
+    return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
+
+
+def _report_share(name: str, is_BS: Tensor, inputs: LossInputs) -> None:
+    """Report the share of trained tokens for which ``is_BS`` is true."""
+    number = (is_BS & trained(inputs)).sum()
+    inputs.report(name, number / inputs.counts.trained.clamp_min(1))
+
+
+def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
+    """Report the mean k3 between pi and the reference, pi and old, and old and the engine."""
+    given = inputs.given
+    old_BS = given.get("old_log_probs", -nll_BS)
+    pairs = {
+        "ref_kl": (-nll_BS, given.get("ref_log_probs")),
+        "old_kl": (old_BS, -nll_BS),
+        "sampler_kl": (given.get("sampler_log_probs"), old_BS),
+    }
+    for name, (drawn_BS, other_BS) in pairs.items():
+        if drawn_BS is not None and other_BS is not None:
+            d_BS = torch.where(trained(inputs), drawn_BS - other_BS, 0.0)
+            share = (torch.expm1(-d_BS) + d_BS).sum() / inputs.counts.trained.clamp_min(1)
+            inputs.report(name, share)

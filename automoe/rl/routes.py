@@ -1,0 +1,150 @@
+"""Routes of an engine: read from its formats, checked, and judged by the router that repeats them.
+
+Routes travel with their sample, as an argument that is cut with the tokens, and never in a queue
+that layers read in the order in which they run. A line is of one token; a token with -1 has no
+route, and the router chooses its experts.
+
+Letters: n tokens of a sample, T its lines, L MoE layers without modules for multi-token prediction,
+K top-k.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import DataError
+from automoe.training.stats import StepStats
+
+ROUTES_DTYPE = torch.int16
+# Largest part of the difference that chance makes. Rounding to bfloat16 makes a twentieth; routes
+# of other tokens, layers or samples make all of it.
+MAX_DIFFER = 0.5
+_ROUNDING = 0.1  # is never refused: tokens of a collapsed router all choose alike
+_LEAST_CHOICES = 64  # fewer are not judged
+
+
+def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) -> torch.Tensor:
+    """Return a sample's routes from vLLM's ``CompletionOutput.routed_experts``: [n - 1, L, K].
+
+    Args:
+        routes: [n - 1 - start, layers, K] of any integers, prompt and answer joined. The layers are
+            all decoder layers, dense ones with zeros, or the MoE layers alone.
+        num_tokens: n, tokens of prompt and answer. The last one has no line.
+        start: ``routed_experts_prompt_start``: tokens of the prompt without a line.
+
+    Raises:
+        DataError: lines are missing, a dense layer has routes, or as ``check_routes``.
+    """
+    lines_TLK = np.asarray(routes)
+    count, dense = num_tokens - 1 - start, model.first_k_dense
+    if (
+        lines_TLK.dtype.kind not in "iu"
+        or lines_TLK.ndim != 3
+        or len(lines_TLK) != count
+        or start < 0
+    ):
+        raise DataError(
+            f"routes are {lines_TLK.dtype} {list(lines_TLK.shape)}; {num_tokens} tokens from {start} on have integers "
+            f"[{count}, layers, K]. An engine leaves lines out after hits in its prefix cache: switch the cache off"
+        )
+    if dense and lines_TLK.shape[1] == model.num_layers:
+        if lines_TLK[:, :dense].any():
+            token, layer, _ = np.argwhere(lines_TLK[:, :dense])[0].tolist()
+            raise DataError(
+                f"routes give token {token + start} experts in layer {layer}, and the first {dense} layers are dense: "
+                "the layers are shifted, or routes are of another model"
+            )
+        lines_TLK = lines_TLK[:, dense:]
+    read_TLK = torch.from_numpy(lines_TLK.astype(np.int64))
+    if (wrong := check_routes(read_TLK, model, start)) is not None:
+        raise DataError(f"routes: {wrong}")
+    before = read_TLK.new_full((start, *read_TLK.shape[1:]), -1)
+    return torch.cat((before, read_TLK)).to(ROUTES_DTYPE)
+
+
+def read_sglang(meta_info: Mapping[str, Any], model: ModelConfig, num_tokens: int) -> torch.Tensor:
+    """Return a sample's routes from the ``meta_info`` of an SGLang answer: [n - 1, L, K].
+
+    Its ``routed_experts`` are int32 [n - 1 - start, layers, K] in base64, with ``start`` in
+    ``routed_experts_start_len``. The rest is as in ``read_vllm``.
+    """
+    start, top_k = int(meta_info.get("routed_experts_start_len") or 0), model.num_experts_per_token
+    count = num_tokens - 1 - start
+    try:
+        ids = np.frombuffer(base64.b64decode(meta_info["routed_experts"], validate=True), "<i4")
+        layers = len(ids) // (count * top_k) if count else model.num_layers
+        lines = ids.reshape(count, layers, top_k)
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise DataError(
+            f"routed_experts are not int32 [{count}, layers, {top_k}] in base64, as {num_tokens} tokens from {start} on "
+            f"have ({error}). Ask for return_routed_experts, of the model in training"
+        ) from None
+    return read_vllm(lines, model, num_tokens, start)
+
+
+def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -> str | None:
+    """Return what is wrong with routes of a sample for ``model``, with token and layer; else None.
+
+    Args:
+        start: number of the first line's token.
+    """
+    dense, num_experts = model.first_k_dense, model.num_experts
+    expected = [model.num_layers - dense, model.num_experts_per_token]
+    if list(routes_TLK.shape[1:]) != expected:
+        return (
+            f"{routes_TLK.shape[1]} layers and K={routes_TLK.shape[2]}, and the model has {expected[0]} MoE layers and "
+            f"K={expected[1]}: routes of another model"
+        )
+    native = (routes_TLK == -1).all(-1)
+    outside = ((routes_TLK < 0) | (routes_TLK >= num_experts)).any(-1) & ~native
+    ordered = routes_TLK.sort(-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~native
+    rules = {
+        f"the model has experts 0 to {num_experts - 1}: routes of another model": outside,
+        "a token has K different experts, or -1 for each: the engine wrote no route here": repeated,
+    }
+    for rule, wrong in rules.items():
+        if wrong.any():
+            token, layer = wrong.nonzero()[0].tolist()
+            ids = routes_TLK[token, layer].tolist()
+            return f"token {token + start}, layer {layer + dense}: experts {ids}; {rule}"
+    return None
+
+
+def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None:
+    """Refuse routes that the router of the model hardly shares, after a step's backward pass.
+
+    The share of repeated choices that live scores would not make is compared with what routes of
+    another token would give: 1 - K sum over experts of (share of the choices)^2, which is 1 - K/E
+    for an even load.
+
+    Args:
+        stats: of the step, equal on every rank.
+        most: largest allowed part of that difference.
+
+    Raises:
+        DataError: the routes of some layer, or of all layers together, differ more.
+    """
+    repeated_L, differing_L = stats.replayed.unbind(1)
+    counts_LE = stats.expert_counts
+    # Each expert's share of the choices; all sum to one, so K of them are a token's.
+    shares_LE = counts_LE / counts_LE.sum(1, keepdim=True).clamp_min(1)
+    chance_L = 1 - top_k * shares_LE.square().sum(1)
+    layers = [slice(None), *(slice(layer, layer + 1) for layer in range(len(repeated_L)))]
+    for at in layers:
+        repeated, differing = float(repeated_L[at].sum()), float(differing_L[at].sum())
+        chance = float((chance_L[at] * repeated_L[at]).sum()) / max(repeated, 1)
+        if repeated >= _LEAST_CHOICES and differing > max(most * chance, _ROUNDING) * repeated:
+            where = "all MoE layers" if at == slice(None) else f"MoE layer {at.start}"
+            raise DataError(
+                f"routes: {differing / repeated:.1%} of the repeated choices of {where} are not the router's own. "
+                f"Rounding makes a few per cent, routes of other tokens {chance:.1%} (allowed {most:g} of that). They "
+                "are shifted by a token, a layer or a sample, or the engine has other weights"
+            )

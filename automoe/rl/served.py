@@ -1,0 +1,111 @@
+"""Engines at an address: weights go through a folder that both see, calls through HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automoe.comm.agreement import Ranks
+from automoe.config.schema import Config
+from automoe.errors import BackendError
+from automoe.hf.files import header_bytes
+from automoe.hf.folder import write_settings
+from automoe.hf.headers import SINGLE_FILE
+from automoe.parallel.fsdp import COMPUTE_DTYPES
+from automoe.rl.engine import Answer
+from automoe.rl.weights import WeightStream, feed
+
+
+class ServedEngine:
+    """An engine at an address. A class of one names the calls in ``reload`` and ``answers``.
+
+    Args:
+        address: such as ``http://host:8000``.
+        stops: tokens that end an answer.
+        run_dir: weights are written to ``engine`` there, which the server must see too.
+    """
+
+    options: dict[str, Any] = {}
+
+    def __init__(self, address: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
+        self.address = address.rstrip("/")
+        self.stops = sorted(stops)
+        self.model = config.model
+        self.folder = run_dir / "engine"
+        self._ranks = Ranks()
+        dtype = COMPUTE_DTYPES[config.train.dtype]
+
+        def settings() -> None:
+            self.folder.mkdir(exist_ok=True)
+            write_settings(self.folder, config.model, dtype, "none")
+
+        self._ranks.lead(settings)
+
+    def reload(self) -> None:
+        """Make the server read the weights in ``folder``, and forget what it cached of older ones."""
+        raise NotImplementedError
+
+    def answers(
+        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[Answer]:
+        raise NotImplementedError
+
+    def post(self, path: str, **content: Any) -> Any:
+        """Return the JSON that the server answers to a call.
+
+        Raises:
+            BackendError: the server cannot be reached, or refuses the call.
+        """
+        url = f"{self.address}{path}"
+        request = urllib.request.Request(
+            url, json.dumps(content).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:300]
+            raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
+        except OSError as error:
+            raise BackendError(
+                f"{url}: {error}. Start the engine, or mend recipe_args.engine"
+            ) from None
+        return json.loads(text) if text.strip() else None
+
+    def update(self, stream: WeightStream) -> None:
+        scratch = self.folder / f".{SINGLE_FILE}"
+
+        def begin() -> None:
+            scratch.write_bytes(header_bytes(stream.contents))
+
+        def append(bucket: Mapping[str, torch.Tensor]) -> None:
+            with scratch.open("ab") as file:
+                for tensor in bucket.values():
+                    raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                    file.write(raw.data)
+
+        def finish() -> None:
+            os.replace(scratch, self.folder / SINGLE_FILE)
+            self.reload()
+
+        self._ranks.lead(begin)
+        feed(stream, append)
+        self._ranks.lead(finish, again=False)
+
+    def sample(
+        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[list[Answer]]:
+        def ask() -> list[list[Answer]]:
+            return [
+                self.answers(prompt, num, max_tokens, temperature, seed + index)
+                for index, prompt in enumerate(prompts)
+            ]
+
+        return self._ranks.lead(ask, again=False)

@@ -1,0 +1,430 @@
+"""A session: a few verbs that a framework or a script drives, on any mesh.
+
+    log_probs(batch)                 -> log-probabilities of the samples' tokens
+    forward_backward(batch, loss)    -> loss, metrics; adds to the gradients
+    optim_step(lr)                   -> gradient norm, whether the weights moved
+    weights() save() load() adapter_off()
+
+Every rank makes every call, with the same batch; answers are in the caller's order, on every rank.
+The session packs samples into rows and calls ``automoe.training.step``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automoe.checkpoint.store import CheckpointStore
+from automoe.comm.tokens import MicroBatch, TokenCounts
+from automoe.config.batch import least_micro_batches
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.errors import ConfigError, DataError
+from automoe.model.loss import LossInputs
+from automoe.moe.lora import Adapter
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.fsdp import COMPUTE_DTYPES
+from automoe.parallel.mesh import Meshes, build_meshes
+from automoe.parallel.pipeline import StepRunner, build_runner
+from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
+from automoe.rl.losses import values_read
+from automoe.rl.routes import MAX_DIFFER, check_replay
+from automoe.rl.weights import WeightStream
+from automoe.run.weights import first_weights
+from automoe.training.context import RunContext
+from automoe.training.state import TrainState
+from automoe.training.stats import StepStats
+from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Answer of ``Session.log_probs``, in the order of the batch; float64 on the CPU.
+
+    Attributes:
+        log_probs: [n] of each sample: log-probability of token i after those before it, 0 for
+            tokens that are not trained.
+        entropy: [n] of each sample: entropy of the distribution that token i was drawn from, in
+            nats, 0 for tokens that are not trained; None: not asked for.
+    """
+
+    log_probs: list[torch.Tensor]
+    entropy: list[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Divisors of a loss: numbers of the global batch of one update.
+
+    Attributes:
+        tokens: trained tokens.
+        samples: samples with a trained token.
+    """
+
+    tokens: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Answer of ``Session.forward_backward``, equal on every rank.
+
+    Attributes:
+        loss: the loss over the whole batch.
+        metrics: numbers that the loss reports, by name, and balance losses if they are on.
+        counts: what the loss was divided by.
+        log_probs: as in ``LogProbs``, under the weights before the update.
+        stats: statistics of the pass, for the record of a run.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    counts: Counts
+    log_probs: list[torch.Tensor]
+    stats: StepStats
+
+
+# Numbers of trained tokens [T], and their places in the batch [T]
+Placed = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Recorded:
+    """A loss that also remembers every token's log-probability, by its place in the batch."""
+
+    def __init__(
+        self, loss: Callable[..., torch.Tensor] | None, options: Mapping[str, Any], entropy: bool
+    ) -> None:
+        self.loss = loss
+        self.options = options
+        self.uses_entropy = entropy
+        self.metrics = getattr(loss, "metrics", ())
+        self.log_probs: list[Placed] = []
+        self.entropies: list[Placed] = []
+
+    def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+        trained = (places_BS := inputs.given["places"]) >= 0
+        self.log_probs.append((places_BS[trained], -nll_BS.detach()[trained]))
+        if inputs.entropy is not None:
+            self.entropies.append((places_BS[trained], inputs.entropy.detach()[trained]))
+        return nll_BS.sum() if self.loss is None else self.loss(nll_BS, inputs, **self.options)
+
+
+class Session:
+    """A model on a mesh, its optimizer, and the verbs of reinforcement learning.
+
+    Attributes:
+        config: the configuration that the session runs with.
+        meshes: the meshes of the ranks; ``dp_rank`` and the shape are in it.
+        state: model parts of this rank, optimizer, counters.
+        store: checkpoints of the run directory.
+        max_routes_differ: routes of an engine are refused if they differ from the router's own by
+            more than this part of what chance makes (``automoe.rl.routes.check_replay``).
+    """
+
+    max_routes_differ = MAX_DIFFER
+
+    def __init__(
+        self,
+        config: Config,
+        meshes: Meshes,
+        runner: StepRunner,
+        state: TrainState,
+        store: CheckpointStore,
+        device: torch.device,
+        auxiliary_losses: bool,
+    ) -> None:
+        self.config = config
+        self.meshes = meshes
+        self.state = state
+        self.device = device
+        self.auxiliary_losses = auxiliary_losses
+        self._runner = runner
+        self.store = store
+        self._pending: StepStats | None = None  # of gradients that no step has used yet
+        self._pending_tokens = 0
+
+    @classmethod
+    def open(
+        cls, config: Config, shape: MeshShape, context: RunContext, auxiliary_losses: bool = False
+    ) -> Session:
+        """Open a session on this rank, as a recipe's ``main`` is called. Collective.
+
+        ``automoe.session`` opens one from overrides, in one process or under torchrun.
+
+        Args:
+            config: ``train.seq_len`` is the longest row, ``train.micro_batch_size`` times it the
+                most positions of a micro-batch, ``optim`` and ``mesh`` as for any training.
+            auxiliary_losses: False turns balance losses, updates of expert biases and losses of
+                modules for multi-token prediction off, so that a batch whose gradient is zero
+                leaves every weight as it was. True does what the configuration says.
+
+        Raises:
+            ConfigError: samples of a row would see one another (``data.document_mask``).
+        """
+        if not config.data.document_mask:
+            raise ConfigError(
+                "data.document_mask", False, "a session packs samples into rows", "Set it to true"
+            )
+        if not auxiliary_losses:
+            config = without_auxiliary_losses(config)
+        timeout = timedelta(seconds=config.launch.init_timeout_s)
+        meshes = build_meshes(shape, context.device, timeout)
+        store = CheckpointStore(config, shape, context.run_dir)
+        model_parts, _ = first_weights(config, meshes, context.device)
+        runner = build_runner(model_parts, meshes, config, context.device)
+        parts = list(model_parts.values())
+        optimizer = build_optimizer(parts, config.optim, config.train.seed, meshes.stage_group())
+        state = TrainState(model_parts, optimizer)
+        return cls(config, meshes, runner, state, store, context.device, auxiliary_losses)
+
+    # ---------------------------------------------------------------- the verbs
+
+    def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> LogProbs:
+        """Return the log-probabilities of the trained tokens, without gradients. Collective.
+
+        Args:
+            temperature: divides the logits, as the sampler's does. Samples' ``candidates`` are the
+                ids that the sampler's top-p or top-k left.
+            entropy: True to return entropies too.
+
+        Raises:
+            DataError: as ``check_batch``.
+        """
+        packed, inputs, _ = self._inputs(batch, temperature)
+        recorded = _Recorded(None, {}, entropy)
+        self._runner.set_loss(recorded, self.auxiliary_losses)
+        self._runner.evaluate(inputs)
+        entropies = self._in_order(recorded.entropies, packed) if entropy else None
+        return LogProbs(self._in_order(recorded.log_probs, packed), entropies)
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss: Callable[..., torch.Tensor],
+        temperature: float = 1.0,
+        counts: Counts | None = None,
+        **options: Any,
+    ) -> Outcome:
+        """Add the gradients of ``loss`` over the batch to those that are there. Collective.
+
+        Args:
+            loss: a function of ``automoe.rl.losses``, or one of your own: (nll_BS, inputs,
+                **options) -> this rank's share of the loss (``automoe.model.loss.Loss``).
+            counts: what the loss is divided by; None: the counts of this batch. Give those of all
+                parts (``count``) if an update is made of several calls.
+
+        Raises:
+            DataError: as ``check_batch`` and ``check_replay``; the gradients so far are forgotten.
+        """
+        packed, inputs, own = self._inputs(batch, temperature, values_read(loss, options))
+        counts = counts or own
+        inputs = replace(inputs, counts=self._token_counts(inputs, counts))
+        entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
+        recorded = _Recorded(loss, options, entropy)
+        self._runner.set_loss(recorded, self.auxiliary_losses)
+        stats = forward_backward(self.state, self._runner, inputs, self.config)
+        try:
+            check_replay(stats, self.config.model.num_experts_per_token, self.max_routes_differ)
+        except DataError:
+            self.zero_grad()
+            raise
+        self._pending = stats if self._pending is None else added_stats(self._pending, stats)
+        self._pending_tokens += own.tokens
+        metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
+        for name in [name for name in metrics if name.startswith("dropped_share.")]:
+            # Losses report sums over ranks: a share is divided by its own number of answers here.
+            answers = metrics[name.replace("dropped_share", "answers")]
+            metrics[name] = metrics[name] / answers if answers else 0.0
+        placed = self._in_order(recorded.log_probs, packed)
+        return Outcome(stats.loss, metrics, counts, placed, stats)
+
+    def optim_step(
+        self, lr: float | None = None, report: Mapping[str, float] = MappingProxyType({})
+    ) -> Update:
+        """Clip, update the weights by the gradients so far, and clear these. Collective.
+
+        Args:
+            lr: learning rate of this step; None: the one of ``optim`` at this step.
+            report: as of ``automoe.training.step.optimizer_step``.
+
+        Returns:
+            Learning rate, gradient norm before clipping, and whether the update was skipped.
+        """
+        assert self._pending is not None, "forward_backward comes before optim_step"
+        optim = self.config.optim
+        if lr is not None:
+            optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
+        config = replace(self.config, optim=optim)
+        update = optimizer_step(
+            self.state,
+            self._pending,
+            self._pending_tokens,
+            self.meshes,
+            config,
+            report,
+            skip_zero=True,
+            balances=self.auxiliary_losses,
+        )
+        self._pending, self._pending_tokens = None, 0
+        return update
+
+    def count(self, batch: Batch) -> Counts:
+        """Return the divisors of a loss over this batch; no rank needs another for it."""
+        trained = [sum(bool(one) for one in sample.mask) for sample in batch]
+        return Counts(sum(trained), sum(number > 0 for number in trained))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients so far."""
+        self.state.optimizer.zero_grad()
+        self._pending, self._pending_tokens = None, 0
+
+    def weights(self, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (checkpoint name, full tensor), the same on every rank in the same order. Collective.
+
+        The weights are those of now; a tensor is valid until the next one is asked for. Options are
+        those of ``automoe.rl.weights.WeightStream``.
+        """
+        for bucket in WeightStream(self.state.model_parts, **options):
+            yield from bucket.items()
+
+    def save(self, extra: Mapping[str, Any] | None = None) -> Path | None:
+        """Save weights, optimizer and counters to the run directory. Collective.
+
+        Args:
+            extra: plain JSON of the caller, equal on every rank, which ``load`` gives back.
+
+        Returns:
+            The checkpoint's folder; None if it is being written in the background.
+        """
+        self.store.facts["session"] = dict(extra or {})
+        return self.store.save(self.state)
+
+    def load(self) -> dict[str, Any] | None:
+        """Fill the state from the newest checkpoint; return the caller's ``extra``. Collective.
+
+        Returns:
+            None if there is no checkpoint; the state is then as it was.
+        """
+        newest = self.store.newest()
+        if self.store.load_latest(self.state) is None:
+            return None
+        assert newest is not None
+        return dict(newest[1]["counters"].get("session", {}))
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Within the block, the model computes without its adapters: the weights it started from.
+
+        Raises:
+            ConfigError: the model has no adapters (``lora.rank=0``).
+        """
+        if not self.config.lora.rank:
+            rule = "the model has no adapter to switch off"
+            raise ConfigError("lora.rank", 0, rule, "Open a second session for the reference")
+        parts = self.state.model_parts.values()
+        modules = [m for part in parts for m in part.modules() if isinstance(m, Adapter)]
+        scales = [module.scale for module in modules]
+        try:
+            for module in modules:
+                module.scale = 0.0
+            yield
+        finally:
+            for module, scale in zip(modules, scales, strict=True):
+                module.scale = scale
+
+    # ---------------------------------------------------------------- from samples to rows and back
+
+    def _inputs(
+        self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
+    ) -> tuple[Packed, MicroBatch, Counts]:
+        """Return the batch's packed rows and this rank's inputs of the step. Collective."""
+        config, shape = self.config, self.meshes.shape
+        train = config.train
+        samples = check_batch(batch, config.model, train.seq_len, reads)
+        lengths = [len(sample.tokens) - 1 for sample in samples]
+        plan = plan_rows(config, shape, lengths)
+        self._runner.micro_batch_rows = plan.micro_batch_rows
+        packed = pack(samples, plan, self.meshes.dp_rank, shape.dp)
+        wide = torch.promote_types(COMPUTE_DTYPES[train.dtype], torch.float32)
+        values = {
+            name: value.to(wide) if value.is_floating_point() else value
+            for name, value in packed.values.items()
+        }
+        if temperature != 1:
+            values["temperature"] = torch.full_like(values["places"], temperature, dtype=wide)
+        forced_ids = None
+        if packed.routes is not None:
+            forced_ids = packed.routes.unsqueeze(3)  # plain top-k is that of the live scores
+        inputs, num_tokens = prepare_inputs(
+            packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
+        )
+        counts = inputs.counts
+        assert counts is not None
+        return packed, inputs, Counts(num_tokens, int(counts.documents))
+
+    def _token_counts(self, inputs: MicroBatch, counts: Counts) -> TokenCounts:
+        assert inputs.counts is not None
+        device = self.device
+        return replace(
+            inputs.counts,
+            trained=torch.tensor(counts.tokens, device=device),
+            documents=torch.tensor(counts.samples, device=device),
+        )
+
+    def _in_order(self, placed: list[Placed], packed: Packed) -> list[torch.Tensor]:
+        """Return the numbers that all ranks recorded, by sample. Collective."""
+        flat = torch.zeros(sum(packed.lengths), dtype=torch.float64, device=self.device)
+        # Ranks of tp have the same tokens, so only the first contributes.
+        if self.meshes.coordinate("tp") == 0:
+            for places, numbers in placed:
+                flat[places] = numbers.to(torch.float64)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flat)
+        return list(flat.cpu().split(packed.lengths))
+
+
+def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
+    """Return how samples of these lengths are put into rows, and rows into micro-batches.
+
+    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
+    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
+    positions, and the number of micro-batches is one that the pipeline's schedule can run.
+    """
+    train = config.train
+    unit = math.lcm(8, 2 * shape.cp * shape.tp)
+    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
+    filled = fill_rows(lengths, row_length)
+    least = least_micro_batches(config, shape)
+    rows = -(-len(filled) // shape.dp)
+    most = max(1, train.micro_batch_size * train.seq_len // row_length)
+    micro_batches = max(-(-rows // most), least)
+    if shape.pp > 1:
+        micro_batches = -(-micro_batches // shape.pp) * shape.pp
+    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
+
+
+def without_auxiliary_losses(config: Config) -> Config:
+    """Return ``config`` without balance losses and updates of expert biases."""
+    off = dict(seq_balance_coef=0.0, global_balance_coef=0.0, micro_batch_balance_coef=0.0)
+    moe = replace(config.moe, **off, z_loss_coef=0.0, bias_update_rate=0.0)
+    phases = [replace(phase, bias_update_rate=None) for phase in config.optim.phases]
+    return replace(config, moe=moe, optim=replace(config.optim, phases=phases))
+
+
+def added_stats(first: StepStats, second: StepStats) -> StepStats:
+    """Return the statistics of two passes whose gradients are added."""
+    return replace(
+        second,
+        loss=first.loss + second.loss,
+        expert_counts=first.expert_counts + second.expert_counts,
+        device_counts=first.device_counts + second.device_counts,
+    )

@@ -1,0 +1,40 @@
+"""SGLang as the engine, at an address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from automoe.rl.engine import Answer
+from automoe.rl.routes import read_sglang
+from automoe.rl.served import ServedEngine
+
+
+class ServedSGLang(ServedEngine):
+    """A server of SGLang."""
+
+    def reload(self) -> None:
+        self.post("/pause_generation", mode="retract")
+        self.post("/update_weights_from_disk", model_path=str(self.folder), flush_cache=True)
+        self.post("/continue_generation")
+
+    def answers(
+        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[Answer]:
+        sampling = {"n": num, "max_new_tokens": max_tokens, "temperature": temperature}
+        sampling |= {"sampling_seed": seed, "stop_token_ids": self.stops, "ignore_eos": True}
+        found: Any = self.post(
+            "/generate",
+            input_ids=prompt,
+            sampling_params=sampling,
+            return_logprob=True,
+            return_routed_experts=True,
+        )
+        made = found if isinstance(found, list) else [found]
+        return [self._answer(one["meta_info"], len(prompt)) for one in made]
+
+    def _answer(self, meta_info: dict[str, Any], prompt_tokens: int) -> Answer:
+        log_probs, tokens, *_ = zip(*meta_info["output_token_logprobs"], strict=True)
+        routes = None
+        if meta_info.get("routed_experts"):  # of servers with --enable-return-routed-experts
+            routes = read_sglang(meta_info, self.model, prompt_tokens + len(tokens))
+        return Answer(list(tokens), list(log_probs), routes)

@@ -1,0 +1,182 @@
+"""A folder of versions of a model's weights: one full file, and lossless differences to it.
+
+``versions.json`` names the full file and, in order, the differences, with the hash of each version.
+A difference holds the exclusive or of every tensor's bytes with the version before, compressed:
+after one update most bits are zero. The chain is folded into a full file before it outgrows one.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow
+import torch
+import xxhash
+
+from automoe.comm.agreement import Ranks
+from automoe.errors import CheckpointError
+from automoe.hf.files import header_bytes
+from automoe.rl.weights import WeightStream, feed
+from automoe.storage.files import flush, replace_durably
+from automoe.storage.sealed import sealed, unsealed
+
+INDEX = "versions.json"
+_CODEC = "zstd"
+
+
+class Digest:
+    """Hash of names, dtypes, shapes and bytes of tensors, whatever the order of adding them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        self._lines: list[str] = []
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+
+    def add(self, name: str, tensor: torch.Tensor) -> np.ndarray:
+        """Add a tensor and return its bytes."""
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        digest = xxhash.xxh3_128(raw.data).hexdigest()
+        self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}")
+        return raw
+
+    def __str__(self) -> str:
+        return xxhash.xxh3_128("\n".join(sorted(self._lines)).encode()).hexdigest()
+
+
+class WeightVersions:
+    """The versions in ``folder``; every rank makes the object, rank 0 writes.
+
+    The newest version is also kept in full: the next one is compared with it. After a kill anywhere
+    the folder has the version before or the new one, and the next ``publish`` goes on from there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ranks = Ranks()
+        self._verified: Path | None = None  # the file that this process wrote last
+
+    def publish(self, stream: WeightStream, step: int) -> str:
+        """Add the weights of ``stream``, those after ``step``, and return their hash. Collective.
+
+        Raises:
+            OSError: the folder cannot be written, the same error on every rank.
+        """
+        self._ranks.lead(lambda: self._begin(stream), again=False)
+        feed(stream, self._take)
+        return self._ranks.lead(lambda: self._commit(step), again=False)
+
+    def _begin(self, stream: WeightStream) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._index = index = _index(self.folder)
+        header = header_bytes(stream.contents)
+        self._digest = Digest()
+        self._before: np.ndarray | None = None
+        newest = _full(self.folder, index["chain"][-1]["number"]) if index else None
+        # Without a whole newest version, or for other tensors, the next one is written in full.
+        if newest is not None and newest.is_file():
+            with newest.open("rb") as file:
+                same = file.read(len(header)) == header
+            known = (
+                self._verified == newest
+                or str(Digest(_loaded(newest))) == index["chain"][-1]["hash"]
+            )
+            if same and known:
+                self._before = np.memmap(newest, mode="r", offset=len(header))
+        self._number = index["chain"][-1]["number"] + 1 if index else 0
+        self._at = 0
+        self._new = open(_scratch(_full(self.folder, self._number)), "wb")
+        self._new.write(header)
+        self._zip = zipfile.ZipFile(_scratch(_difference(self.folder, self._number)), "w")
+
+    def _take(self, bucket: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in bucket.items():
+            raw = self._digest.add(name, tensor)
+            self._new.write(raw.data)
+            if self._before is not None:
+                changed = raw ^ self._before[self._at : self._at + len(raw)]
+                self._zip.writestr(name, pyarrow.compress(changed, _CODEC, asbytes=True))
+            self._at += len(raw)
+
+    def _commit(self, step: int) -> str:
+        """Name the files, then write the index, then remove what it no longer names."""
+        self._new.close()
+        self._zip.close()
+        new, difference = _full(self.folder, self._number), _difference(self.folder, self._number)
+        for path in (new, difference):
+            flush(_scratch(path))
+            os.replace(_scratch(path), path)
+        chain = [{"number": self._number, "step": step, "hash": str(self._digest)}]
+        if self._before is not None:
+            longer = [*self._index["chain"], *chain]
+            sizes = [_difference(self.folder, one["number"]).stat().st_size for one in longer[1:]]
+            chain = longer if sum(sizes) < self._at else chain
+        replace_durably(self.folder / INDEX, sealed({"chain": chain}))
+        kept = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
+        kept |= {_difference(self.folder, one["number"]) for one in chain[1:]}
+        for path in {*self.folder.iterdir()} - kept:
+            path.unlink()
+        self._verified = new
+        return str(self._digest)
+
+
+def read_version(
+    folder: Path, tensors: dict[str, torch.Tensor] | None = None, number: int | None = None
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return number and tensors of the newest version.
+
+    Args:
+        tensors: the tensors of version ``number`` on the CPU, which are changed in place if the
+            differences from there on are in the folder.
+
+    Raises:
+        CheckpointError: the folder holds no version, or the result has another hash than the
+            publisher's.
+    """
+    index = _index(folder)
+    if not index:
+        raise CheckpointError(f"{folder} has no {INDEX}: nothing was published there")
+    chain = index["chain"]
+    numbers = [one["number"] for one in chain]
+    if tensors is None or number not in numbers:
+        tensors, number = _loaded(_full(folder, numbers[0])), numbers[0]
+    for later in numbers[numbers.index(number) + 1 :]:
+        with zipfile.ZipFile(_difference(folder, later)) as changes:  # checks a CRC of each member
+            for name, tensor in tensors.items():
+                raw = tensor.view(-1).view(torch.uint8).numpy()
+                changed = pyarrow.decompress(changes.read(name), len(raw), _CODEC)
+                np.bitwise_xor(raw, np.frombuffer(changed, np.uint8), out=raw)
+    if (digest := str(Digest(tensors))) != chain[-1]["hash"]:
+        raise CheckpointError(
+            f"{folder}: version {numbers[-1]} has the hash {digest}, and {chain[-1]['hash']} was published. Remove the "
+            "folder: the next version is then written in full"
+        )
+    return numbers[-1], tensors
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    file = folder / INDEX
+    return unsealed(file.read_bytes()) if file.is_file() else {}
+
+
+def _full(folder: Path, number: int) -> Path:
+    return folder / f"weights-{number:08d}.safetensors"
+
+
+def _difference(folder: Path, number: int) -> Path:
+    return folder / f"difference-{number:08d}.zip"
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
+
+
+def _loaded(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(file)

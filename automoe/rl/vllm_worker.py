@@ -1,0 +1,100 @@
+"""vLLM behind two pipes, in a Python of its own, which has vLLM and not automoe.
+
+Lines of JSON come in on standard input, and lines of JSON go out on the file descriptor FD:
+
+    {"do": "sample", "prompts": [[ids]], "num": N, "max_tokens": A, "temperature": T, "seed": S, "stops": [ids]}
+    {"do": "update"}, then {"file": PATH, "tensors": [[name, dtype, shape, start]]} for each bucket, then {}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def forget_kernels(model: Any) -> None:
+    """Make vLLM build its kernels of experts again, which pack their weights on a CPU.
+
+    Without this ``reload_weights`` leaves experts unpacked, and the engine computes something else.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            module.routed_experts.quant_method.moe_kernel = None
+
+
+def main(folder: str, dtype: str, max_model_len: str) -> None:
+    sys.path.pop(0)  # this folder, whose names are those of other packages
+    import torch
+    from vllm import LLM, SamplingParams
+
+    reply = os.fdopen(int(os.environ["FD"]), "w")
+    on_cpu = not torch.cuda.is_available()
+    llm = LLM(
+        model=folder,
+        dtype=dtype,
+        load_format="dummy",  # the first update brings weights
+        skip_tokenizer_init=True,
+        enforce_eager=on_cpu,
+        max_model_len=int(max_model_len),
+        # A cache may hold what older weights made of a prompt.
+        enable_prefix_caching=False,
+        # The CPU kernel rotates queries of three dims wrongly (multi-head latent attention).
+        compilation_config={"custom_ops": ["-rotary_embedding"]} if on_cpu else {},
+    )
+
+    def say(**content: Any) -> None:
+        print(json.dumps(content), file=reply, flush=True)
+
+    def buckets() -> Iterator[tuple[str, torch.Tensor]]:
+        while (bucket := json.loads(sys.stdin.readline())) != {}:
+            with open(bucket["file"], "rb") as file:
+                raw = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            for name, kind, shape, start in bucket["tensors"]:
+                wanted = getattr(torch, kind)
+                size = wanted.itemsize
+                for number in shape:
+                    size *= number
+                yield name, raw[start : start + size].view(wanted).view(shape)
+            say(taken=len(bucket["tensors"]))
+
+    say(ready=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if ask["do"] == "update":
+            if on_cpu:
+                llm.apply_model(forget_kernels)
+            # All tensors in one call: vLLM finishes a layer when it has every tensor of it.
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
+            say(updated=True)
+            continue
+        options = {
+            "temperature": ask["temperature"],
+            "max_tokens": ask["max_tokens"],
+            "logprobs": 0,
+        }
+        stops = {"stop_token_ids": ask["stops"], "ignore_eos": True}
+        prompts, settings = [], []
+        for number, prompt in enumerate(ask["prompts"]):
+            for answer in range(ask["num"]):
+                prompts.append({"prompt_token_ids": prompt})
+                seed = ask["seed"] + 1009 * number + answer
+                settings.append(SamplingParams(seed=seed, **options, **stops))
+        outputs = [one.outputs[0] for one in llm.generate(prompts, settings, use_tqdm=False)]
+        say(
+            answers=[
+                (
+                    one.token_ids,
+                    [p[t].logprob for t, p in zip(one.token_ids, one.logprobs, strict=True)],
+                )
+                for one in outputs
+            ]
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

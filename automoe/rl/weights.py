@@ -1,0 +1,163 @@
+"""Weights of a model in training as a stream of checkpoint tensors, without a file.
+
+Names, dtypes, codes and bytes are those of the verified export (``automoe.hf.write``), which gets
+its numbers from the same two functions: ``plan_export`` and ``Transfer.stored``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from automoe.comm.agreement import Ranks
+from automoe.hf.files import DTYPES, split
+from automoe.hf.headers import StoredTensor
+from automoe.hf.keys import Encoding
+from automoe.hf.save_plan import Transfer, WriteItem, bytes_of, gather
+from automoe.hf.shards import Parts, as_parts, config_of
+from automoe.hf.wrapper import ALONE
+from automoe.hf.write import plan_export, source_of
+from automoe.model.causal_lm import CausalLM
+from automoe.model.lora import adapted_weights, added_product
+
+_ALIGNED = 16  # bytes: a view of any dtype may begin here
+# Most copies of a tensor that are alive while it is gathered and encoded.
+_COPIES = {"plain": 3, "fp8": 5, "mxfp4": 5, "int4": 5}
+
+
+class WeightStream:
+    """The tensors of a checkpoint of ``model``, in buckets, on every rank in the same order.
+
+    The order is that of the names, with numbers by their value: it is the same on every mesh, and
+    the tensors of a layer stand together. Adapters are added on the way, and the model keeps them.
+    Every rank makes the stream, and iterates over all of it, again after each update.
+
+    Args:
+        model: the model, or this rank's pipeline stages of it.
+        bucket_bytes: most memory that an iteration takes on a rank: a bucket, and the gathering of
+            its tensors. A tensor that alone takes more gets it.
+        dtype, encoding: as of ``automoe.to_hf``.
+        layout: ``published``, or ``fused``: names and tensors as a model of transformers holds them.
+
+    Attributes:
+        contents: dtype, shape and size (``StoredTensor``) of each tensor, in the stream's order;
+            engines ask for them in advance.
+    """
+
+    def __init__(
+        self,
+        model: Parts | CausalLM,
+        bucket_bytes: int = 512 << 20,
+        *,
+        dtype: str | torch.dtype = "keep",
+        encoding: Encoding = "plain",
+        layout: str = "published",
+    ) -> None:
+        self._parts = as_parts(model)
+        self._options = str(dtype).removeprefix("torch."), encoding
+        self._layout = layout
+        self._source = source = source_of(config_of(self._parts))
+        ranks = Ranks()
+        items = self._plan()
+        mine = {name: one.target for name, one in items.items() if one.writer == ranks.rank}
+        beside = source.beside if source else {}  # parts that are not trained, such as vision
+        mine |= {name: beside[name] for name in ranks.share(dict.fromkeys(beside, 1))}
+        work = max(
+            _COPIES[one.target.encoding] * math.prod(one.pieces[0].shape) * one.dtype.itemsize
+            for one in items.values()
+        )
+        everyone = ranks.all(lambda: (mine, work))
+        self._writer = {name: rank for rank, (own, _) in enumerate(everyone) for name in own}
+        stored = {name: one for own, _ in everyone for name, one in own.items()}
+        ordered = [(name, stored[name]) for name in sorted(stored, key=_by_number)]
+        self._buckets = split(ordered, bucket_bytes - max(most for _, most in everyone))
+        self.contents = {
+            name: one._replace(scales=None, encoding="plain")
+            for key, each in ordered
+            for name, one in each.in_file(key).items()
+        }
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield buckets: tensors by name, views of one buffer that the next bucket overwrites."""
+        as_parts(self._parts)
+        items = self._plan()
+        ranks = Ranks()
+        transfer = Transfer(list(items.values()), ranks, self._source)
+        device = next(iter(items.values())).shard.local.device
+        sizes = {
+            name: sum(map(_room, one.in_file("").values()))
+            for bucket in self._buckets
+            for name, one in bucket.items()
+        }
+        most = max(sum(map(sizes.__getitem__, bucket)) for bucket in self._buckets)
+        buffer = torch.empty(most, dtype=torch.uint8, device=device)
+        for bucket in self._buckets:
+            at = 0
+            views: dict[str, torch.Tensor] = {}
+            for key, stored in bucket.items():
+                whole = buffer[at : at + sizes[key]]
+                parts = {}
+                for name, one in stored.in_file(key).items():
+                    flat = buffer[at : at + one.num_bytes]
+                    parts[name] = flat.view(DTYPES[one.dtype]).view(one.shape)
+                    at += _room(one)
+                item = items.get(key)
+                writes = self._writer[key] == ranks.rank
+                if item is not None and ranks.rank in item.holders:
+                    tensor = gather(item)  # by all holders
+                    if writes:
+                        for part, own in zip(
+                            parts.values(), transfer.stored(item, tensor), strict=True
+                        ):
+                            part.copy_(own)
+                    del tensor
+                elif writes:
+                    assert self._source is not None
+                    whole[: stored.num_bytes].copy_(bytes_of(self._source, stored))
+                if ranks.size > 1:
+                    dist.broadcast(whole, self._writer[key])
+                views |= parts
+            yield views
+
+    def _plan(self) -> dict[str, WriteItem]:
+        """Return what this rank's stages hold, by name in the checkpoint. Collective."""
+        adapters = {
+            f"{path}.{name}": added_product(module.get_parameter(name), a, b, module.lora.scale)
+            for part in self._parts.values()
+            for path, module, name, a, b in adapted_weights(part)
+        }
+        fused = self._layout == "fused"
+        plan = plan_export(self._parts, *self._options, self._source, adapters, fused)
+        names = self._source.names if self._source else ALONE
+        return {names.stored(item.key): item for item in plan}
+
+
+def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    """Call ``take`` with every bucket on rank 0, whose error all ranks raise. Collective."""
+    ranks = Ranks()
+    errors: list[Exception] = []
+    for bucket in stream:
+        if ranks.rank == 0 and not errors:
+            try:
+                take(bucket)
+            except Exception as error:  # the other ranks are waiting for the next bucket
+                errors.append(error)
+
+    def outcome() -> None:
+        for error in errors:
+            raise error
+
+    ranks.lead(outcome, again=False)
+
+
+def _room(stored: StoredTensor) -> int:
+    return -(-stored.num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(number or 0), text) for number, text in re.findall(r"(\d+)|(\D+)", name)]

@@ -1,0 +1,115 @@
+"""Sessions for reinforcement learning: ``from automoe.session import Sample, losses, open_session``.
+
+A script opens a session in its own process, alone or as one of torchrun's ranks. A recipe, whose
+ranks automoe starts, calls ``Session.open`` in its ``main``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from automoe.config.compose import DEFAULT_PRIMARY
+from automoe.config.frozen import Device
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.errors import LaunchError
+from automoe.launch.external import detect_external
+from automoe.launch.from_python import composed
+from automoe.launch.hardware import resolve_device
+from automoe.launch.prepare import check
+from automoe.launch.ranks import close_ranks, init_ranks
+from automoe.rl import losses as losses
+from automoe.rl.batch import Sample as Sample
+from automoe.rl.session import Counts as Counts
+from automoe.rl.session import LogProbs as LogProbs
+from automoe.rl.session import Outcome as Outcome
+from automoe.rl.session import Session as Session
+from automoe.training.context import RunContext
+
+__all__ = ["Counts", "LogProbs", "Outcome", "Sample", "Session", "close", "losses", "open_session"]
+NO_DATA = "data=benchmark"  # samples come from the caller
+
+
+def open_session(
+    config: Sequence[str] | Mapping[str, object] | Config = (),
+    *,
+    config_name: str = DEFAULT_PRIMARY,
+    config_dir: str | os.PathLike[str] | None = None,
+    auxiliary_losses: bool = False,
+) -> Session:
+    """Open a session in this process, which is the only rank or one of an outer launcher's.
+
+    Ranks of torchrun and srun are recognised; a process group that is there is used. ``close`` ends
+    the one that this function made.
+
+    Args:
+        config: overrides, a dictionary or a ``Config``, as ``automoe.train`` takes them.
+        config_name: the file of ``conf/`` that overrides apply to.
+        config_dir: another folder for it.
+        auxiliary_losses: as in ``Session.open``.
+
+    Raises:
+        ConfigError: as ``automoe.train``.
+        LaunchError: the mesh holds another number of ranks than there are.
+    """
+    rank, world_size, local_rank = 0, 1, 0
+    place = detect_external(os.environ)
+    if place is not None:
+        rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
+    elif dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    checked, shape, device = resolved(config, world_size, config_name, config_dir)
+    run_dir = Path(checked.run_dir).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    launch = replace(checked.launch, device=device)
+    if dist.is_initialized():
+        import torch
+
+        on = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+    else:
+        store = None if world_size > 1 else Path(tempfile.mkdtemp()) / "ranks"
+        on = init_ranks(launch, rank, world_size, local_rank, store)
+    context = RunContext(rank, world_size, local_rank, on, run_dir)
+    return Session.open(replace(checked, launch=launch), shape, context, auxiliary_losses)
+
+
+def resolved(
+    config: Sequence[str] | Mapping[str, object] | Config,
+    world_size: int,
+    config_name: str = DEFAULT_PRIMARY,
+    config_dir: str | os.PathLike[str] | None = None,
+) -> tuple[Config, MeshShape, Device]:
+    """Return the checked configuration of a session, its mesh and its device.
+
+    Raises:
+        ConfigError, LaunchError: as ``open_session``.
+    """
+    if not isinstance(config, Config):
+        names = list(config) if isinstance(config, Mapping) else [str(one) for one in config]
+        if not any(name.startswith("data") for name in names):
+            config = (
+                {**config, "data": "benchmark"}
+                if isinstance(config, Mapping)
+                else [*config, NO_DATA]
+            )
+    checked = composed(config, config_name, config_dir)
+    device = resolve_device(checked)
+    shape = check(checked, world_size, device)
+    if shape.world_size != world_size:
+        raise LaunchError(
+            f"the mesh holds {shape.world_size} ranks, and this session has {world_size}. Start the script under "
+            f"torchrun with {shape.world_size} processes, or set another mesh"
+        )
+    return checked, shape, device
+
+
+def close() -> None:
+    """Leave the process group after the last call of a session, on every rank."""
+    close_ranks()

@@ -1,0 +1,218 @@
+"""The loop of ``recipes/grpo.py``: rewards rise, a run that was cut goes on to the bit, the engine has the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.recipe_args import GRPOArgs, check_args
+from automoe.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ObserveConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from automoe.data.tokenizer import ByteTokenizer
+from automoe.errors import BackendError, ConfigError, DataError
+from automoe.observe.metrics import read_metrics
+from automoe.rl.engine import Answer, TransformersEngine, check_gap
+from automoe.rl.rollouts import Rollouts
+from automoe.rl.weights import WeightStream
+from automoe.training.context import RunContext
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import named_parameters, whole
+from recipes import grpo
+from tests.support.gpu import one_rank
+
+PROMPTS = ["x = ", "count: ", "the year "]
+STEPS = 4
+VOLATILE = ("second", "mfu", "memory", "checkpoint_", "slowest", "crc32")
+
+
+def config(run_dir: Path, **mesh: int) -> Config:
+    return Config(
+        run_dir=str(run_dir),
+        recipe="grpo",
+        recipe_args=GRPOArgs(prompts=2, samples=4, kl=0.01),
+        mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
+        model=ModelConfig(
+            family="qwen3_moe",
+            vocab_size=264,
+            hidden_size=16,
+            num_layers=2,
+            num_experts=4,
+            num_experts_per_token=2,
+            moe_intermediate_size=8,
+            attention=AttentionConfig(kind="gqa", num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True),
+        ),
+        moe=MoEConfig(experts="loop"),
+        train=TrainConfig(
+            steps=STEPS, seq_len=32, global_batch_size=8, micro_batch_size=2, dtype="float32", val_every=0
+        ),
+        optim=OptimConfig(lr=0.02, schedule="constant", warmup_steps=0, weight_decay=0.0),
+        checkpoint=CheckpointConfig(every=2, export_hf=False),
+        observe=ObserveConfig(samples=PROMPTS, sample_tokens=6, report=False),
+    )
+
+
+class Cut(Exception):
+    """What ends a run in the middle."""
+
+
+def train(settings: Config, cut: str = "", at: int = -1) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """On a rank: the weights at the end, and rank 0's records; ``cut`` at step ``at`` ends the run there."""
+    run_dir = Path(settings.run_dir)
+    run_dir.mkdir(exist_ok=True)
+    shape = resolve_mesh(settings.mesh, None)
+    rank = torch.distributed.get_rank()
+    context = RunContext(rank, shape.world_size, rank, torch.device("cpu"), run_dir)
+    sessions = []
+    opened = grpo.Session.open
+
+    def open_session(*given: Any) -> Any:
+        sessions.append(opened(*given))
+        return sessions[-1]
+
+    def cutting(real: Any) -> Any:
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            result = real(self, *given, **named)
+            if sessions[0].state.step == at:
+                raise Cut
+            return result
+
+        return call
+
+    places = {"draw": (Rollouts, "draw"), "step": (grpo.Session, "optim_step"), "forget": (Rollouts, "forget")}
+    with mock.patch.object(grpo.Session, "open", open_session):
+        if not cut:
+            grpo.main(settings, shape, context)
+        else:
+            owner, name = places[cut]
+            with mock.patch.object(owner, name, cutting(getattr(owner, name))), pytest.raises(Cut):
+                grpo.main(settings, shape, context)
+    weights = {name: whole(p) for name, p in named_parameters(sessions[0].state.model_parts).items()}
+    records = [
+        {key: value for key, value in one.items() if not any(word in key for word in VOLATILE)}
+        for one in read_metrics(run_dir)
+    ]
+    return weights, records
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "ep": 2}])
+def test_a_run_that_was_cut_goes_on_to_the_bit(mesh: dict[str, int], tmp_path: Path, ranks: RankPool) -> None:
+    """Between drawing and training, between a checkpoint and the removal of its answers, after an update."""
+    count = resolve_mesh(MeshConfig(**({"dp_shard": 1} | mesh)), None).world_size
+    expected, records = ranks.run(train, count, config(tmp_path / "whole", **mesh))[0]
+    assert [one["step"] for one in records] == list(range(1, STEPS + 1))
+    settings = config(tmp_path / "cut", **mesh)
+    for cut, at in (("draw", 1), ("forget", 2), ("step", 3), ("draw", 3)):
+        ranks.run(train, count, settings, cut, at)
+    weights, again = ranks.run(train, count, settings)[0]
+    assert again == records
+    assert all(torch.equal(weights[name], one) for name, one in expected.items())
+
+
+def test_answers_that_were_drawn_are_trained_on_whatever_the_engine_says_now(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path / "run")
+    expected, _ = ranks.run(train, 1, config(tmp_path / "whole"))[0]
+    ranks.run(train, 1, settings, "draw", 3)
+    weights, _ = ranks.run(with_another_engine, 1, settings)[0]
+    assert all(torch.equal(weights[name], one) for name, one in expected.items())
+
+
+def with_another_engine(settings: Config) -> Any:
+    def sample(*given: Any) -> list[list[Answer]]:
+        raise AssertionError("the answers are on disk")
+
+    with mock.patch.object(TransformersEngine, "sample", sample):
+        return train(settings)
+
+
+def test_rewards_rise(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path / "run")
+    settings.train.steps, settings.recipe_args.samples, settings.recipe_args.prompts = 25, 8, 3
+    _, records = ranks.run(train, 1, settings)[0]
+    rewards = [one["reward"] for one in records]
+    assert rewards[0] < 0.15 and rewards[-1] > 0.5
+    assert all(one["engine_gap_max"] < 5e-6 and one["ref_kl"] >= 0 and one["answer_tokens"] <= 6 for one in records)
+
+
+def rollouts_of(folder: Path, prompts: list[list[int]], per_step: int = 2) -> Rollouts:
+    settings = config(folder)
+    settings.recipe_args.prompts = per_step
+    return Rollouts(settings, folder, ["" for _ in prompts], prompts, ByteTokenizer())
+
+
+def test_other_prompts_are_refused_on_a_resume(tmp_path: Path) -> None:
+    with one_rank("cpu"):
+        first, second, third = (rollouts_of(tmp_path, prompts) for prompts in ([[1], [2]], [[1], [3]], [[1], [3]]))
+        second.load_state_dict(third.state_dict())
+        with pytest.raises(DataError, match="the prompts are not those that the checkpoint was trained with"):
+            second.load_state_dict(first.state_dict())
+
+
+def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
+    with one_rank("cpu"):
+        rollouts = rollouts_of(tmp_path, [[n] for n in range(6)], per_step=4)
+    drawn = [number for step in range(6) for number in rollouts.of_step(step)]
+    epochs = [drawn[at : at + 6] for at in range(0, 24, 6)]
+    assert all(sorted(one) == list(range(6)) for one in epochs) and len({tuple(one) for one in epochs}) > 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"samples": 1}, "recipe_args.samples=1: the answers to a prompt are compared"),
+        ({"temperature": 0.0}, "recipe_args.temperature=0.0: must be larger than 0"),
+        ({"sampler": "vllm"}, "sampler=vllm takes an address or a Python with vLLM"),
+        ({"sampler": "sglang", "engine": "/usr/bin/python"}, "sampler=sglang takes an address"),
+        ({"engine": "http://there:8000"}, "sampler=generate takes none"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings.recipe_args = GRPOArgs(**args)
+    with pytest.raises(ConfigError, match=message):
+        check_args(settings)
+
+
+def test_an_engine_with_other_weights_is_refused() -> None:
+    """Rounding passes; weights of another step, experts in another order or NaN do not."""
+    trainer = [-1.0 - 0.1 * n for n in range(20)]
+    assert check_gap([p + 0.02 * (-1) ** n for n, p in enumerate(trainer)], trainer, 0.1) == pytest.approx((0.02, 0.02))
+    for engine in ([p - 0.3 for p in trainer], trainer[::-1], [*trainer[1:], float("nan")]):
+        with pytest.raises(BackendError, match="nats from the trainer's on average"):
+            check_gap(engine, trainer, 0.1)
+
+
+def engine_of_stale_weights(settings: Config) -> None:
+    """An engine that was not told of an update, or got its experts in another order."""
+    shape = resolve_mesh(settings.mesh, None)
+    context = RunContext(0, 1, 0, torch.device("cpu"), Path(settings.run_dir))
+    update = TransformersEngine.update
+
+    def scrambled(self: TransformersEngine, stream: WeightStream) -> None:
+        update(self, stream)
+        for name, tensor in self._model.state_dict().items():
+            if "experts" in name:
+                tensor.copy_(tensor.flip(0) * 30)
+
+    with mock.patch.object(TransformersEngine, "update", scrambled):
+        grpo.main(settings, shape, context)
+
+
+def test_scrambled_experts_end_the_run(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(Exception, match="it has other weights, or computes another model"):
+        ranks.run(engine_of_stale_weights, 1, settings)

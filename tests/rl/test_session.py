@@ -1,0 +1,316 @@
+"""A session against transformers, what it refuses, what it leaves alone, and what it saves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import automoe
+from automoe.checkpoint.saved_state import tensors_of
+from automoe.config.schema import Config
+from automoe.errors import AutomoeError, DataError, LaunchError
+from automoe.rl.batch import fill_rows
+from automoe.session import Sample, Session, losses, open_session
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import whole
+from tests.support.hf_models import save_small_hf
+
+SMALL = [
+    *("model=small_qwen3_moe", "mesh.pp=1", "mesh.ep=1"),
+    *(f"model.{setting}" for setting in ("hidden_size=32", "num_layers=2", "num_experts=4", "vocab_size=64")),
+    *(
+        f"model.{setting}"
+        for setting in ("num_experts_per_token=2", "moe_intermediate_size=16", "attention.head_dim=8")
+    ),
+    *("model.attention.num_heads=4", "data=benchmark", "data.tokenizer=null"),
+    *("train.seq_len=32", "train.global_batch_size=4", "train.micro_batch_size=2", "train.dtype=float32"),
+    *("optim.weight_decay=0.1", "moe.bias_update_rate=0.1", "moe.global_balance_coef=0.1"),
+]
+
+
+def batch_of(advantages: float = 1.0, number: int = 6) -> list[Sample]:
+    """Ragged samples whose answers are as likely as ids drawn evenly."""
+    made = []
+    for sample in range(number):
+        tokens = torch.randint(64, (8 + 3 * sample,), generator=torch.Generator().manual_seed(sample)).tolist()
+        sign = advantages * (-1) ** sample
+        made.append(Sample.of_answer(tokens[:3], tokens[3:], advantages=sign, old_log_probs=[-4.0] * len(tokens[3:])))
+    return made
+
+
+def bytes_of(session: Session) -> dict[str, bytes]:
+    """Every tensor of a checkpoint: weights, biases, moments."""
+    return {name: whole(tensor).numpy().tobytes() for name, tensor in tensors_of(session.state).items()}
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def scored_by_session(folder: str, batch: list[Sample], temperature: float) -> tuple[list[torch.Tensor], ...]:
+    overrides = [f"model.hf_path={folder}", "train.dtype=float32", "mesh.pp=1", "mesh.ep=1", f"run_dir={folder}/run"]
+    answer = open_session(overrides).log_probs(batch, temperature, entropy=True)
+    assert answer.entropy is not None
+    return answer.log_probs, answer.entropy
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("dsv3_groups_yarn", marks=pytest.mark.exhaustive)])
+def test_log_probs_and_entropies_are_those_of_transformers(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """With a temperature, and over the ids that top-k sampling leaves."""
+    theirs = save_small_hf(name, tmp_path / "model").eval()
+    generator = torch.Generator().manual_seed(0)
+    batch, expected = [], []
+    for length in (9, 30, 2, 17):
+        tokens = torch.randint(96, (length,), generator=generator)
+        with torch.no_grad():
+            logits = theirs(tokens[None]).logits[0, :-1].float() / 0.7
+        left = logits.topk(20, dim=-1).indices
+        left[:, 0] = tokens[1:]  # the token itself is left
+        if length == 30:
+            logits = logits.masked_fill(torch.ones_like(logits).scatter(1, left, 0.0).bool(), -torch.inf)
+        log_p = logits.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
+        expected.append((log_p.gather(1, tokens[1:, None])[:, 0], entropy))
+        mask = torch.arange(length) > 0
+        candidates = [[], *left.tolist()] if length == 30 else None
+        batch.append(Sample(tokens, mask, candidates=candidates))
+    log_probs, entropies = ranks.run(scored_by_session, 1, str(tmp_path / "model"), batch, 0.7)[0]
+    for (log_p, entropy), mine, my_entropy in zip(expected, log_probs, entropies, strict=True):
+        assert mine[0] == 0 and mine.dtype == torch.float64
+        torch.testing.assert_close(mine[1:].float(), log_p, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(my_entropy[1:].float(), entropy, rtol=1e-4, atol=2e-5)
+
+
+def test_scores_have_the_gradients_of_whole_logits() -> None:
+    from automoe.model.loss import token_scores
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (6, 40))
+    labels, ids = torch.randint(40, (6,)), torch.randint(40, (6, 3))
+    temperature = torch.rand(6, dtype=torch.float64) + 0.5
+    candidates = torch.cat((torch.stack([torch.randperm(40)[:9] for _ in range(6)]), labels[:, None], ids), 1)
+    candidates[2] = -1  # all ids
+    factors = torch.randn(3, 6, dtype=torch.float64)
+
+    def gradients(nll: torch.Tensor, entropy: torch.Tensor, scored: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = (factors[0] * nll + factors[1] * entropy + factors[2] * scored.square().sum(-1)).sum()
+        return total, *torch.autograd.grad(total, (x, weight))
+
+    logits = x @ weight.T / temperature[:, None]
+    outside = torch.ones(6, 41).scatter(1, candidates % 41, 0.0)[:, :40].bool() & (candidates >= 0).all(1)[:, None]
+    log_p = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    p, finite = log_p.exp(), log_p.masked_fill(outside, 0.0)
+    expected = gradients(-log_p.gather(1, labels[:, None])[:, 0], -(p * finite).sum(-1), log_p.gather(1, ids))
+    got = gradients(
+        *token_scores(
+            x,
+            weight,
+            labels,
+            temperature_T=temperature,
+            candidates_TN=candidates,
+            scored_ids_TK=ids,
+            wants_entropy=True,
+        )
+    )
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("room", [7, 20])
+def test_rows_take_every_sample_once_and_are_nearly_full(room: int) -> None:
+    lengths = [1 + 5 * number % 7 for number in range(50)]
+    rows = fill_rows(lengths, room)
+    assert sorted(item for row in rows for item in row) == list(range(50))
+    assert all(sum(lengths[item] for item in row) <= room for row in rows)
+    assert len(rows) <= 1.1 * sum(lengths) / room + 1
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def changed(sample: int, **fields: Any) -> list[Sample]:
+    batch = batch_of()
+    values = fields.pop("values", {})
+    batch[sample] = replace(batch[sample], values={**batch[sample].values, **values}, **fields)
+    return batch
+
+
+def without(batch: list[Sample], sample: int, name: str) -> list[Sample]:
+    values = {key: value for key, value in batch[sample].values.items() if key != name}
+    return [replace(one, values=values) if number == sample else one for number, one in enumerate(batch)]
+
+
+def wrong_batch(kind: str, rank: int = 1) -> list[Sample]:
+    nan = [0.5] * 13 + [float("nan")]
+    wrong = {
+        "empty": lambda: [],
+        "one token": lambda: changed(1, tokens=[3], mask=[False]),
+        "too long": lambda: changed(1, tokens=[3] * 40, mask=[False] + [True] * 39),
+        "beyond the vocabulary": lambda: changed(1, tokens=[*range(10), 64]),
+        "negative id": lambda: changed(1, tokens=[*range(10), -1]),
+        "floats": lambda: changed(1, tokens=[0.5] * 11),
+        "short mask": lambda: changed(1, mask=[False, True]),
+        "first token": lambda: changed(1, mask=[True] * 11),
+        "NaN": lambda: changed(2, values={"advantages": nan}),
+        "short values": lambda: changed(2, values={"old_log_probs": [0.0] * 3}),
+        "words": lambda: changed(2, values={"advantages": "high"}),
+        "missing": lambda: without(batch_of(), 3, "old_log_probs"),
+        "unequal": lambda: changed(3, values={"weights": 1.0}),
+        "candidates": lambda: changed(4, candidates=[[1]] * 20),
+        "short routes": lambda: changed(4, routes=torch.zeros(3, 2, 2, dtype=torch.int64)),
+        "on one rank": lambda: changed(5, tokens=[rank] * 23),
+        "NaN on one rank": lambda: changed(5, values={"advantages": float("nan") if rank else 0.5}),
+        "fewer on one rank": lambda: batch_of(number=6 - rank),
+    }
+    return wrong[kind]()
+
+
+WRONG = {
+    "empty": ("the batch has no sample",),
+    "one token": ("sample 1", "field tokens", "two tokens"),
+    "too long": ("sample 1", "field tokens", "at most train.seq_len + 1 = 33"),
+    "beyond the vocabulary": ("sample 1", "field tokens", "id 64", "0 to 63"),
+    "negative id": ("sample 1", "field tokens", "id -1"),
+    "floats": ("sample 1", "field tokens", "integers"),
+    "short mask": ("sample 1", "field mask", "11"),
+    "first token": ("sample 1", "field mask", "token 0"),
+    "NaN": ("sample 2", "field advantages", "finite"),
+    "short values": ("sample 2", "field old_log_probs"),
+    "words": ("sample 2", "field advantages"),
+    "missing": ("sample 3", "field old_log_probs", "missing"),
+    "unequal": ("sample 3", "field weights"),
+    "candidates": ("sample 4", "field candidates"),
+    "short routes": ("sample 4", "field routes", "[19, MoE layers, K]"),
+    "on one rank": ("sample 5", "field tokens", "rank 1"),
+    "NaN on one rank": ("sample 5", "field advantages", "finite", "rank 1"),
+    "fewer on one rank": ("rank 1", "5 samples", "rank 0 6"),
+}
+
+
+def messages_of(kinds: list[str], run_dir: str) -> list[str]:
+    session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
+    messages = []
+    for kind in kinds:
+        with pytest.raises(DataError) as caught:
+            session.forward_backward(wrong_batch(kind, torch.distributed.get_rank()), losses.grpo)
+        messages.append(str(caught.value))
+    assert session.forward_backward(batch_of(), losses.grpo).loss < 10  # a good batch works afterwards
+    return messages
+
+
+def test_wrong_batches_are_refused_on_every_rank_alike(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(messages_of, 2, list(WRONG), str(tmp_path))
+    assert first == second
+    for message, words in zip(first, WRONG.values(), strict=True):
+        assert all(word in message for word in words), message
+
+
+def open_on_another_mesh(run_dir: str) -> str:
+    with pytest.raises(AutomoeError) as caught:
+        open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
+    return f"{isinstance(caught.value, (LaunchError, ValueError))} {caught.value}"
+
+
+def test_a_mesh_of_another_size_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(open_on_another_mesh, 1, str(tmp_path))[0].startswith("True")
+
+
+# ---------------------------------------------------------------- what stays as it is
+
+
+def updates(run_dir: str, advantages: list[float], auxiliary_losses: bool) -> tuple[list[dict[str, bytes]], list[Any]]:
+    session = open_session([*SMALL, "lora.rank=0", f"run_dir={run_dir}"], auxiliary_losses=auxiliary_losses)
+    states, steps = [bytes_of(session)], []
+    for advantage in advantages:
+        session.forward_backward(batch_of(advantage), losses.dapo)
+        steps.append(session.optim_step(1e-3))
+        states.append(bytes_of(session))
+    return states, steps
+
+
+@pytest.mark.parametrize("auxiliary_losses", [False, True])
+def test_equal_rewards_leave_every_byte(ranks: RankPool, tmp_path: Path, auxiliary_losses: bool) -> None:
+    """Weight decay and momentum of a step before would move weights; balance losses do, if asked for."""
+    states, steps = ranks.run(updates, 1, str(tmp_path), [0.0, 1.0, 0.0], auxiliary_losses)[0]
+    assert states[2] != states[1]
+    assert (states[1] == states[0]) is not auxiliary_losses
+    assert (states[3] == states[2]) is not auxiliary_losses
+    assert [step.skipped for step in steps] == [not auxiliary_losses, False, not auxiliary_losses]
+    if not auxiliary_losses:
+        assert steps[0].grad_norm == 0 and steps[0].skip_reason == "the gradient is zero"
+
+
+def reference_by_adapter(run_dir: str) -> list[list[torch.Tensor]]:
+    session = open_session([*SMALL, "lora.rank=2", "lora.targets=[q_proj,v_proj]", f"run_dir={run_dir}"])
+    before = session.log_probs(batch_of()).log_probs
+    session.forward_backward(batch_of(), losses.grpo)
+    session.optim_step(1e-1)
+    with session.adapter_off():
+        off = session.log_probs(batch_of()).log_probs
+    return [before, off, session.log_probs(batch_of()).log_probs]
+
+
+def test_without_its_adapter_a_model_is_the_one_before_training(ranks: RankPool, tmp_path: Path) -> None:
+    before, off, on = (torch.cat(one) for one in ranks.run(reference_by_adapter, 1, str(tmp_path))[0])
+    assert torch.equal(before, off) and not torch.equal(before, on)
+
+
+# ---------------------------------------------------------------- saved and resumed
+
+
+def train_and_save(run_dir: str, steps: list[float], load: bool) -> tuple[dict[str, bytes], Any]:
+    session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
+    extra = session.load() if load else None
+    for step in steps:
+        session.forward_backward(batch_of(step), losses.grpo)
+        session.optim_step(1e-2)
+    session.save({"samples": [1, 2, len(steps)]})
+    return bytes_of(session), extra
+
+
+def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
+    straight = ranks.run(train_and_save, 2, str(tmp_path / "a"), [1.0, 0.5, -0.3], False)[0]
+    ranks.run(train_and_save, 2, str(tmp_path / "b"), [1.0, 0.5], False)
+    resumed, extra = ranks.run(train_and_save, 2, str(tmp_path / "b"), [-0.3], True)[0]
+    assert resumed == straight[0] and extra == {"samples": [1, 2, 2]}
+
+
+SCRIPT = """
+import sys
+from automoe import session
+from automoe.session import Sample, losses
+one = session.open_session(sys.argv[1:])
+batch = [Sample.of_answer([1, 2], [3, 4, 5], advantages=1.0, old_log_probs=[-4.0] * 3)]
+loss = one.forward_backward(batch, losses.grpo).loss
+print("loss", loss, "norm", one.optim_step(1e-3).grad_norm)
+session.close()
+"""
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_script_opens_a_session_alone_and_under_torchrun(tmp_path: Path, number: int) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    start = [sys.executable]
+    if number > 1:
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={number}", "--standalone"]
+    settings = [*SMALL, f"mesh.dp_shard={number}", f"run_dir={tmp_path}/run"]
+    environment = os.environ | {"PYTHONPATH": str(Path(automoe.__file__).parents[1])}
+    done = subprocess.run(
+        [*start, "script.py", *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.count("loss ") == number, done.stderr
+
+
+def test_a_config_is_taken_as_it_is(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(opened_from_config, 1, str(tmp_path))[0] == 32
+
+
+def opened_from_config(run_dir: str) -> int:
+    config: Config = open_session([*SMALL, f"run_dir={run_dir}"]).config
+    return open_session(config).config.train.seq_len
