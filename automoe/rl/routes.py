@@ -25,7 +25,7 @@ from automoe.training.stats import StepStats
 ROUTES_DTYPE = torch.int16
 # Largest part of the difference that chance makes. Rounding to bfloat16 makes a twentieth; routes
 # of other tokens, layers or samples make all of it.
-MAX_DIFFER = 0.5
+MAX_DIFFER = 0.25
 _ROUNDING = 0.1  # is never refused: tokens of a collapsed router all choose alike
 _LEAST_CHOICES = 64  # fewer are not judged
 
