@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.training.state import TrainState
 from automoe.comm.tokens import MicroBatch, TokenCounts
 from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
@@ -40,10 +39,11 @@ from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pac
 from automoe.rl.losses import values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
+from automoe.run.weights import first_weights
 from automoe.training.context import RunContext
+from automoe.training.state import TrainState
 from automoe.training.stats import StepStats
 from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
-from automoe.run.weights import first_weights
 
 
 @dataclass(frozen=True)

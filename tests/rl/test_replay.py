@@ -6,7 +6,7 @@
 | verl#7106: packing and virtual pipelines shift routes | packed samples have the gradients of samples alone; interleaved, V and merged meshes in ``test_mesh_replay.py`` |
 | NeMo-RL#3903: modules for multi-token prediction take the backbone's routes | they route by themselves; two meshes with modules |
 | SkyRL#1908: padding, and how long replay lasts | padding and the next batch route by the router |
-| AReno#524: a merge over dp drops routes, turns are misaligned | dp meshes; lines of another number are refused, misaligned ones by the share |
+| AReno#524: a merge over dp drops routes, turns are misaligned | dp meshes; lines of another number are refused; of answers half misaligned the record has the share, 28%, which the bound leaves to many updates |
 | tunix#2046: padding before prompts detaches every route | a start is -1 lines of the same sample; a shift by a token is refused |
 | prime-rl#2738: replay does nothing in latent MoE | foreign routes move the loss of every kind of layer, of classes of transformers too; a class that does not choose by topk is refused |
 | prime-rl#2953: biases move under replay | biases and load fractions stand still |
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.comm.trace import training_pass
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError, DataError
-from automoe.model.decoder import Decoder
-from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.moe.router import Router, recorded_choices
 from automoe.rl.routes import check_routes, read_sglang, read_vllm
 from automoe.session import Sample, Session, losses, open_session
@@ -95,7 +92,9 @@ def test_lines_that_are_no_routes_of_the_model_are_refused(wrong: str) -> None:
         read_vllm(make(), MODEL, N)
 
 
-@pytest.mark.parametrize("meta", [{}, {"routed_experts": None}, {"routed_experts": "no"}, {"routed_experts": "AAAAAA=="}])
+@pytest.mark.parametrize(
+    "meta", [{}, {"routed_experts": None}, {"routed_experts": "no"}, {"routed_experts": "AAAAAA=="}]
+)
 def test_what_is_no_base64_of_routes_is_refused(meta: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"not int32 \[8, layers, 2\] in base64"):
         read_sglang(meta, MODEL, N)
@@ -110,7 +109,9 @@ def test_one_expert_a_token_may_be_expert_zero_and_a_hole_is_a_line_of_minus_one
 
 
 @pytest.mark.usefixtures("trains")
-@pytest.mark.parametrize("config", [RouterConfig(), RouterConfig(score="sigmoid", expert_bias=True, num_groups=4, topk_groups=2)])
+@pytest.mark.parametrize(
+    "config", [RouterConfig(), RouterConfig(score="sigmoid", expert_bias=True, num_groups=4, topk_groups=2)]
+)
 def test_tokens_are_forced_one_by_one_within_a_layer(config: RouterConfig) -> None:
     """Weights of forced experts come from live scores; plain top-k, and tokens with -1, are the router's own."""
     router = Router(replace(MODEL, router=config), MoEConfig(), moe_index=1)
@@ -177,7 +178,8 @@ def losses_of_class(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name == "glm4_moe_lite" else pytest.mark.exhaustive) for name in CLASSES]
+    "model_type",
+    [pytest.param(name, marks=() if name == "glm4_moe_lite" else pytest.mark.exhaustive) for name in CLASSES],
 )
 def test_classes_of_transformers_repeat_routes(tmp_path: Path, model_type: str) -> None:
     save_class(model_type, tmp_path)
@@ -216,18 +218,26 @@ def shifted(routes: list[torch.Tensor], how: str) -> list[torch.Tensor]:
     return routes
 
 
-OVERRIDES = [*SMALL, "model.num_experts=16", "model.num_layers=4", "model.initializer_range=0.2", "model.vocab_size=128"]
+OVERRIDES = [
+    *SMALL,
+    "model.num_experts=16",
+    "model.num_layers=4",
+    "model.initializer_range=0.2",
+    "model.vocab_size=128",
+]
 
 
 def drive(folder: str) -> dict[str, Any]:
     """On one rank: what a session says to natural and to shifted routes, and what it leaves as it was."""
-    session = open_session([*OVERRIDES, "moe.expert_bias_dtype=float32"][:-1] + [f"run_dir={folder}"])
+    session = open_session([*OVERRIDES, f"run_dir={folder}"])
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(128, (25,), generator=generator).tolist() for _ in range(12)]
 
     def batch(routes: list[Any]) -> list[Sample]:
         pairs = zip(rows, routes, strict=True)
-        return [Sample.of_answer(row[:4], row[4:], one, advantages=1.0, old_log_probs=[-4.8] * 21) for row, one in pairs]
+        return [
+            Sample.of_answer(row[:4], row[4:], one, advantages=1.0, old_log_probs=[-4.8] * 21) for row, one in pairs
+        ]
 
     def gradients(routes: list[Any]) -> tuple[torch.Tensor, dict[str, float]]:
         session.zero_grad()
@@ -268,12 +278,11 @@ def drive(folder: str) -> dict[str, Any]:
 
 def test_shifted_routes_are_refused_with_the_share_that_differs(ranks: RankPool, tmp_path: Path) -> None:
     said = ranks.run(drive, 1, str(tmp_path))[0]
-    print(said)
     assert not said["free"] and said["natural"][0] == 0 and said["natural"][1] < 1e-6
-    assert said["rounded"] < 0.05
-    for how in ("token", "layer", "sample"):
-        assert said[f"share {how}"] > 0.75, how
-        assert "of the repeated choices of all MoE layers are not the router's own" in said[how]
-    assert 0.3 < said["share second turn"] < 0.6 
+    assert 0 < said["rounded"] < 0.03
+    for how, least in {"token": 0.5, "layer": 0.8, "sample": 0.8}.items():  # neighbours choose alike
+        assert said[f"share {how}"] > least, how
+        assert f"{said[f'share {how}']:.1%} of the repeated choices of all MoE layers are not the router's" in said[how]
+    assert 0.2 < said["share second turn"] < 0.4
     assert said["alone"][0] < 1e-5 and said["alone"][1] > 0.75
     assert said["still"] and said["after"]
