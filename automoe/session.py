@@ -15,6 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from automoe.config.compose import DEFAULT_PRIMARY
+from automoe.config.frozen import Device
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import LaunchError
 from automoe.launch.external import detect_external
@@ -56,15 +58,6 @@ def open_session(
         ConfigError: as ``automoe.train``.
         LaunchError: the mesh holds another number of ranks than there are.
     """
-    if not isinstance(config, Config):
-        names = list(config) if isinstance(config, Mapping) else [str(one) for one in config]
-        if not any(name.startswith("data") for name in names):
-            config = (
-                {**config, "data": "benchmark"}
-                if isinstance(config, Mapping)
-                else [*config, NO_DATA]
-            )
-    checked = composed(config, config_name, config_dir)
     rank, world_size, local_rank = 0, 1, 0
     place = detect_external(os.environ)
     if place is not None:
@@ -72,13 +65,7 @@ def open_session(
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    device = resolve_device(checked)
-    shape = check(checked, world_size, device)
-    if shape.world_size != world_size:
-        raise LaunchError(
-            f"the mesh holds {shape.world_size} ranks, and this session has {world_size}. Start the script under "
-            f"torchrun with {shape.world_size} processes, or set another mesh"
-        )
+    checked, shape, device = resolved(config, world_size, config_name, config_dir)
     run_dir = Path(checked.run_dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     launch = replace(checked.launch, device=device)
@@ -91,6 +78,36 @@ def open_session(
         on = init_ranks(launch, rank, world_size, local_rank, store)
     context = RunContext(rank, world_size, local_rank, on, run_dir)
     return Session.open(replace(checked, launch=launch), shape, context, auxiliary_losses)
+
+
+def resolved(
+    config: Sequence[str] | Mapping[str, object] | Config,
+    world_size: int,
+    config_name: str = DEFAULT_PRIMARY,
+    config_dir: str | os.PathLike[str] | None = None,
+) -> tuple[Config, MeshShape, Device]:
+    """Return the checked configuration of a session, its mesh and its device.
+
+    Raises:
+        ConfigError, LaunchError: as ``open_session``.
+    """
+    if not isinstance(config, Config):
+        names = list(config) if isinstance(config, Mapping) else [str(one) for one in config]
+        if not any(name.startswith("data") for name in names):
+            config = (
+                {**config, "data": "benchmark"}
+                if isinstance(config, Mapping)
+                else [*config, NO_DATA]
+            )
+    checked = composed(config, config_name, config_dir)
+    device = resolve_device(checked)
+    shape = check(checked, world_size, device)
+    if shape.world_size != world_size:
+        raise LaunchError(
+            f"the mesh holds {shape.world_size} ranks, and this session has {world_size}. Start the script under "
+            f"torchrun with {shape.world_size} processes, or set another mesh"
+        )
+    return checked, shape, device
 
 
 def close() -> None:

@@ -13,24 +13,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
-import torch
+from torch import Tensor
 
+from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
 from automoe.rl.batch import Sample
-from automoe.rl.engine import Answer, check_gap, open_engine
+from automoe.rl.engine import Answer, Engine, check_gap
+from automoe.rl.engines import open_engine
 from automoe.rl.losses import Correction, dapo, group_advantages
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.session import Session
 from automoe.rl.weights import WeightStream
-from automoe.comm.trace import phase
-from automoe.training.context import RunContext
 from automoe.run.run import open_run
 from automoe.run.samples import stop_tokens
 from automoe.run.weights import export_weights
+from automoe.training.context import RunContext
 
 # recipe_args.samples, recipe_args.sampler, ...; a copy of this file may declare a dataclass of its own
 Args = GRPOArgs
@@ -43,131 +46,131 @@ def reward(prompt: str, answer: str, num_tokens: int) -> float:
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     """Train ``config`` on this rank; return the last mean reward, negated as an objective."""
-    train = config.train
     args: GRPOArgs = config.recipe_args
-    length = config.observe.sample_tokens
+    train = config.train
 
-    # ---------------------------------------------------------------- prompts, policy, reference
+    # ---------------------------------------------------------------- policy, reference, engine
     rollouts = Rollouts.open(config, context.run_dir)
-    texts, prompts = rollouts.texts, rollouts.prompts
     session = Session.open(config, shape, context)
-    session.state.loader = rollouts
-    resumed = session.store.load_latest(session.state)
-    # The weights that training began with: another model, or this one without its adapters.
-    reference = Session.open(config, shape, context) if args.kl and not config.lora.rank else None
-
-    # ---------------------------------------------------------------- engine
+    state, store = session.state, session.store
+    state.loader = rollouts
+    resumed = store.load_latest(state)
+    # The weights that training began with are a session of their own, or this one without adapters.
+    apart = args.kl > 0 and not config.lora.rank
+    reference = Session.open(config, shape, context) if apart else session
     engine = open_engine(config, stop_tokens(config), context)
-    stream = WeightStream(session.state.model_parts, **engine.options)
+    stream = WeightStream(state.model_parts, **engine.options)
 
     # ---------------------------------------------------------------- the loop
     mean_reward = 0.0
-    with open_run(config, shape, context, session.state, session.store, resumed) as run:
-        while session.state.step < train.steps and not run.stopping:
-            step = session.state.step
+    with open_run(config, shape, context, state, store, resumed) as run:
+        while state.step < train.steps and not run.stopping:
             run.begin_step()
 
-            # answers of the weights as they are now
+            # answers of the weights as they are now, and their rewards
             began = time.perf_counter()
-            with phase("sample", step + 1):
+            with phase("sample", state.step + 1):
                 engine.update(stream)
-                groups = rollouts.draw(
-                    step,
-                    lambda asked, seed=train.seed * 1_000_003 + 1009 * step: engine.sample(
-                        asked, args.samples, length, args.temperature, seed
-                    ),
-                )
-            sampled_s = time.perf_counter() - began
-            numbers = rollouts.of_step(step)
-            pairs = [(n, answer) for n, group in zip(numbers, groups, strict=True) for answer in group]
-            answers = [rollouts.tokenizer.decode(answer.tokens) for _, answer in pairs]
-            rewards = [reward(texts[n], text, length) for (n, _), text in zip(pairs, answers, strict=True)]
-            advantages = group_advantages(rewards, args.samples)
+                answers = sampled(engine, rollouts, state.step, config)
+            seconds = time.perf_counter() - began
+            texts = [rollouts.tokenizer.decode(answer.tokens) for _, answer in answers]
+            prompts = [rollouts.texts[number] for number, _ in answers]
+            rewards = list(
+                map(partial(reward, num_tokens=config.observe.sample_tokens), prompts, texts)
+            )
+            mean_reward = sum(rewards) / len(rewards)
 
-            # what the trainer says of them, and the weights that training began with
-            batch = [
-                sample_of(prompts[n], answer, args, advantages=advantage)
-                for (n, answer), advantage in zip(pairs, advantages, strict=True)
-            ]
+            # what the trainer says of the answers, before the update and when training began
+            batch = samples_of(answers, group_advantages(rewards, args.samples), rollouts, args)
             old = session.log_probs(batch, args.temperature).log_probs
-            engine_says = [p for _, answer in pairs for p in answer.log_probs]
-            trainer_says = answer_values(old, batch)
-            gap, largest_gap = check_gap(engine_says, trainer_says, args.max_gap)
-            batch = with_values(batch, old_log_probs=old)
+            gaps = check_gap(*both_say(answers, old), args.max_gap)
+            batch = with_values(batch, "old_log_probs", old)
             if args.kl:
-                if reference is not None:
+                with reference.adapter_off() if reference is session else nullcontext():
                     first = reference.log_probs(batch, args.temperature).log_probs
-                else:
-                    with session.adapter_off():
-                        first = session.log_probs(batch, args.temperature).log_probs
-                batch = with_values(batch, ref_log_probs=first)
+                batch = with_values(batch, "ref_log_probs", first)
 
             # one update
-            with phase("step", step + 1):
-                outcome = session.forward_backward(
-                    batch,
-                    dapo,
-                    args.temperature,
-                    correction=Correction("truncate"),
-                    kl_coef=args.kl,
-                )
+            with phase("step", state.step + 1):
+                options = {"correction": Correction("truncate"), "kl_coef": args.kl}
+                outcome = session.forward_backward(batch, dapo, args.temperature, **options)
                 update = session.optim_step(report=run.report)
 
             # record
-            mean_reward = sum(rewards) / len(rewards)
-            record = run.end_step(outcome.stats, update) | {
-                "reward": mean_reward,
-                "answer_tokens": len(engine_says) / len(pairs),
-                "engine_gap": gap,
-                "engine_gap_max": largest_gap,
-            }
+            record = run.end_step(outcome.stats, update)
+            record |= {"reward": mean_reward, "engine_gap": gaps[0], "engine_gap_max": gaps[1]}
+            record["answer_tokens"] = sum(len(a.tokens) for _, a in answers) / len(answers)
             if run.validates():
-                shown = {texts[n]: text for (n, _), text in zip(pairs, answers, strict=True)}
-                run.show_samples([{"prompt": p, "text": t} for p, t in shown.items()], sampled_s)
+                shown = dict(zip(prompts, texts, strict=True))
+                run.show_samples([{"prompt": p, "text": t} for p, t in shown.items()], seconds)
             run.write(record, outcome.stats)
 
             # save
             if run.saves():
-                session.store.save(session.state, None, run.stopping)
-                rollouts.forget(session.state.step)
+                store.save(state, None, run.stopping)
+                rollouts.forget(state.step)
 
         # ------------------------------------------------------------ leave
         exports = config.checkpoint.export_hf
-        paths = {}
-        context.preempted = session.state.step < train.steps or (run.stopping and exports)
+        context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()
+        paths = {}
         if exports and not run.stopping:
-            paths["HF checkpoint"] = export_weights(
-                config, session.state.model_parts, context.run_dir, session.state.optimizer
-            )
+            written = export_weights(config, state.model_parts, context.run_dir, state.optimizer)
+            paths["HF checkpoint"] = written
         run.finish(paths)
     return -mean_reward
 
 
-def sample_of(prompt: list[int], answer: Answer, args: GRPOArgs, **values: float) -> Sample:
-    """Return the training sample of an answer, with the engine's log-probabilities and routes."""
-    return Sample.of_answer(
-        prompt,
-        answer.tokens,
-        routes=answer.routes if args.replay else None,
-        sampler_log_probs=answer.log_probs,
-        **values,
+Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
+
+
+def sampled(engine: Engine, rollouts: Rollouts, step: int, config: Config) -> list[Numbered]:
+    """Return the answers of a step, those to one prompt after the other."""
+    args = config.recipe_args
+    seed = config.train.seed * 1_000_003 + 1009 * step  # of the step: a resumed run draws the same
+    groups = rollouts.draw(
+        step,
+        lambda prompts: engine.sample(
+            prompts, args.samples, config.observe.sample_tokens, args.temperature, seed
+        ),
     )
+    numbers = rollouts.of_step(step)
+    return [(n, answer) for n, group in zip(numbers, groups, strict=True) for answer in group]
 
 
-def with_values(batch: Sequence[Sample], **values: Sequence[torch.Tensor]) -> list[Sample]:
-    """Return the batch with further values of every token, by name and sample."""
+def samples_of(
+    answers: Sequence[Numbered], advantages: Sequence[float], rollouts: Rollouts, args: GRPOArgs
+) -> list[Sample]:
+    """Return the training samples of answers, with the engine's log-probabilities and routes."""
     return [
-        replace(one, values={**one.values, **{name: each[n] for name, each in values.items()}})
-        for n, one in enumerate(batch)
+        Sample.of_answer(
+            rollouts.prompts[number],
+            answer.tokens,
+            routes=answer.routes if args.replay else None,
+            sampler_log_probs=answer.log_probs,
+            advantages=advantage,
+        )
+        for (number, answer), advantage in zip(answers, advantages, strict=True)
     ]
 
 
-def answer_values(values: Sequence[torch.Tensor], batch: Sequence[Sample]) -> list[float]:
-    """Return the numbers of the trained tokens of all samples, one after the other."""
+def with_values(batch: Sequence[Sample], name: str, values: Sequence[Tensor]) -> list[Sample]:
+    """Return the batch with a further value of every token."""
     return [
-        float(number)
-        for each, sample in zip(values, batch, strict=True)
-        for number, trained in zip(each, sample.mask, strict=True)
-        if trained
+        replace(sample, values={**sample.values, name: value})
+        for sample, value in zip(batch, values, strict=True)
     ]
+
+
+def both_say(
+    answers: Sequence[Numbered], trainer: Sequence[Tensor]
+) -> tuple[list[float], list[float]]:
+    """Return the log-probabilities of all answers' tokens, by the engine and by the trainer."""
+    theirs = [number for _, answer in answers for number in answer.log_probs]
+    ours = [
+        number
+        for (_, answer), values in zip(answers, trainer, strict=True)
+        for number in values[-len(answer.tokens) :].tolist()
+    ]
+    return theirs, ours

@@ -65,8 +65,8 @@ class GRPOArgs:
     kl: float = 0.0  # weight of the distance (k3) from the weights that training began with
     # routes of the engine: repeated by the training step, or chosen anew
     replay: bool = True
-    # transformers: in the ranks of the training; vllm, sglang: in processes of their own
-    sampler: Literal["transformers", "vllm", "sglang"] = "transformers"
+    # generate: of transformers, in the ranks of the training; vllm, sglang: in processes of their own
+    sampler: Literal["generate", "vllm", "sglang"] = "generate"
     # address of the server (http://host:8000), or the Python that has vLLM, which is then started
     engine: PathText | None = None
     max_gap: float = 0.1  # largest mean difference of the engine's log-probabilities, in nats
@@ -80,8 +80,10 @@ class GRPOArgs:
             raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set 2 or more")
         if not config.observe.samples:
             rule = f"recipe={config.recipe} answers the prompts of observe.samples"
-            raise ConfigError("observe.samples", "", rule, "Name a text file, a prompt on each line")
-        needed = {"transformers": "none", "vllm": "an address or a Python with vLLM"}
+            raise ConfigError(
+                "observe.samples", "", rule, "Name a text file, a prompt on each line"
+            )
+        needed = {"generate": "none", "vllm": "an address or a Python with vLLM"}
         has = "none" if self.engine is None else "a Python with vLLM"
         has = "an address" if "://" in (self.engine or "") else has
         if has not in (rule := needed.get(self.sampler, "an address")):

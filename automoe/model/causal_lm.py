@@ -26,7 +26,6 @@ from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, tok
 from automoe.model.mtp import MTP_METRICS
 from automoe.moe.router import BalancedRouter
 
-
 # arguments of ``token_scores`` by the names of inputs of a loss
 SAMPLED = {
     "temperature_T": "temperature",

@@ -67,6 +67,7 @@ class SharedGradients:
         places = sorted(set(holders))
         if len(places) == 1 < len(copies):
             self._by_group.append((None, [copies]))
+        self._on_stages = copies if len(places) > 1 else []
         if len(places) > 1:
             self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
 
@@ -89,6 +90,10 @@ class SharedGradients:
         The ranks of a group shard a parameter alike, so local shards are summed, all of them in one
         all-reduce.
         """
+        for parameter in self._on_stages:
+            # A step without the modules for multi-token prediction uses the first copy alone.
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         for group, parameters in self._by_group:
             shared = [
                 [local_shard(p.grad) for p in copies if p.grad is not None] for copies in parameters

@@ -23,7 +23,6 @@ from automoe.errors import BackendError
 from automoe.hf.folder import write_settings
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.weights import WeightStream
-from automoe.training.context import RunContext
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,6 @@ class Engine(Protocol):
         self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[list[Answer]]:
         """Return ``num`` answers to each prompt, the same for the same weights and seed."""
-
-
-def open_engine(config: Config, stops: Collection[int], context: RunContext) -> Engine:
-    """Return the engine that ``recipe_args.sampler`` and ``recipe_args.engine`` name. Collective."""
-    args = config.recipe_args
-    if args.sampler == "transformers":
-        return TransformersEngine(config, stops, context.device)
-    from automoe.rl.sglang import ServedSGLang
-    from automoe.rl.vllm import LocalVLLM, ServedVLLM
-
-    served = ServedSGLang if args.sampler == "sglang" else ServedVLLM
-    kind = served if "://" in args.engine else LocalVLLM
-    return kind(args.engine, config, stops, context.run_dir)
 
 
 def check_gap(
@@ -144,7 +130,9 @@ class TransformersEngine:
             index: self._answers(prompts[index], num, max_tokens, temperature, seed + index)
             for index in range(ranks.rank, len(prompts), ranks.size)
         }
-        groups = {index: group for theirs in ranks.all(lambda: mine) for index, group in theirs.items()}
+        groups = {
+            index: group for theirs in ranks.all(lambda: mine) for index, group in theirs.items()
+        }
         return [groups[index] for index in range(len(prompts))]
 
     def _answers(

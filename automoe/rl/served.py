@@ -37,6 +37,7 @@ class ServedEngine:
     def __init__(self, address: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
         self.address = address.rstrip("/")
         self.stops = sorted(stops)
+        self.model = config.model
         self.folder = run_dir / "engine"
         self._ranks = Ranks()
         dtype = COMPUTE_DTYPES[config.train.dtype]
@@ -73,7 +74,9 @@ class ServedEngine:
             said = error.read().decode(errors="replace")[:300]
             raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
         except OSError as error:
-            raise BackendError(f"{url}: {error}. Start the engine, or mend recipe_args.engine") from None
+            raise BackendError(
+                f"{url}: {error}. Start the engine, or mend recipe_args.engine"
+            ) from None
         return json.loads(text) if text.strip() else None
 
     def update(self, stream: WeightStream) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automoe.rl.engine import Answer
+from automoe.rl.routes import read_sglang
 from automoe.rl.served import ServedEngine
 
 
@@ -26,7 +27,14 @@ class ServedSGLang(ServedEngine):
             input_ids=prompt,
             sampling_params=sampling,
             return_logprob=True,
+            return_routed_experts=True,
         )
         made = found if isinstance(found, list) else [found]
-        said = [one["meta_info"]["output_token_logprobs"] for one in made]
-        return [Answer([t for _, t, *_ in one], [p for p, *_ in one]) for one in said]
+        return [self._answer(one["meta_info"], len(prompt)) for one in made]
+
+    def _answer(self, meta_info: dict[str, Any], prompt_tokens: int) -> Answer:
+        log_probs, tokens, *_ = zip(*meta_info["output_token_logprobs"], strict=True)
+        routes = None
+        if meta_info.get("routed_experts"):  # of servers with --enable-return-routed-experts
+            routes = read_sglang(meta_info, self.model, prompt_tokens + len(tokens))
+        return Answer(list(tokens), list(log_probs), routes)

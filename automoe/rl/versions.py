@@ -82,7 +82,10 @@ class WeightVersions:
         if newest is not None and newest.is_file():
             with newest.open("rb") as file:
                 same = file.read(len(header)) == header
-            known = self._verified == newest or str(Digest(_loaded(newest))) == index["chain"][-1]["hash"]
+            known = (
+                self._verified == newest
+                or str(Digest(_loaded(newest))) == index["chain"][-1]["hash"]
+            )
             if same and known:
                 self._before = np.memmap(newest, mode="r", offset=len(header))
         self._number = index["chain"][-1]["number"] + 1 if index else 0

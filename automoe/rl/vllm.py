@@ -160,5 +160,14 @@ class ServedVLLM(ServedEngine):
 
 def _own_environment() -> dict[str, str]:
     """Return this process's environment without what belongs to this rank and its Python."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "PYTHON", "TORCHELASTIC", "VIRTUAL_ENV")
+    ours = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "GROUP_",
+        "PYTHON",
+        "TORCHELASTIC",
+        "VIRTUAL_ENV",
+    )
     return {key: value for key, value in os.environ.items() if not key.startswith(ours)}

@@ -72,7 +72,11 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             say(updated=True)
             continue
-        options = {"temperature": ask["temperature"], "max_tokens": ask["max_tokens"], "logprobs": 0}
+        options = {
+            "temperature": ask["temperature"],
+            "max_tokens": ask["max_tokens"],
+            "logprobs": 0,
+        }
         stops = {"stop_token_ids": ask["stops"], "ignore_eos": True}
         prompts, settings = [], []
         for number, prompt in enumerate(ask["prompts"]):
@@ -83,7 +87,10 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         outputs = [one.outputs[0] for one in llm.generate(prompts, settings, use_tqdm=False)]
         say(
             answers=[
-                [list(one.token_ids), [each[t].logprob for t, each in zip(one.token_ids, one.logprobs)]]
+                (
+                    one.token_ids,
+                    [p[t].logprob for t, p in zip(one.token_ids, one.logprobs, strict=True)],
+                )
                 for one in outputs
             ]
         )

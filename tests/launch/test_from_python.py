@@ -48,9 +48,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_text_arrives_as_it_is(text: str) -> None:
-    assert composed({"observe": {"wandb_project": text, "run_tags": [text]}}, "config", None).observe.run_tags == [
-        text
-    ]
+    assert composed({"observe": {"wandb_project": text, "run_tags": [text]}}, "config", None).observe.run_tags == [text]
 
 
 def test_values_of_every_type_arrive() -> None:

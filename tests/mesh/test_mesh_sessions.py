@@ -118,6 +118,8 @@ CASES = [
     Case("deepseek", {"pp": 2, "dp_shard": 2, "ep": 2}, parallel={"schedule": "ZBVZeroBubble", "stages_per_rank": 2}),
     Case("qwen3", {"pp": 2}, parallel={"schedule": "DualPipeV", "stages_per_rank": 2}),
     Case("gpt-oss", {"dp_shard": 2, "cp": 2, "ep": 4}),
+    Case("deepseek-mtp", {"pp": 2, "dp_shard": 2}),
+    Case("qwen3-tied", {"pp": 2}, parallel={"recompute": "full"}),
 ]
 
 
@@ -127,7 +129,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return cache(lambda family: answers(ranks, Case(family, rows=8), tmp_path_factory.mktemp(family)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sessions_answer_alike_on_every_mesh(
     ranks: RankPool, alone: Callable[[str], Answers], case: Case, tmp_path: Path

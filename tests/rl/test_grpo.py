@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.tokenizer import ByteTokenizer
-from automoe.errors import ConfigError, DataError, BackendError
+from automoe.errors import BackendError, ConfigError, DataError
 from automoe.observe.metrics import read_metrics
 from automoe.rl.engine import Answer, TransformersEngine, check_gap
 from automoe.rl.rollouts import Rollouts
@@ -44,7 +43,7 @@ def config(run_dir: Path, **mesh: int) -> Config:
     return Config(
         run_dir=str(run_dir),
         recipe="grpo",
-        recipe_args=GRPOArgs(prompts=2, samples=4, kl=0.01, replay=False),
+        recipe_args=GRPOArgs(prompts=2, samples=4, kl=0.01),
         mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
         model=ModelConfig(
             family="qwen3_moe",
@@ -57,7 +56,9 @@ def config(run_dir: Path, **mesh: int) -> Config:
             attention=AttentionConfig(kind="gqa", num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True),
         ),
         moe=MoEConfig(experts="loop"),
-        train=TrainConfig(steps=STEPS, seq_len=32, global_batch_size=8, micro_batch_size=2, dtype="float32", val_every=0),
+        train=TrainConfig(
+            steps=STEPS, seq_len=32, global_batch_size=8, micro_batch_size=2, dtype="float32", val_every=0
+        ),
         optim=OptimConfig(lr=0.02, schedule="constant", warmup_steps=0, weight_decay=0.0),
         checkpoint=CheckpointConfig(every=2, export_hf=False),
         observe=ObserveConfig(samples=PROMPTS, sample_tokens=6, report=False),
@@ -175,7 +176,7 @@ def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
         ({"temperature": 0.0}, "recipe_args.temperature=0.0: must be larger than 0"),
         ({"sampler": "vllm"}, "sampler=vllm takes an address or a Python with vLLM"),
         ({"sampler": "sglang", "engine": "/usr/bin/python"}, "sampler=sglang takes an address"),
-        ({"engine": "http://there:8000"}, "sampler=transformers takes none"),
+        ({"engine": "http://there:8000"}, "sampler=generate takes none"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:

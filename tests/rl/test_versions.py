@@ -108,7 +108,7 @@ def test_damage_is_found(source: Path, tmp_path: Path) -> None:
         said = WeightVersions(tmp_path).publish(stream, step)
     full = min(tmp_path.glob("weights-*"))
     flip(full, -1)
-    with pytest.raises(CheckpointError, match=f"was published. Remove the"):
+    with pytest.raises(CheckpointError, match="was published. Remove the"):
         read_version(tmp_path)
     flip(full, -1)
     assert str(Digest(read_version(tmp_path)[1])) == said

@@ -112,7 +112,9 @@ def test_a_stream_is_the_export(
     assert numbers == sorted(numbers)  # a layer's tensors stand together
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("dsv3", {"dp_shard": 2, "ep": 2}), ("gpt_oss", {"pp": 2, "dp_shard": 1})])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("dsv3", {"dp_shard": 2, "ep": 2}), ("gpt_oss", {"pp": 2, "dp_shard": 1})]
+)
 def test_adapters_are_added_on_the_way_and_stay(
     family: str, mesh: dict[str, int], tmp_path: Path, ranks: RankPool
 ) -> None:

@@ -96,9 +96,8 @@ class Family(Tier):
             neither config.json nor transformers has is accepted. These keys are also written.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
-        unread: keys of the published ``config.json`` that change nothing here, with the value (or a
-            function) that exported files have if the source gives none. Some readers refuse files
-            without them (mistral.rs).
+        unread: keys of the published files that change nothing here, with their value (or a
+            function) without a source. Some readers refuse files without them (mistral.rs).
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.

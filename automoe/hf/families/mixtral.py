@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import BALANCED, COMMON_FIELDS, GQA, HEAD_DIM, SOFTMAX_ROUTER, Family
+from automoe.hf.families.family import (
+    BALANCED,
+    COMMON_FIELDS,
+    GQA,
+    HEAD_DIM,
+    SOFTMAX_ROUTER,
+    Family,
+)
 from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 
 _EXPERT = "block_sparse_moe.experts.{expert}"

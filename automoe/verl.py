@@ -1,0 +1,252 @@
+"""An engine of verl 0.9: name it with ``VERL_USE_EXTERNAL_MODULES=automoe.verl``, strategy=automoe.
+
+A loss of verl is any function of log-probabilities and entropies. The engine computes them, calls
+the loss, and hands its derivatives to a second pass as weights of the tokens. So verl's losses run
+on every mesh, over all samples of a step at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import EngineConfig
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.utils import postprocess_batch_func
+
+from automoe.checkpoint.store import CheckpointStore
+from automoe.errors import ConfigError
+from automoe.model.loss import LossInputs
+from automoe.optim.adamw import learning_rate, set_learning_rate
+from automoe.rl.routes import read_vllm
+from automoe.session import Sample, Session, open_session, resolved
+
+
+@dataclass
+class AutomoeEngineConfig(EngineConfig):
+    """verl's settings of an engine, and overrides of automoe's configuration, such as its mesh."""
+
+    strategy: str = "automoe"
+    overrides: list[str] = field(default_factory=list)
+
+
+def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """Return the sum over tokens of the given derivatives times log-probability and entropy."""
+    loss = -(inputs.given["of_log_probs"] * nll_BS).sum()
+    if "of_entropy" in inputs.given and inputs.entropy is not None:
+        loss = loss + (inputs.given["of_entropy"] * inputs.entropy).sum()
+    return loss
+
+
+@EngineRegistry.register(
+    model_type="language_model", backend="automoe", device=["cuda", "cpu"]
+)
+class AutomoeEngine(BaseEngine):
+    """A session behind verl's interface; methods are those of ``BaseEngine``.
+
+    The dp ranks of verl are those of the mesh, whose other ranks get the samples of their dp rank.
+    """
+
+    is_param_offload_enabled = property(lambda self: False)
+    is_optimizer_offload_enabled = property(lambda self: False)
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        overrides = list(getattr(engine_config, "overrides", ()))
+        path = model_config.get("local_path", None) or model_config.get("path", None)
+        if path and not any(one.startswith("model.hf_path=") for one in overrides):
+            overrides.append(f"model.hf_path={path}")
+        if optimizer_config is not None:
+            steps, warmup = optimizer_config.total_training_steps, optimizer_config.lr_warmup_steps
+            if warmup < 0:
+                warmup = int(optimizer_config.lr_warmup_steps_ratio * max(steps, 0))
+            overrides += [
+                f"optim.lr={optimizer_config.lr}",
+                f"optim.weight_decay={optimizer_config.weight_decay}",
+                f"optim.betas=[{','.join(map(str, optimizer_config.betas))}]",
+                f"optim.warmup_steps={warmup}",
+                "optim.schedule=constant",
+                f"train.grad_clip={optimizer_config.clip_grad}",
+            ]
+        self.config, self.shape, _ = resolved(overrides, dist.get_world_size())
+        if self.shape.dp_replicate > 1 < self.shape.dp_shard:
+            rule = "verl knows one data-parallel axis"
+            raise ConfigError("mesh.dp_replicate", self.shape.dp_replicate, rule, "Set it to 1")
+        self.session: Session
+        self.mode: str | None = None
+
+    def initialize(self) -> None:
+        self.session = open_session(self.config)
+        self.optimizer = self.session.state.optimizer
+        set_learning_rate(self.optimizer, self._scheduled_lr())
+
+    def train_mode(self, **options: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, "train", **options)
+
+    def eval_mode(self, **options: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, "eval", **options)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
+        """Leave everything where it is: the engine does not offload."""
+
+    def get_data_parallel_size(self) -> int:
+        return self.shape.dp
+
+    def get_data_parallel_rank(self) -> int:
+        at = self.shape.coordinates(dist.get_rank(), "default")
+        return at["dp_replicate"] * self.shape.dp_shard + at["dp_shard"]
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        if self.shape.dp == self.shape.world_size:
+            return dist.group.WORLD
+        axis = "dp_shard" if self.shape.dp_shard > 1 else "dp_replicate"
+        return self.session.meshes.group(axis)
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        at = self.shape.coordinates(dist.get_rank(), "default")
+        return not (at["pp"] or at["cp"] or at["tp"])
+
+    # ---------------------------------------------------------------- a step
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        options = {
+            "temperature": float(tu.get_non_tensor_data(data, "temperature", 1.0)),
+            "entropy": bool(tu.get_non_tensor_data(data, "calculate_entropy", False)),
+        }
+        own = self._samples(data)
+        of_ranks = self._of_dp_ranks(own)
+        batch = [sample for samples in of_ranks for sample in samples]
+        first = sum(map(len, of_ranks[: self.get_data_parallel_rank()]))
+        here = slice(first, first + len(own))
+        scores = self.session.log_probs(batch, **options)
+        names = {"log_probs": scores.log_probs}
+        if scores.entropy is not None:
+            names["entropy"] = scores.entropy
+        output, leaves = {}, {}
+        offsets = data["input_ids"].offsets()
+        for name, of_samples in names.items():
+            # verl has the value of token t + 1 at position t, and nothing at the last.
+            shifted = [values.roll(-1) for values in of_samples[here]]
+            leaves[name] = torch.cat(shifted).float().to(offsets.device)
+            leaves[name].requires_grad_(not forward_only)
+            output[name] = torch.nested.nested_tensor_from_jagged(leaves[name], offsets)
+        tokens = torch.tensor([float(self._mask(data).sum())], device=offsets.device)
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())
+        tu.assign_non_tensor(
+            data, sp_size=1, dp_size=self.shape.dp, batch_num_tokens=int(tokens)
+        )
+        loss, metrics = torch.zeros(()), {}
+        if loss_function is not None:
+            with torch.set_grad_enabled(not forward_only):
+                loss, metrics = loss_function(
+                    model_output=output, data=data, dp_group=self.get_data_parallel_group()
+                )
+        if not forward_only:
+            self._second_pass(loss, leaves, own, options["temperature"])
+        detached = {
+            name: torch.nested.nested_tensor_from_jagged(leaf.detach(), offsets)
+            for name, leaf in leaves.items()
+        }
+        outputs = [{"model_output": detached, "loss": loss.detach(), "metrics": metrics}]
+        return postprocess_batch_func(outputs, [list(range(len(own)))], data)
+
+    def _second_pass(
+        self,
+        loss: torch.Tensor,
+        leaves: dict[str, torch.Tensor],
+        own: list[Sample],
+        temperature: float,
+    ) -> None:
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        lengths = [len(sample.tokens) for sample in own]
+        values: list[dict[str, torch.Tensor]] = [{} for _ in own]
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+            # A loss comes times dp_size, since verl averages gradients over dp.
+            grad = torch.zeros_like(leaf) if grad is None else grad / self.shape.dp
+            for one, part in zip(values, grad.cpu().split(lengths), strict=True):
+                one[f"of_{name}"] = part.roll(1)
+        given = [
+            Sample(sample.tokens, sample.mask, of_sample, sample.routes)
+            for sample, of_sample in zip(own, values, strict=True)
+        ]
+        batch = [sample for samples in self._of_dp_ranks(given) for sample in samples]
+        by_derivatives.uses_entropy = "entropy" in leaves  # type: ignore[attr-defined]
+        self.session.forward_backward(batch, by_derivatives, temperature)
+
+    def _samples(self, data: TensorDict) -> list[Sample]:
+        routes = data.get("routed_experts", None)
+        samples = []
+        for number, tokens in enumerate(data["input_ids"].unbind()):
+            tokens = tokens.cpu()
+            lines = None
+            if routes is not None:  # the last line is a placeholder
+                lines = read_vllm(routes[number][:-1].cpu(), self.config.model, len(tokens))
+            samples.append(Sample(tokens, torch.arange(len(tokens)) > 0, routes=lines))
+        return samples
+
+    def _mask(self, data: TensorDict) -> torch.Tensor:
+        mask = data["loss_mask"]
+        return mask.values() if mask.is_nested else mask
+
+    def _of_dp_ranks(self, own: list[Sample]) -> list[list[Sample]]:
+        """Return the samples of every dp rank, on every rank."""
+        boxes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(boxes, (self.get_data_parallel_rank(), own))
+        return [samples for _, samples in sorted(dict(boxes[::-1]).items())]
+
+    def optimizer_zero_grad(self) -> None:
+        self.session.zero_grad()
+
+    def optimizer_step(self) -> float:
+        return self.session.optim_step(self.optimizer.param_groups[0]["lr"]).grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        set_learning_rate(self.optimizer, self._scheduled_lr())
+        return self._scheduled_lr()
+
+    def _scheduled_lr(self) -> float:
+        config = self.session.config
+        return learning_rate(config.optim, self.session.state.step, config.train.steps)
+
+    # ---------------------------------------------------------------- weights
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return self.session.adapter_off()
+
+    def get_per_tensor_param(
+        self, **options: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        return self.session.weights(), None
+
+    def _store(self, local_path: str) -> CheckpointStore:
+        return CheckpointStore(self.session.config, self.shape, Path(local_path).absolute())
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._store(local_path).save(self.session.state, stopping=True)
+
+    def load_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+        **options: Any,
+    ) -> None:
+        self._store(local_path).load_latest(self.session.state)
+        set_learning_rate(self.optimizer, self._scheduled_lr())

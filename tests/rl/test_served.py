@@ -1,0 +1,107 @@
+"""Engines at an address: what they are asked, against a server that records it and answers in their formats."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import automoe
+from automoe.config.schema import Config
+from automoe.errors import BackendError
+from automoe.hf.write import to_hf
+from automoe.rl.sglang import ServedSGLang
+from automoe.rl.vllm import ServedVLLM
+from automoe.rl.weights import WeightStream
+from tests.support.gpu import one_rank
+from tests.support.hf_models import save_small_hf
+
+ROUTES = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 0], [1, 3]]], dtype="<i4")  # 4 tokens, 2 layers, K = 2
+ANSWERS = {
+    "/v1/completions": {"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}}] * 2},
+    "/generate": [
+        {
+            "meta_info": {
+                "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8, "b"]],
+                "routed_experts": base64.b64encode(ROUTES.tobytes()).decode(),
+            }
+        }
+    ]
+    * 2,
+}
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    calls: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            calls.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(500 if self.path == "/broken/resume" else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(ANSWERS.get(self.path, {"ok": True})).encode())
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=served.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{served.server_port}", calls
+    served.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("source")
+    save_small_hf(
+        "qwen3_moe", folder, dtype=torch.bfloat16, other_sizes={"num_hidden_layers": 2, "num_experts_per_tok": 2}
+    )
+    return automoe.from_hf(folder)
+
+
+@pytest.mark.parametrize("kind", [ServedVLLM, ServedSGLang])
+def test_a_server_reads_the_weights_and_is_asked_in_its_words(
+    kind: Any, model: Any, server: Any, tmp_path: Path
+) -> None:
+    address, calls = server
+    with one_rank("cpu"):
+        engine = kind(address, Config(model=model.config), [5], tmp_path)
+        engine.update(WeightStream(model, 100_000))
+        to_hf(model, tmp_path / "export", verify=False)
+        [[first, second]] = engine.sample([[1, 2]], 2, 6, 0.8, 11)
+    ours, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("engine", "export"))
+    assert ours.keys() == exported.keys() and all(torch.equal(ours[name], one) for name, one in exported.items())
+    assert json.loads((tmp_path / "engine" / "config.json").read_text())["model_type"] == "qwen3_moe"
+    paths = [path for path, _ in calls]
+    asked = dict(calls)
+    if kind is ServedVLLM:
+        assert paths == ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/resume", "/v1/completions"]
+        assert asked["/collective_rpc"]["kwargs"] == {"weights_path": str(tmp_path / "engine")}
+        assert asked["/v1/completions"] | {"n": 2, "seed": 11, "prompt": [1, 2]} == asked["/v1/completions"]
+    else:
+        assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/generate"]
+        assert asked["/update_weights_from_disk"] == {"model_path": str(tmp_path / "engine"), "flush_cache": True}
+        assert asked["/generate"]["sampling_params"]["sampling_seed"] == 11
+        assert first.routes.tolist() == ROUTES.tolist()
+    assert first.tokens == second.tokens == [7, 8] and first.log_probs == [-0.5, -1.5]
+
+
+def test_a_server_that_refuses_or_is_not_there_is_named(model: Any, server: Any, tmp_path: Path) -> None:
+    address, _ = server
+    with one_rank("cpu"):
+        engine = ServedVLLM(address, Config(model=model.config), [5], tmp_path)
+        with pytest.raises(BackendError, match="/broken/resume: 500"):
+            engine.post("/broken/resume")
+        engine.address = "http://127.0.0.1:9"
+        with pytest.raises(BackendError, match="127.0.0.1:9/pause.*Start the engine, or mend recipe_args.engine"):
+            engine.update(WeightStream(model))
