@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -131,9 +131,11 @@ class ClassRouter(BalancedRouter):
 
     Attributes:
         logits: [T, E] that the class computed last; None if no balance loss is on.
+        live: choices that the class's code would make, where it repeats routes (``_Repeated``).
     """
 
     logits: torch.Tensor | None = None
+    live: torch.Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
         """Count the choices of a micro-batch; return ``routing`` with balance losses attached."""
@@ -147,6 +149,32 @@ class ClassRouter(BalancedRouter):
     def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
         """Store the router logits from the output of a module of the class (a forward hook)."""
         self.logits = output[recorder.index]
+
+
+class _Repeated(TorchFunctionMode):
+    """Mode in which a layer's top-k of all experts returns the routes that tokens come with.
+
+    The class then computes weights from its own scores of these experts.
+    """
+
+    def __init__(self, router: ClassRouter, tokens: Tokens) -> None:
+        super().__init__()
+        self._router, self._tokens = router, tokens
+        router.live = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        router, shape = self._router, self._tokens.index.shape
+        if getattr(func, "__name__", "") != "topk" or args[0].shape[-1] != router.num_experts:
+            return out
+        live = out.indices
+        if live.shape[-1] != router.top_k or live.numel() != shape.numel() * router.top_k:
+            return out
+        router.live = live.view(*shape, router.top_k)
+        replay = router.replay(router.live, self._tokens)
+        assert replay is not None
+        ids = replay[0].view(live.shape)
+        return torch.return_types.topk((args[0].gather(-1, ids), ids))
 
 
 class _MoELayer(NamedTuple):
@@ -232,15 +260,18 @@ class TransformersModel(CausalLM):
         self._probe: _Probe | None = None
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
-        modules = list(experts_modules(model).values())
+        stacks = experts_modules(model)
+        modules = list(stacks.values())
         self.experts_by = self._choose_experts(modules, moe.experts)
         what = f"{config.architecture}: layers and routers by transformers' own code"
         self.notes = (f"{what}; {self.experts_by}",)
-        for index, experts in enumerate(modules):
+        for index, (name, experts) in enumerate(stacks.items()):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
             self.routers[str(index)] = router
             self._moe[experts] = _MoELayer(router, experts)
             experts.register_forward_pre_hook(partial(self._route, router))
+            block = model.get_submodule(name.rpartition(".")[0])
+            block.forward = self._repeating(router, block.forward)
         for key, coefficient in vars(moe).items():
             if key.endswith("_coef") and coefficient:
                 self._record_logits(key, coefficient)
@@ -387,6 +418,18 @@ class TransformersModel(CausalLM):
             self._probe.states.append(x_BsH)
         return x_BsH if self.scale == 1 else x_BsH * self.scale
 
+    def _repeating(self, router: ClassRouter, forward: Any) -> Any:
+        """Return ``forward`` of the module around a layer's experts, which repeats given routes."""
+
+        @wraps(forward)
+        def repeating(*args: Any, **kwargs: Any) -> Any:
+            if self._tokens is None or self._tokens.forced_ids is None:
+                return forward(*args, **kwargs)
+            with _Repeated(router, self._tokens):
+                return forward(*args, **kwargs)
+
+        return repeating
+
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
         """Count the choices that an experts module is called with, and attach balance losses.
 
@@ -400,5 +443,13 @@ class TransformersModel(CausalLM):
         ids_BSK, weights_BSK = (
             one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
         )
-        routing = router(Routing(ids_BSK, weights_BSK, ids_BSK), tokens)
+        live_BSK, replayed = ids_BSK, None
+        if tokens.forced_ids is not None:
+            if router.live is None:
+                rule = f"{self.config.architecture} chooses experts by other means than topk"
+                raise ConfigError("routes", "given", rule, "Train without routes of an engine")
+            live_BSK, router.live = router.live, None
+            replay = router.replay(live_BSK, tokens)
+            replayed = None if replay is None else replay[1]
+        routing = router(Routing(ids_BSK, weights_BSK, live_BSK, replayed=replayed), tokens)
         return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)

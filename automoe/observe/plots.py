@@ -46,7 +46,7 @@ ANSWERS = (
     ("answer_tokens", "Mean length of the answers", "tokens"),
     ("ref_kl", "Distance from the first weights (k3)", "nats per token"),
     ("engine_gap", "Mean gap of engine and trainer", "nats"),
-    ("routes_differ", "Share of tokens with other routes than the engine's", ""),
+    ("routes_differ", "Share of the engine's choices that the router would not make", ""),
 )
 MAX_LINES = 8  # up to this many layers have lines with legend entries
 # Colours of loads from below to above an equal share; grey for a layer without tokens.

@@ -23,8 +23,8 @@ from automoe.errors import DataError
 from automoe.training.stats import StepStats
 
 ROUTES_DTYPE = torch.int16
-# Largest part of the difference that chance makes. Rounding to bfloat16 makes a twentieth; routes
-# of other tokens, layers or samples make all of it.
+# Largest part of the difference that chance makes. Rounding to bfloat16 makes 0.02 of it, eight
+# updates at a rate of 1e-3 make 0.33, a shift by a token 0.7, by a layer or a sample all of it.
 MAX_DIFFER = 0.5
 _ROUNDING = 0.1  # is never refused: tokens of a collapsed router all choose alike
 _LEAST_CHOICES = 64  # fewer are not judged
@@ -146,5 +146,6 @@ def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None
             raise DataError(
                 f"routes: {differing / repeated:.1%} of the repeated choices of {where} are not the router's own. "
                 f"Rounding makes a few per cent, routes of other tokens {chance:.1%} (allowed {most:g} of that). They "
-                "are shifted by a token, a layer or a sample, or the engine has other weights"
+                "are shifted by a token, a layer or a sample, or of other weights: raise Session.max_routes_differ if these are "
+                "many updates old"
             )

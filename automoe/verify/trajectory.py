@@ -22,7 +22,7 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import StepRunner, build_runner
-from automoe.run.routing import replayed_routing
+from automoe.run.routing import record_routing, replayed_routing
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
@@ -130,7 +130,8 @@ def run_trajectory(
                 if isinstance(value, Tensor)
             }
             inputs = replace(inputs, **rows)
-        with recorded_choices(parts[0]) if record else nullcontext() as recorded:
+        recording = recorded_choices(parts[0]) if record else nullcontext()
+        with record_routing(config, parts, step), recording as recorded:
             stats = forward_backward(state, runner, inputs, config)
         if recorded is not None:
             choices = recorded()

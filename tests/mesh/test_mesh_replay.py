@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from mesh_cases import MODELS, STEPS, Case, batches
 from mesh_mappings import DELAYED, DROP, FULL, INTERLEAVED, MERGED, NODES, PADDED, PARTS, RING, ULYSSES, ZBV
 
+import automoe.comm.tokens
+import automoe.verify.trajectory
+from automoe.moe.router import BalancedRouter
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.routes import through_engines
@@ -73,15 +81,21 @@ def test_natural_routes_of_both_formats_change_no_bit(ranks: RankPool, natural, 
     assert not differences(replayed, one, TOLERANCE)
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_foreign_routes_mean_the_same_on_every_mesh(ranks: RankPool, natural, case: Case) -> None:
-    """Routes of other weights, and of some tokens only: biases stand still, and all else is equal at 1e-10."""
+def foreign(case: Case, natural) -> list[torch.Tensor]:
+    """Routes of other weights, and of some tokens and layers only."""
     experts, forced = MODELS[case.family].num_experts, []
     for step, routes in enumerate(natural(case)[1]):
         drawn = torch.rand(*routes.shape[:3], experts, generator=torch.Generator().manual_seed(step)).argsort(-1)
-        some = (routes[..., 0, :1] >= 0) & (drawn[..., :1] > 1)  # layers of a token differ
+        some = (routes[..., 0, :1] >= 0) & (drawn[..., :1] > 1)
         forced.append(torch.where(some, drawn[..., : routes.shape[-1]], -1).unsqueeze(3).to(torch.int16))
+    return forced
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_foreign_routes_mean_the_same_on_every_mesh(ranks: RankPool, natural, case: Case) -> None:
+    """Biases stand still, and all else is equal at 1e-10."""
+    experts, forced = MODELS[case.family].num_experts, foreign(case, natural)
     replayed, shares = without_record(run(ranks, case, forced=forced))
     expected, same = without_record(run(ranks, case.reference, forced=forced))
     different = differences(replayed, expected, TOLERANCE)
@@ -94,3 +108,129 @@ def test_foreign_routes_mean_the_same_on_every_mesh(ranks: RankPool, natural, ca
             [torch.bincount(layer[layer >= 0].long(), minlength=experts) for layer in forced[step].unbind(2)]
         )
         assert (replayed.expert_counts[step][: len(forced_counts)] >= forced_counts).all()
+
+
+# ---------------------------------------------------------------- public failures, put in on purpose
+
+
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    return patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _with_inputs(change: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[Any]:
+    """Change the routes that a rank's step gets: (forced_ids of its rows, this rank's ones, meshes) -> forced_ids."""
+
+    def make(original):
+        def prepare(batch, meshes, config, device, forced_ids=None):
+            inputs, trained = original(batch, meshes, config, device, forced_ids)
+            return replace(inputs, forced_ids=change(forced_ids, inputs.forced_ids, meshes)), trained
+
+        return prepare
+
+    return _replaced(automoe.verify.trajectory, "prepare_inputs", make)
+
+
+def _with_index(change: Callable[[Any, Any], int]) -> AbstractContextManager[Any]:
+    """Let a router read the routes of another layer: (router, forced_ids) -> number of the layer."""
+
+    def make(original):
+        def replay(self, live, tokens):
+            own = self.moe_index
+            if tokens.forced_ids is not None:
+                self.moe_index = change(self, tokens.forced_ids)
+            try:
+                return original(self, live, tokens)
+            finally:
+                self.moe_index = own
+
+        return replay
+
+    return _replaced(BalancedRouter, "replay", make)
+
+
+def routes_of_the_first_cp_ranks_positions():
+    return _with_inputs(lambda whole, own, meshes: whole[:, : own.shape[1]])
+
+
+def routes_of_dp_ranks_dropped_at_a_merge():
+    return _with_inputs(lambda whole, own, meshes: torch.full_like(own, -1) if meshes.dp_rank else own)
+
+
+def padding_on_the_left_shifts_routes():
+    return _with_inputs(lambda whole, own, meshes: own.roll(1, 1))
+
+
+def samples_out_of_order():
+    return _with_inputs(lambda whole, own, meshes: own.flip(0))
+
+
+def layers_counted_from_the_stage():
+    return _with_index(lambda router, forced: router.moe_index % 2)
+
+
+def dense_layers_counted():
+    return _with_index(lambda router, forced: (router.moe_index + 1) % forced.shape[2])
+
+
+def modules_for_prediction_take_the_last_layers_routes():
+    return _with_index(lambda router, forced: min(router.moe_index, forced.shape[2] - 1))
+
+
+def biases_move():
+    def make(original):
+        return lambda *args, balances=None: original(*args, balances=True)
+
+    return _replaced(automoe.verify.trajectory, "optimizer_step", make)
+
+
+def routes_outlive_their_micro_batch():
+    def make(original):
+        seen = {}
+
+        def replay(self, live, tokens):
+            first = seen.setdefault(self.moe_index, tokens.forced_ids)
+            return original(self, live, replace(tokens, forced_ids=first))
+
+        return replay
+
+    return _replaced(BalancedRouter, "replay", make)
+
+
+def tensor_ranks_take_the_first_shards_routes():
+    def make(original):
+        def local_shard(self, sequence):
+            tokens = original(self, sequence)
+            return replace(tokens, forced_ids=self.forced_ids[:, : tokens.index.shape[1]])
+
+        return local_shard
+
+    return _replaced(automoe.comm.tokens.Tokens, "local_shard", make)
+
+
+FAULTS: list[tuple[Callable[[], AbstractContextManager[Any]], Case]] = [
+    (layers_counted_from_the_stage, CASES[0]),
+    (routes_of_the_first_cp_ranks_positions, CASES[4]),
+    (modules_for_prediction_take_the_last_layers_routes, CASES[8]),
+    (biases_move, CASES[1]),
+    (routes_outlive_their_micro_batch, CASES[1]),
+    (tensor_ranks_take_the_first_shards_routes, CASES[7]),
+    (routes_of_dp_ranks_dropped_at_a_merge, CASES[3]),
+    (padding_on_the_left_shifts_routes, CASES[1]),
+    (samples_out_of_order, CASES[1]),
+    (dense_layers_counted, CASES[2]),
+]
+
+
+def run_with_fault(fault: Callable[[], AbstractContextManager[Any]], *args: Any, **options: Any) -> Trajectory:
+    with fault():
+        return run_trajectory(*args, **options)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("fault", "case"), FAULTS, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_public_failure_of_replay_would_be_found(ranks: RankPool, natural, fault, case: Case) -> None:
+    forced = foreign(case, natural)
+    parts = ranks.run(run_with_fault, case.world_size, fault, case.config, batches, STEPS, forced=forced)
+    broken, _ = without_record(merge_trajectories(parts))
+    expected, _ = without_record(run(ranks, case.reference, forced=forced))
+    assert differences(broken, expected, 1e-6)

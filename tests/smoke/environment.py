@@ -3,6 +3,7 @@
     python3 tests/smoke/environment.py floor     # the oldest versions, those of constraints-floor.txt, on Python 3.12
     python3 tests/smoke/environment.py latest    # the newest released versions, made anew every week, on Python 3.13
     python3 tests/smoke/environment.py mlx       # mlx-lm alone, its newest release, made anew every week
+    python3 tests/smoke/environment.py verl      # verl 0.9 beside what the package needs, made anew every week
     python3 tests/smoke/environment.py 3.11      # no environment: that Python
 
 Environments lie in AUTOMOE_ENVS, by default in the user's cache folder, not in the checkout: a fresh clone finds them.
@@ -31,6 +32,7 @@ TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging", "datasets")  # wha
 NEWEST = ("torch", "transformers", "datasets", "peft", "trl", "wandb")
 PYTHONS = {"floor": "3.12", "latest": "3.13"}  # `make test` and `make smoke-pinned` of CI run on 3.11
 MLX = ["mlx-lm", "mlx[cpu]"]  # mlx-lm, and a backend for machines that are no Mac
+VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi"]
 KEPT_DAYS = 14
 
 
@@ -104,8 +106,10 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = Path(os.environ.get("AUTOMOE_ENVS") or cache / "automoe" / "envs")
     folders.mkdir(parents=True, exist_ok=True)
-    pinned = {"floor": ROOT / "constraints-floor.txt", "latest": None, "mlx": None}[name]
+    pinned = {"floor": ROOT / "constraints-floor.txt", "latest": None, "mlx": None, "verl": None}[name]
     needed = MLX if name == "mlx" else requirements(name)
+    if name == "verl":
+        needed = needed + VERL
     folder = folders / folder_name(name, version, needed, pinned.read_text() if pinned else "")
     with (folders / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs at once one installs and the other waits
@@ -113,7 +117,7 @@ def main() -> None:
             if pinned:
                 make(folder, needed, ["--constraint", str(pinned)], python=python)
             else:
-                make(folder, needed, [], () if name == "mlx" else NEWEST, python)
+                make(folder, needed, [], NEWEST if name == "latest" else (), python)
         os.utime(folder)
         remove_unused(folders)
     print(folder / "bin" / "python")
