@@ -1,6 +1,6 @@
 """verl's own workers drive the engine of ``automoe.verl`` on CPUs and print what they were told, as JSON.
 
-    RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29679 python verl_drive.py RUN_DIR OVERRIDE...
+RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29679 python verl_drive.py RUN_DIR OVERRIDE...
 """
 
 from __future__ import annotations
