@@ -48,7 +48,7 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
     if isinstance(_counted[key], str) or train.dtype != "float64":
         return _counted[key]
     once, layers = _counted[key]
-    return 2 * once, [(2 * kept, 2 * work) for kept, work in layers]
+    return 2 * once, [(2 * num_bytes, 2 * work) for num_bytes, work in layers]
 
 
 _counted: dict[Any, Any] = {}
@@ -72,8 +72,8 @@ def _count(
 
     modules: list[Any] = list(experts_modules(part).values())
     for module in modules if ep > 1 else ():
-        for name, one in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(one[:num_local].clone()))
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(parameter[:num_local].clone()))
         module.forward = RoutedCall(module, dispatch).route
         module.num_experts = num_local
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -120,12 +120,12 @@ def _run(
     alive.most = alive.now
     hidden.backward(torch.empty_like(hidden))
     del hidden
-    found = {}
+    sizes = {}
     for number, layer in enumerate(layers):
         below = marks[number + 1] - inputs[0]
-        found[layer] = marks[number + 1] - marks[number], most[-1 - number] - below
+        sizes[layer] = marks[number + 1] - marks[number], most[-1 - number] - below
     # The class may run a layer whose like it has run, if layers return more than one tensor.
-    return marks[0] - inputs[0], [found[like] for like in alike]
+    return marks[0] - inputs[0], [sizes[like] for like in alike]
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -134,7 +134,9 @@ def _kind(layer: nn.Module) -> Any:
         (
             name,
             type(module),
-            tuple((key, one.shape) for key, one in module.named_parameters(recurse=False)),
+            tuple(
+                (key, parameter.shape) for key, parameter in module.named_parameters(recurse=False)
+            ),
             tuple(
                 (key, value)
                 for key, value in vars(module).items()
@@ -147,13 +149,13 @@ def _kind(layer: nn.Module) -> Any:
 
 def _run_once(layer: Any, like: Any) -> None:
     """Make ``layer`` hand on its input if ``like``, which is equal, ran and returned one tensor."""
-    own = layer.forward
+    original = layer.forward
 
-    @wraps(own)
+    @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if layer is not like and like.returns_one:
             return args[0] if args else kwargs["hidden_states"]
-        out = own(*args, **kwargs)
+        out = original(*args, **kwargs)
         layer.returns_one = isinstance(out, torch.Tensor)
         return out
 

@@ -39,12 +39,14 @@ ADAPTED_STACKS = {"gate_up_proj", "down_proj"}
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
-def refused(path: object, what: str, remedy: str = "Choose another checkpoint") -> ConfigError:
+def refused(path: object, problem: str, remedy: str = "Choose another checkpoint") -> ConfigError:
     """Return the error for a model that neither a native family nor a class of transformers serves.
 
     ``what`` names the obstacle.
     """
-    rule = f"automoe has no native family for it, and its transformers class cannot serve: {what}"
+    rule = (
+        f"automoe has no native family for it, and its transformers class cannot serve: {problem}"
+    )
     return ConfigError("model.hf_path", path, rule, remedy)
 
 
@@ -65,8 +67,8 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     stated, _ = transformers.PreTrainedConfig.get_config_dict(local_folder(path))
     model_type = str(stated.get("model_type"))
     if model_type not in transformers.CONFIG_MAPPING:
-        what = f"transformers {transformers.__version__} has no model_type={model_type}"
-        raise refused(path, what, "Install a newer transformers, or choose another checkpoint")
+        problem = f"transformers {transformers.__version__} has no model_type={model_type}"
+        raise refused(path, problem, "Install a newer transformers, or choose another checkpoint")
     stated.pop("quantization_config", None)
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     try:
@@ -92,8 +94,8 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
             raise ValueError(f"it computes experts in only one way, not as {experts}")
         _remove_beside(model)
     except Exception as error:  # a configuration class or a model's may raise any exception
-        what = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise refused(path, one_line(f"{what}{error}")) from error
+        problem = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise refused(path, one_line(f"{problem}{error}")) from error
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is None:
@@ -111,8 +113,10 @@ def _remove_beside(model: Any) -> None:
     owner = model
     for name in filter(None, text_path(model).split(".")):
         if owner._parameters:
-            own = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
-            raise ValueError(f"{own} is in none of the wrapper's parts, which pass through unread")
+            first_name = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
+            raise ValueError(
+                f"{first_name} is in none of the wrapper's parts, which pass through unread"
+            )
         for other, module in list(owner.named_children()):
             if other != name and module is not model.get_output_embeddings():
                 setattr(owner, other, None)
@@ -150,9 +154,9 @@ def holds_experts(module: nn.Module) -> bool:
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Return the layers, in the order of the forward pass."""
     kinds = model._no_split_modules or ()
-    found = [module for module in model.modules() if type(module).__name__ in kinds]
-    inner = {id(part) for module in found for part in list(module.modules())[1:]}
-    return [module for module in found if id(module) not in inner]
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    inner = {id(part) for module in layers for part in list(module.modules())[1:]}
+    return [module for module in layers if id(module) not in inner]
 
 
 def class_params(path: str) -> tuple[Param, ...]:
@@ -205,16 +209,16 @@ def _adapted(model: Any) -> dict[str, str]:
     These are the matrices of linear layers, named as the layer, and stacks [E, O, I] of experts
     under transformers' usual names. Vectors (gates of one number) have no adapter.
     """
-    found = {}
+    adapted = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(module, nn.Linear) and module.out_features > 1:
-            found[f"{name}.weight"] = last
+            adapted[f"{name}.weight"] = last
         elif holds_experts(module) and not getattr(module, "is_transposed", False):
-            stacks = {one: p for one, p in module.named_parameters() if p.dim() == 3}
+            stacks = {key: p for key, p in module.named_parameters() if p.dim() == 3}
             if stacks.keys() == ADAPTED_STACKS:
-                found |= {f"{name}.{one}": one for one in stacks}
-    return found
+                adapted |= {f"{name}.{key}": key for key in stacks}
+    return adapted
 
 
 class _WithoutNumbers(TorchFunctionMode):
@@ -239,7 +243,9 @@ def uncalled_layers(path: str) -> frozenset[str]:
     run then finds such a layer (``automoe.classes.lora.check_called``).
     """
     model = build_causal_lm(path)
-    left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    left = {
+        f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+    }
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, key=f"{name}.weight": left.discard(key))
     with torch.device("meta"), torch.no_grad(), _WithoutNumbers():

@@ -115,12 +115,12 @@ class RoutedCall(OwnCode):
             ConfigError: the arguments are not rows, chosen experts and their weights; on the CPU,
                 a choice is no expert.
         """
-        given = self.signature.bind(*args, **kwargs).args
-        shapes = [tuple(getattr(value, "shape", ())) for value in given]
+        arguments = self.signature.bind(*args, **kwargs).args
+        shapes = [tuple(getattr(value, "shape", ())) for value in arguments]
         if (
             [len(shape) for shape in shapes] != [2, 2, 2]
             or shapes[1] != shapes[2]
-            or given[1].dtype not in (torch.int32, torch.int64)
+            or arguments[1].dtype not in (torch.int32, torch.int64)
         ):
             raise ConfigError(
                 "module",
@@ -129,7 +129,7 @@ class RoutedCall(OwnCode):
                 "as int32 or int64 and their weights [T, K]",
                 "Compute these three before the call. A mask over all experts names no choices",
             )
-        x_TH, topk_ids_TK, weights_TK = given
+        x_TH, topk_ids_TK, weights_TK = arguments
         # Not checked on CUDA, where reading the bounds would be a host sync.
         if topk_ids_TK.is_cpu and topk_ids_TK.numel():
             least, most = (int(bound) for bound in topk_ids_TK.aminmax())
@@ -153,7 +153,7 @@ class RoutedCall(OwnCode):
     def _run_local(
         self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
     ) -> torch.Tensor:
-        shards = {name: local_shard(one) for name, one in self.named_parameters()}
+        shards = {name: local_shard(tensor) for name, tensor in self.named_parameters()}
         if not len(rows_RH):
             # Modules may skip experts without rows, and other ranks wait for this one in the
             # backward pass. Empty slices give every input a gradient of zeros.
@@ -163,5 +163,7 @@ class RoutedCall(OwnCode):
             offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True
         )
         # Adapters take their own shards: dropout counts features by their place in the whole.
-        own = {name: one for name, one in shards.items() if ".lora." not in name}
-        return functional_call(self, own, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
+        weights = {name: tensor for name, tensor in shards.items() if ".lora." not in name}
+        return functional_call(
+            self, weights, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1))
+        )

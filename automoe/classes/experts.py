@@ -19,14 +19,14 @@ def are_swiglu(experts: nn.Module) -> bool:
 
     Its activation is compared with SwiGLU on numbers, among them large ones, which reveal a clamp.
     """
-    own = {name: tuple(one.shape) for name, one in experts.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
     plain = getattr(experts, "has_gate", False) and not (
         experts.is_transposed or experts.has_bias or experts.has_post_expert_norm
     )
-    if not plain or own.keys() != ADAPTED_STACKS or list(experts.buffers()):
+    if not plain or shapes.keys() != ADAPTED_STACKS or list(experts.buffers()):
         return False
-    num_experts, hidden, width = own["down_proj"]
-    if own["gate_up_proj"] != (num_experts, 2 * width, hidden):
+    num_experts, hidden, width = shapes["down_proj"]
+    if shapes["gate_up_proj"] != (num_experts, 2 * width, hidden):
         return False
     joined = torch.linspace(-30, 30, 4 * 2 * width, device="cpu").view(-1, 2 * width)
     joined = joined[:, torch.arange(2 * width, device="cpu") * 7 % (2 * width)]

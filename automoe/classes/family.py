@@ -93,14 +93,14 @@ class ClassFamily(Family):
         numbers = {module.num_experts for module in experts}
         if not layers or sum(per_layer) != len(experts) or max(per_layer) > 1 or len(numbers) > 1:
             counts = sorted(set(per_layer))
-            what = (
+            problem = (
                 f"{len(layers)} layers with {counts} experts modules of {sorted(numbers)} experts"
             )
-            raise refused(path, f"{what}; layers hold one each, with equal numbers")
+            raise refused(path, f"{problem}; layers hold one each, with equal numbers")
         names = model.state_dict(keep_vars=True).items()
         if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):
             raise refused(path, "modules share parameters")
-        if tables := [name for name, one in names if not one.is_floating_point()]:
+        if tables := [name for name, buffer in names if not buffer.is_floating_point()]:
             raise refused(
                 path, f"{tables[0]} holds whole numbers, which its files are not read for"
             )
@@ -124,8 +124,8 @@ class ClassFamily(Family):
         if experts:
             top_k = next(filter(None, (number_of(text, key) for key in _TOP_K)), None)
             if top_k is None:
-                what = f"none of {', '.join(_TOP_K)} says how many experts a token has"
-                raise refused(path, what)
+                problem = f"none of {', '.join(_TOP_K)} says how many experts a token has"
+                raise refused(path, problem)
             if top_k > min(numbers):
                 raise refused(path, f"a token chooses {top_k} experts of {min(numbers)}")
             widths = [size for p in experts[0].parameters() for size in p.shape[1:]]
@@ -153,9 +153,9 @@ class ClassFamily(Family):
             )
         if base is None or base.get("model_type") != text.model_type:
             base = text.to_dict()
-        kept = {key: value for key, value in base.items() if key not in _OF_FILES}
+        settings = {key: value for key, value in base.items() if key not in _OF_FILES}
         tied = {"tie_word_embeddings": config.tie_embeddings}
-        return kept | {"architectures": [config.architecture]} | tied
+        return settings | {"architectures": [config.architecture]} | tied
 
     # fmt: off
     def rows(self, config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -226,16 +226,18 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         if with_prefixes:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
-    own = {name: (whole(name, tuple(one.shape)),) for name, one in tensors.items()}
+    by_name = {name: (whole(name, tuple(tensor.shape)),) for name, tensor in tensors.items()}
     unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
     layouts = []
-    for table in (*tables, own):
+    for table in (*tables, by_name):
         if table is not None:
             plain = names_in(
                 Path(), {}, [piece.key for pieces in table.values() for piece in pieces]
             )
             named = {
-                name: tuple(one._replace(key=plain.plain(one.key) or one.key) for one in pieces)
+                name: tuple(
+                    piece._replace(key=plain.plain(piece.key) or piece.key) for piece in pieces
+                )
                 for name, pieces in table.items()
             }
             layouts.append(KeyMap(table=named, unread=unread))
@@ -253,7 +255,7 @@ def _published(
         stored = revert_weight_conversion(model, views)
     except NotImplementedError:  # an operation that cannot be reverted
         return None
-    of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
+    of_storage = {id(owner.untyped_storage()): name for name, owner in tensors.items()}
     table = {name: [] for name in tensors}
     for key, view in stored.items():
         name = of_storage.get(id(view.untyped_storage()))
@@ -274,7 +276,7 @@ def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     start = []
     size = []
     dims = {}  # of the view -> of the tensor
-    for own, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    for axis, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         first, at = divmod(at, stride) if stride else (0, at)
         same = (
             dim
@@ -285,7 +287,7 @@ def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
         start.append(first)
         size.append(1 if dim is None else view.shape[dim])
         if dim is not None:
-            dims[dim] = (own,)
+            dims[dim] = (axis,)
     if len(dims) < view.dim():
         return None
     order = tuple(dims[dim] for dim in range(view.dim()))

@@ -61,20 +61,23 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
     """
     modules = list(model.named_modules())
     held = {
-        (module, kind, key): one
+        (module, kind, key): buffer
         for _, module in modules
         for kind in ("_parameters", "_buffers")
-        for key, one in vars(module)[kind].items()
-        if one is not None and (kind == "_buffers" or one.numel() <= SMALL)
+        for key, buffer in vars(module)[kind].items()
+        if buffer is not None and (kind == "_buffers" or buffer.numel() <= SMALL)
     }
     # as in transformers, a model within the model initialises its own modules
     owner = {
-        part: one for _, one in modules if hasattr(one, "_init_weights") for part in one.modules()
+        part: module
+        for _, module in modules
+        if hasattr(module, "_init_weights")
+        for part in module.modules()
     }
     values: list[dict[Any, torch.Tensor]] = []
     for fill in (0, 1):
-        for (module, kind, key), one in held.items():
-            made = torch.full_like(one, fill, device="cpu")
+        for (module, kind, key), buffer in held.items():
+            made = torch.full_like(buffer, fill, device="cpu")
             vars(module)[kind][key] = nn.Parameter(made) if kind == "_parameters" else made
         for name, module in reversed(modules):  # submodules before their parent
             with torch.random.fork_rng(devices=[]):
@@ -85,15 +88,15 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
                     raise refused(path, f"it cannot initialise {name}: {error}") from error
         values.append({place: vars(place[0])[place[1]][place[2]].detach() for place in held})
     names = {module: name for name, module in modules}
-    own: dict[nn.Module, dict[str, dict[str, torch.Tensor]]] = {}
-    for place, one in held.items():
+    initial: dict[nn.Module, dict[str, dict[str, torch.Tensor]]] = {}
+    for place, buffer in held.items():
         module, kind, key = place
         if not torch.equal(values[0][place], values[1][place]):
-            what = f"{type(model).__name__} does not initialise {names[module]}.{key}"
-            raise refused(path, what)
-        vars(module)[kind][key] = one
-        own.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
-    for module, kinds in own.items():
+            problem = f"{type(model).__name__} does not initialise {names[module]}.{key}"
+            raise refused(path, problem)
+        vars(module)[kind][key] = buffer
+        initial.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
+    for module, kinds in initial.items():
         module.first_values = kinds.get("_parameters", {})
         module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
 
@@ -215,10 +218,10 @@ def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 def longest_span(config: Any) -> int:
     """Return how many positions the longest structure has; top-k counts blocks if there are any."""
-    found = list(spans(config))
-    chosen = max((number for name, number in found if "topk" in name), default=0)
-    sizes = [number for name, number in found if "topk" not in name]
-    blocks = [number for name, number in found if _BLOCKS.search(name)]
+    lengths = list(spans(config))
+    chosen = max((number for name, number in lengths if "topk" in name), default=0)
+    sizes = [number for name, number in lengths if "topk" not in name]
+    blocks = [number for name, number in lengths if _BLOCKS.search(name)]
     return max(_LEAST, *sizes, chosen * max([1, *blocks]))
 
 
@@ -263,8 +266,8 @@ class TransformersModel(CausalLM):
         stacks = experts_modules(model)
         modules = list(stacks.values())
         self.experts_by = self._choose_experts(modules, moe.experts)
-        what = f"{config.architecture}: layers and routers by transformers' own code"
-        self.notes = (f"{what}; {self.experts_by}",)
+        note = f"{config.architecture}: layers and routers by transformers' own code"
+        self.notes = (f"{note}; {self.experts_by}",)
         for index, (name, experts) in enumerate(stacks.items()):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
             self.routers[str(index)] = router
@@ -310,15 +313,15 @@ class TransformersModel(CausalLM):
         for unit in self.units():
             if unit.experts is None:
                 continue
-            found = [
+            modules = [
                 m for m in unit.layer.modules() if isinstance(kind, type) and isinstance(m, kind)
             ]
-            if len(found) != 1 or not hasattr(recorder, "index"):
+            if len(modules) != 1 or not hasattr(recorder, "index"):
                 rule = (
                     f"{self.config.architecture} does not give one module's router logits per layer"
                 )
                 raise ConfigError(f"moe.{key}", coefficient, rule, f"Set moe.{key}=0")
-            found[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
+            modules[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
 
     def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
         add = add_to_experts if isinstance(adapter, ExpertLora) else add_to_linear
@@ -388,14 +391,14 @@ class TransformersModel(CausalLM):
         for first in {_prime(length // 4), _prime(length // 2)}:
             self.eval()
             later = index >= first
-            given = {"positions": index - later * first, "doc_ids": later.long()}
+            rows = {"positions": index - later * first, "doc_ids": later.long()}
             self._probe = _Probe(first, {}, [])
             for tokens in (row, row.where(later, other)):
-                self(batch=MicroBatch(tokens, next_token_at=later & False, **given))
-            one, changed = (state[0, first:].double() for state in self._probe.states)
+                self(batch=MicroBatch(tokens, next_token_at=later & False, **rows))
+            alone, changed = (state[0, first:].double() for state in self._probe.states)
             eps = torch.finfo(self._probe.states[0].dtype).eps
             self._probe = None
-            moved = float(((changed - one).norm(dim=-1) / one.norm(dim=-1)).max())
+            moved = float(((changed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
             self.train(trains)
             if not moved <= _ROUNDING * eps:
                 raise ConfigError(
@@ -441,7 +444,7 @@ class TransformersModel(CausalLM):
         if self._probe is not None:
             ids_TK = self._probe.choose(experts, ids_TK)
         ids_BSK, weights_BSK = (
-            one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
+            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, weights_TK)
         )
         live_BSK, replayed = ids_BSK, None
         if tokens.forced_ids is not None:

@@ -233,8 +233,8 @@ class Transfer:
         """
         parts = item.target.in_file(item.key).values()
         return [
-            part.to(DTYPES[one.dtype])
-            for part, one in zip(_encoded(item, tensor, self.source), parts, strict=True)
+            part.to(DTYPES[place.dtype])
+            for part, place in zip(_encoded(item, tensor, self.source), parts, strict=True)
         ]
 
     @torch.no_grad()

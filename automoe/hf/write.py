@@ -135,9 +135,9 @@ def plan_export(
     if quantization_config(config, keys, encoding):
         keys = keys.per_expert
     # ``keep`` uses the dtypes of the source, since parameters are wider while they are trained.
-    kept = source if dtype == "keep" else None
+    dtypes_of = source if dtype == "keep" else None
     shards = list(local_shards(parts, adapters))
-    return plan_writes(shards, config, keys, export_dtype(dtype), encoding, kept)
+    return plan_writes(shards, config, keys, export_dtype(dtype), encoding, dtypes_of)
 
 
 def convert_hf(

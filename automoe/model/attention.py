@@ -65,9 +65,9 @@ class AttentionContext:
             whole = whole_rows(tokens, ranks.context)
         self.doc_ids = documents(whole, SINGLE_RANK, backend.always_masked)
         self.window = attention.sliding_window
-        given = tokens if self.heads.num_ranks == 1 else whole, self.keys
+        known = tokens if self.heads.num_ranks == 1 else whole, self.keys
         self.blocks = {
-            window: backend.masks(*given, window, backend.always_masked)
+            window: backend.masks(*known, window, backend.always_masked)
             for window in {0, self.window}
         }
         self.tokens = tokens
@@ -181,9 +181,9 @@ class GroupedQueryAttention(nn.Module):
             )
         q_BSND, k_BSGD = context.rotate(q_BSND), context.rotate(k_BSGD)
         k_BRGD, v_BRGD = (gather_row(x, context.keys) for x in (k_BSGD, v_BSGD))
-        given = exchange_heads(context.heads, q_BSND, k_BRGD, v_BRGD)
+        exchanged = exchange_heads(context.heads, q_BSND, k_BRGD, v_BRGD)
         sinks_N = None if self.sinks is None else own_heads(context.heads, local_shard(self.sinks))
-        out_BSND = self.attend(context, *given, self.scale, self.window, sinks_N)
+        out_BSND = self.attend(context, *exchanged, self.scale, self.window, sinks_N)
         out_BSND = exchange_positions(context.heads, out_BSND)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
@@ -192,12 +192,12 @@ class GroupedQueryAttention(nn.Module):
         """Apply q_norm and k_norm to each head, or to the heads of all ranks together."""
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
-        given = q_BSND.flatten(2), k_BSGD.flatten(2)
+        both = q_BSND.flatten(2), k_BSGD.flatten(2)
         norms = self.q_norm, self.k_norm
         if self.sequence.num_ranks == 1:
-            q, k = (norm(x) for norm, x in zip(norms, given, strict=True))
+            q, k = (norm(x) for norm, x in zip(norms, both, strict=True))
         else:
-            q, k = norm_over_ranks(norms, given, (self.q_rows, self.k_rows), self.sequence)
+            q, k = norm_over_ranks(norms, both, (self.q_rows, self.k_rows), self.sequence)
         return q.view_as(q_BSND), k.view_as(k_BSGD)
 
 

@@ -86,8 +86,13 @@ class Block(nn.Module):
             gated = config.shared_expert_gate
             shared = MLP(hidden, width, gated, *ranks) if width else None
             moe_index = layer - config.first_k_dense
-            given = backend.pg_collection, backend.experts, backend.seed, backend.router_dtype
-            self.mlp = MoE(config, moe, moe_index, shared, *given, calls)
+            surroundings = (
+                backend.pg_collection,
+                backend.experts,
+                backend.seed,
+                backend.router_dtype,
+            )
+            self.mlp = MoE(config, moe, moe_index, shared, *surroundings, calls)
 
     @property
     def attention(self) -> nn.Module:

@@ -194,9 +194,9 @@ class CausalLM(nn.Module, ABC):
         x, *deeper = states or (batch.tokens,)
         x = self.last_norm(self.run_layers(x, tokens))
         last = deeper[-1] if deeper else x
-        own = self.deeper_states(last, batch.mtp_tokens, tokens, counts.mtp)
+        mtp_states = self.deeper_states(last, batch.mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
-            if more := tuple(own):
+            if more := tuple(mtp_states):
                 # FSDP's hooks make views of inputs, which torch cannot detach between the halves of
                 # a backward (zero-bubble schedules)
                 x, *deeper = (state.clone() for state in (x, *deeper))
@@ -210,7 +210,7 @@ class CausalLM(nn.Module, ABC):
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
         loss = self._loss(x, inputs)
         if batch.mtp_labels is not None:
-            more = self._mtp_loss(chain(deeper, own), batch.mtp_labels, inputs)
+            more = self._mtp_loss(chain(deeper, mtp_states), batch.mtp_labels, inputs)
             # The difference has the value zero and the gradient of the modules' losses.
             loss = loss + (more - more.detach())
         return loss
@@ -268,8 +268,8 @@ class CausalLM(nn.Module, ABC):
             head = x_TH, weight_VH, labels_T, self.first_id, sequence
             scores = token_scores(*head, **sampled, wants_entropy=wants_entropy)
             entropy_BS, scored_BSK = (
-                None if one is None else one.unflatten(0, inputs.labels.shape)
-                for one in (scores.entropy_T, scores.scored_TK)
+                None if score is None else score.unflatten(0, inputs.labels.shape)
+                for score in (scores.entropy_T, scores.scored_TK)
             )
             inputs = replace(inputs, entropy=entropy_BS, scored=scored_BSK)
             loss = self.loss(scores.nll_T.view(inputs.labels.shape), inputs)

@@ -82,7 +82,7 @@ class Decoder(CausalLM):
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
                 # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
-        blocks = [one for one in self.layers.values() if not isinstance(one, MTPBlock)]
+        blocks = [layer for layer in self.layers.values() if not isinstance(layer, MTPBlock)]
         if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)

@@ -248,7 +248,7 @@ class GatedDeltaNet(nn.Module):
         rows = []
         start = 0
         for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):
-            own = start + first * width
-            rows.append(slice(own, own + self.key_heads // ranks * width))
+            begin = start + first * width
+            rows.append(slice(begin, begin + self.key_heads // ranks * width))
             start += self.key_heads * width
         return tuple(rows)

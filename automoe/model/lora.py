@@ -108,13 +108,13 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
             by_module.setdefault(param.name.rpartition(".")[0], []).append(param)
     for name, owned in by_module.items():
         base = part.get_submodule(name)
-        given = (name, lora, config.train.seed)
+        options = (name, lora, config.train.seed)
         if any(param.expert for param in owned):
             made = [each for p in owned if is_target(p, lora) for each in adapters(p, lora.rank)]
             shapes = {each.name.rpartition(".")[2]: each.shape for each in made}
-            adapter = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
+            adapter = ExpertLora(*options, shapes, PRODUCTS[config.moe.experts])
         else:
-            adapter = Lora(*given, *reversed(owned[0].shape))
+            adapter = Lora(*options, *reversed(owned[0].shape))
         adapter.to("meta", dtype)
         if isinstance(base, GroupedExperts):
             part.set_submodule(name, LoRAExperts(base, adapter))

@@ -122,8 +122,11 @@ class _NormOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ranks: Communicator, eps: float, *given: torch.Tensor):
-        xs, weights = given[: len(given) // 2], given[len(given) // 2 :]
+    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights: torch.Tensor):
+        xs, weights = (
+            rows_and_weights[: len(rows_and_weights) // 2],
+            rows_and_weights[len(rows_and_weights) // 2 :],
+        )
         wide = weights[0].dtype
         squares = [x.to(wide).square().sum(-1, keepdim=True) for x in xs]
         totals = ranks.all_reduce(torch.cat(squares, dim=-1)).split(1, dim=-1)
@@ -142,8 +145,8 @@ class _NormOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: torch.Tensor):
         count = len(grads)
-        kept = ctx.saved_tensors
-        xs, weights, scales = kept[:count], kept[count : 2 * count], kept[2 * count :]
+        saved = ctx.saved_tensors
+        xs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
         products = [grad.to(w.dtype) * x for grad, x, w in zip(grads, xs, weights, strict=True)]
         dots = [(p @ w).unsqueeze(-1) for p, w in zip(products, weights, strict=True)]
         totals = ctx.ranks.all_reduce(torch.cat(dots, dim=-1)).split(1, dim=-1)
@@ -159,7 +162,7 @@ class _NormOverRanks(torch.autograd.Function):
 
 def norm_over_ranks(
     norms: Sequence[RMSNorm],
-    given: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     rows: Sequence[Rows],
     ranks: Communicator,
 ) -> tuple[torch.Tensor, ...]:
@@ -171,9 +174,9 @@ def norm_over_ranks(
             many ranks, so copies do not change the mean.
         rows: for each norm, the features of its whole weight that this rank has.
     """
-    wide = torch.promote_types(given[0].dtype, torch.float32)
+    wide = torch.promote_types(inputs[0].dtype, torch.float32)
     weights = [
-        take_rows(norm.weight, own).to(wide) + float(norm.zero_centered)
-        for norm, own in zip(norms, rows, strict=True)
+        take_rows(norm.weight, row).to(wide) + float(norm.zero_centered)
+        for norm, row in zip(norms, rows, strict=True)
     ]
-    return _NormOverRanks.apply(ranks, norms[0].eps, *given, *weights)
+    return _NormOverRanks.apply(ranks, norms[0].eps, *inputs, *weights)

@@ -220,7 +220,7 @@ _MODULES = (
         _INDEXER,
         lambda model, layer: has_indexer(model.attention, layer),
     ),
-    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *given: not _is_moe(*given), "mlp"),
+    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not _is_moe(*where), "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(

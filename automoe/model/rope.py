@@ -82,8 +82,8 @@ def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tens
     turns = config.original_seq_len * inverse / (2 * math.pi)
     low = config.low_freq_factor
     high = config.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * inverse / config.factor + kept * inverse
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * inverse / config.factor + share * inverse
 
 
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:

@@ -107,8 +107,8 @@ class _Hooks(saved_tensors_hooks):
             pack, unpack = self.outer
             return partial(unpack, pack(tensor))
         # Detached: a node that saves its own output would otherwise form a reference cycle.
-        kept = tensor.detach()
-        return lambda: kept
+        detached = tensor.detach()
+        return lambda: detached
 
 
 _CURRENT: ContextVar[_Hooks | None] = ContextVar("discard_outputs", default=None)

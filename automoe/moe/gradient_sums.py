@@ -41,8 +41,8 @@ class GradientSums:
         if not parameter.requires_grad:
             return None
         if isinstance(self.experts, FSDPModule):
-            for other, one in self.experts.named_parameters(recurse=False):
-                if one.requires_grad:  # FSDP reduces all gradients of a unit in one dtype
+            for other, candidate in self.experts.named_parameters(recurse=False):
+                if candidate.requires_grad:  # FSDP reduces all gradients of a unit in one dtype
                     gradient_sum(self.experts, other)
             return local_shard(gradient_sum(self.experts, name))
         if parameter.grad is None:

@@ -273,12 +273,12 @@ def grouped_mm_experts(
     None: autograd returns them. Rows past the last offset are not computed: their output and their
     terms in the gradients of x and probs are uninitialised memory.
     """
-    given = weights.joined()
+    joined = weights.joined()
     anchor = None
     if sums is not None:
-        matrices = given.gate_up_proj, given.down_proj
-        given = given._replace(gate_up_proj=matrices[0].detach(), down_proj=matrices[1].detach())
-        anchor = x_TH.new_empty(0).requires_grad_(any(one.requires_grad for one in matrices))
+        matrices = joined.gate_up_proj, joined.down_proj
+        joined = joined._replace(gate_up_proj=matrices[0].detach(), down_proj=matrices[1].detach())
+        anchor = x_TH.new_empty(0).requires_grad_(any(matrix.requires_grad for matrix in matrices))
     return _GroupedExperts.apply(
-        activation, up, down, sums, anchor, x_TH, gather_idx_R, offsets_E, probs_R, *given
+        activation, up, down, sums, anchor, x_TH, gather_idx_R, offsets_E, probs_R, *joined
     )

@@ -50,8 +50,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        given = self.pg_collection, seed, router_dtype, calls.router
-        self.router = Router(config, moe, moe_index, *given)
+        surroundings = self.pg_collection, seed, router_dtype, calls.router
+        self.router = Router(config, moe, moe_index, *surroundings)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         backend = experts or (lambda _: expert_backend(moe.experts))
         in_8_bits = moe.dispatch_dtype == "fp8"

@@ -306,9 +306,9 @@ class Router(BalancedRouter):
         num_experts = config.num_experts
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
         super().__init__(config, moe, moe_index, pg_collection, bias, wrap)
-        own = type(self)
-        self.call_score, self.call_select = wrap(own.score), wrap(own.select)
-        self.call_weigh = wrap(own.weigh)
+        cls = type(self)
+        self.call_score, self.call_select = wrap(cls.score), wrap(cls.select)
+        self.call_weigh = wrap(cls.weigh)
         self.config = config.router
         self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
@@ -456,8 +456,8 @@ def watch_routing(
             assert isinstance(router, BalancedRouter)
             keep(router, inputs[1], routing)
 
-    found = (module for part in modules for module in part.modules())
-    routers = [module for module in found if isinstance(module, BalancedRouter)]
+    inner = (module for part in modules for module in part.modules())
+    routers = [module for module in inner if isinstance(module, BalancedRouter)]
     handles = [router.register_forward_hook(hook) for router in routers]
     try:
         yield

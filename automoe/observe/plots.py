@@ -81,9 +81,9 @@ def draw_plots(
     ]
     # What recipes/grpo.py records
     for key, title, unit in ANSWERS:
-        if len(found := series(records, key)[0]):
+        if len(curve := series(records, key)[0]):
             figure, axis = _small(title, unit)
-            _line(axis, series(records, key), BLUE, title.lower(), smooth=len(found) > 20)
+            _line(axis, series(records, key), BLUE, title.lower(), smooth=len(curve) > 20)
             figures.append((key, title, figure))
     # A balance loss that is off is recorded as 0: plot only losses that were ever on.
     balance = {

@@ -61,14 +61,14 @@ def checked_loss(loss: Loss | None, name: str) -> Loss | None:
             unknown.
     """
     names = [*getattr(loss, "metrics", ())]
-    for name in names:
+    for metric in names:
         if (
-            is_taken(name)
-            or is_taken(f"val_{name}")
-            or name.startswith("val_")
-            or names.count(name) > 1
+            is_taken(metric)
+            or is_taken(f"val_{metric}")
+            or metric.startswith("val_")
+            or names.count(metric) > 1
         ):
-            rule = f"it reports {name!r}, and the record uses that name, or its val_ form, for another number"
+            rule = f"it reports {metric!r}, and the record uses that name, or its val_ form, for another number"
             raise ConfigError(
                 "train.loss", name, rule, "Use another name in its metrics and where it reports"
             )

@@ -229,10 +229,10 @@ class RowExchange:
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the lines [B, H] and the words [R, C] that have arrived. Call it once."""
-        lines, given = self.group.wait(self._lines), self._given
+        lines, metadata = self.group.wait(self._lines), self._given
         del self._lines, self._given
-        if given:
-            rows_BH, words_RC = _ArrivedIn8Bits.apply(*given, lines, self)
+        if metadata:
+            rows_BH, words_RC = _ArrivedIn8Bits.apply(*metadata, lines, self)
             return keep_encoded(rows_BH, lines), words_RC
         return _Unpack.apply(lines, self.into.word_MC, self.dtype)
 
