@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +32,6 @@ from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from recipes import grpo
-from tests.support.command import TrainCommand
 from tests.support.gpu import one_rank
 
 PROMPTS = ["x = ", "count: ", "the year "]
@@ -218,49 +216,3 @@ def test_scrambled_experts_end_the_run(tmp_path: Path, ranks: RankPool) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(Exception, match="it has other weights, or computes another model"):
         ranks.run(engine_of_stale_weights, 1, settings)
-
-
-KILLER = """
-import os, signal, threading
-from automoe.config.plugins import register
-
-register("run.start", "timer", "killer:timer")
-
-
-def timer(run):
-    file = run.context.run_dir / "kills"
-    kills = len(file.read_text()) if file.exists() else 0
-    if kills < 20 and run.context.rank == kills % run.context.world_size:
-
-        def strike():
-            with file.open("a") as log:
-                log.write("x")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Timer(0.2 + 0.1 * (7 * kills % 10), strike).start()
-"""
-SMALL = "hidden_size=16 num_layers=2 num_experts=4 num_experts_per_token=2 moe_intermediate_size=8 intermediate_size=32"
-OVERRIDES = [f"model.{one}" for one in SMALL.split()] + ["checkpoint.every=2", "checkpoint.export_hf=false"]
-OVERRIDES += ["--config-name", "grpo_small", "train.steps=40", "observe.report=false"]
-
-
-@pytest.mark.faults
-def test_twenty_kills_change_no_bit(tmp_path: Path) -> None:
-    """SIGKILL to either rank, at any moment of a run that is started again."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    records = []
-    for name, plugins in (("whole", []), ("killed", ["plugins=[killer]"])):
-        command = TrainCommand(tmp_path / name, [*OVERRIDES, *plugins], python_path=[tmp_path])
-        state = ""
-        while state != "done":  # the user starts it again after each kill
-            out, err = command.start().communicate()
-            state = json.loads((tmp_path / name / "status.json").read_text())["state"]
-            assert state == "done" or "SIGKILL" in err, out + err
-        records.append(
-            [
-                {key: value for key, value in one.items() if not any(word in key for word in VOLATILE)}
-                for one in read_metrics(tmp_path / name)
-            ]
-        )
-    assert len((tmp_path / "killed" / "kills").read_text()) == 20
-    assert len(records[0]) == 40 and records[1] == records[0]
