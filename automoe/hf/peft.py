@@ -203,6 +203,31 @@ def gathered_adapters(parts: Parts) -> Tensors:
     }
 
 
+def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, torch.Tensor]:
+    """Return the adapters of all stages on every rank, on the CPU, under peft's names. Collective.
+
+    They are those of adapter_model.safetensors, without a file.
+
+    Args:
+        fused: routed experts in the layout ``fused``, else ``published``.
+    """
+    parts = as_parts(model)
+    config, ranks = config_of(parts), Ranks()
+    tensors = gathered_adapters(parts)
+    first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+    everyone = ranks.all(lambda: tensors if ranks.rank == first else {})
+    ours = {name: tensor for theirs in everyone for name, tensor in theirs.items()}
+    keys = family_of(config).keys
+    return _stored(ours, keys.in_memory if fused else keys, _names(config))
+
+
+def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[str, torch.Tensor]:
+    stored = {}
+    for name, piece in _table(ours, keys, names):
+        _put(ours[name], piece, stored)
+    return stored
+
+
 def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield each adapter's module, suffix, A and B.
 
@@ -290,9 +315,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         ours |= load_file(file)
         file.unlink()
     names = _names(config)
-    stored = {}
-    for name, piece in _table(ours, keys, names):
-        _put(ours[name], piece, stored)
+    stored = _stored(ours, keys, names)
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     # Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
     # may stand for experts' matrices in peft, which would then leave these FFNs out.

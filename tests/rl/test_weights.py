@@ -14,6 +14,7 @@ from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, TrainConfig
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.peft import WEIGHTS_FILE, adapter_tensors, to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.shards import Parts
 from automoe.hf.write import to_hf
@@ -121,6 +122,21 @@ def test_adapters_are_added_on_the_way_and_stay(
     save_small_hf(family, tmp_path / "source", dtype=torch.bfloat16)
     lora = LoraConfig(rank=4, alpha=8.0)
     ranks.run(stream_and_export, 2, tmp_path / "source", tmp_path / "out", MeshConfig(**mesh), {}, lora)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp_shard": 1}, {"dp_shard": 2, "ep": 2}])
+def test_an_adapter_leaves_alone_as_peft_reads_it(mesh: dict[str, int], tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf("dsv3", tmp_path / "source")
+    ranks.run(adapter_and_file, 2, tmp_path / "source", tmp_path / "adapter", MeshConfig(**mesh))
+
+
+def adapter_and_file(source: Path, folder: Path, mesh: MeshConfig) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0)
+    parts = loaded(source, mesh, lora)
+    alone = adapter_tensors(parts)
+    to_peft(parts, folder, lora, layout="published")
+    written = load_file(folder / WEIGHTS_FILE)
+    assert alone.keys() == written.keys() and all(torch.equal(alone[name], one) for name, one in written.items())
 
 
 def test_parts_that_are_not_trained_are_in_the_stream(tmp_path: Path, ranks: RankPool) -> None:
