@@ -45,9 +45,7 @@ def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
     return loss
 
 
-@EngineRegistry.register(
-    model_type="language_model", backend="automoe", device=["cuda", "cpu"]
-)
+@EngineRegistry.register(model_type="language_model", backend="automoe", device=["cuda", "cpu"])
 class AutomoeEngine(BaseEngine):
     """A session behind verl's interface; methods are those of ``BaseEngine``.
 
@@ -145,15 +143,11 @@ class AutomoeEngine(BaseEngine):
         tokens = torch.tensor([float(self._mask(data).sum())], device=offsets.device)
         if (group := self.get_data_parallel_group()) is not None:
             dist.all_reduce(tokens, group=group)
-        tu.assign_non_tensor(
-            data, sp_size=1, dp_size=self.shape.dp, batch_num_tokens=int(tokens)
-        )
+        tu.assign_non_tensor(data, sp_size=1, dp_size=self.shape.dp, batch_num_tokens=int(tokens))
         loss, metrics = torch.zeros(()), {}
         if loss_function is not None:
             with torch.set_grad_enabled(not forward_only):
-                loss, metrics = loss_function(
-                    model_output=output, data=data, dp_group=group
-                )
+                loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
         if not forward_only:
             self._second_pass(loss, leaves, own, options["temperature"])
         detached = {

@@ -1,6 +1,6 @@
 """verl's own workers drive the engine of ``automoe.verl`` on CPUs and print what they were told, as JSON.
 
-    RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29679 python verl_drive.py RUN_DIR OVERRIDE...
+RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29679 python verl_drive.py RUN_DIR OVERRIDE...
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def main(run_dir: str, *overrides: str) -> None:
     tinker.set_loss_fn(partial(ppo_loss, config=actor))
     tinker.optimizer_zero_grad()
     tinker.forward_backward(data.of_verl())
-    said["tinker"] = tinker.optimizer_step({"lr": 1e-3})["grad_norm"]
+    output = tinker.optimizer_step({"lr": 1e-3})
+    if speaks:
+        said["tinker"] = output["grad_norm"]
     said["learning rate"] = tinker.engine.optimizer.param_groups[0]["lr"]
     if speaks:
         print("SAID " + json.dumps(said), flush=True)

@@ -22,6 +22,7 @@ from automoe.verify.trajectory import whole
 from tests.rl.small import SMALL
 from tests.support.hf_models import save_small_hf
 
+
 def batch_of(advantages: float = 1.0, number: int = 6) -> list[Sample]:
     """Ragged samples whose answers are as likely as ids drawn evenly."""
     made = []
