@@ -103,6 +103,8 @@ class AutomoeEngine(BaseEngine):
         return at["dp_replicate"] * self.shape.dp_shard + at["dp_shard"]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        if self.shape.dp == 1:
+            return None
         if self.shape.dp == self.shape.world_size:
             return dist.group.WORLD
         axis = "dp_shard" if self.shape.dp_shard > 1 else "dp_replicate"
@@ -139,14 +141,13 @@ class AutomoeEngine(BaseEngine):
             leaves[name].requires_grad_(not forward_only)
             output[name] = torch.nested.nested_tensor_from_jagged(leaves[name], offsets)
         tokens = torch.tensor([float(self._mask(data).sum())], device=offsets.device)
-        dist.all_reduce(tokens, group=self.get_data_parallel_group())
+        if (group := self.get_data_parallel_group()) is not None:
+            dist.all_reduce(tokens, group=group)
         tu.assign_non_tensor(data, sp_size=1, dp_size=self.shape.dp, batch_num_tokens=int(tokens))
         loss, metrics = torch.zeros(()), {}
         if loss_function is not None:
             with torch.set_grad_enabled(not forward_only):
-                loss, metrics = loss_function(
-                    model_output=output, data=data, dp_group=self.get_data_parallel_group()
-                )
+                loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
         if not forward_only:
             self._second_pass(loss, leaves, own, options["temperature"])
         detached = {

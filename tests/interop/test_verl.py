@@ -39,11 +39,13 @@ def test_workers_of_verl_drive_a_session(tmp_path: Path, axes: dict[str, int]) -
         )
         for rank in range(number)
     ]
+    spoken = []
     for process in started:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-3000:]
-        [line] = [line for line in output.splitlines() if line.startswith("SAID ")]
-        said = json.loads(line.removeprefix("SAID "))
+        spoken += [json.loads(line[5:]) for line in output.splitlines() if line.startswith("SAID ")]
+    assert len(spoken) == axes.get("dp_shard", 1)
+    for said in spoken:
         for kind in ("ppo", "sft"):
             assert said[f"{kind} of verl"] == pytest.approx(said[f"{kind} of the session"], rel=1e-6)
         assert max(said["gap of log_probs"], said["gap of entropy"]) < 1e-6

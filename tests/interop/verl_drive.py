@@ -70,15 +70,18 @@ PROMPTS, ANSWERS, ADVANTAGES = (3, 4, 2, 5), (6, 2, 9, 1), (1.0, -1.0, 0.5, -0.5
 
 
 class Data:
-    """Four ragged samples, of which this rank has its part."""
+    """Four ragged samples, of which each dp rank has its part."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
         self.prompts = [torch.randint(0, 64, (length,)) for length in PROMPTS]
         self.answers = [torch.randint(0, 64, (length,)) for length in ANSWERS]
         self.old = [-4 + 0.3 * torch.randn(length) for length in ANSWERS]
-        each = len(PROMPTS) // dist.get_world_size()
-        self.mine = range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+        self.mine = range(0)
+
+    def cut(self, rank: int, size: int) -> None:
+        each = len(PROMPTS) // size
+        self.mine = range(rank * each, (rank + 1) * each)
 
     def samples(self) -> list[Sample]:
         columns = zip(self.prompts, self.answers, ADVANTAGES, self.old, strict=True)
@@ -141,21 +144,25 @@ def main(run_dir: str, *overrides: str) -> None:
     actor = FSDPActorConfig(strategy="automoe", rollout_n=1, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
     train = worker(TrainingWorker, settings)
     engine, session = train.engine, train.engine.session
+    data.cut(engine.get_data_parallel_rank(), engine.get_data_parallel_size())
     said["ppo of the session"] = norm_of(session, losses.dapo, data.samples(), clip_high=0.2, dual_clip=3.0)
     train.set_loss_fn(partial(ppo_loss, config=actor))
-    metrics = tu.get(train.train_batch(data.of_verl(update_lr_scheduler=True)), "metrics")
-    said["ppo of verl"] = metrics["loss"], metrics["grad_norm"]
+    speaks = engine.is_mp_src_rank_with_outputs()  # verl hands the answers of the other ranks to nobody
+    output = train.train_batch(data.of_verl(update_lr_scheduler=True))
+    if speaks:
+        said["ppo of verl"] = tuple(tu.get(output, "metrics")[name] for name in ("loss", "grad_norm"))
     answer = train.infer_batch(data.of_verl(True, compute_loss=False, calculate_entropy=True))
     whole = [Sample(sample.tokens, [False] + [True] * (len(sample.tokens) - 1)) for sample in data.samples()]
     ours = session.log_probs(whole, entropy=True)
     assert ours.entropy is not None
-    for name, mine in (("log_probs", ours.log_probs), ("entropy", ours.entropy)):
+    for name, mine in (("log_probs", ours.log_probs), ("entropy", ours.entropy)) if speaks else ():
         gaps = [(answer[name][at][:-1].cpu() - mine[i][1:]).abs().max() for at, i in enumerate(data.mine)]
         said[f"gap of {name}"] = float(max(gaps))
     said["sft of the session"] = norm_of(session, losses.cross_entropy, data.samples())
     train.set_loss_fn(partial(sft_loss, config=None))
-    metrics = tu.get(train.train_batch(data.of_verl(True, update_lr_scheduler=True)), "metrics")
-    said["sft of verl"] = metrics["loss"], metrics["grad_norm"]
+    output = train.train_batch(data.of_verl(True, update_lr_scheduler=True))
+    if speaks:
+        said["sft of verl"] = tuple(tu.get(output, "metrics")[name] for name in ("loss", "grad_norm"))
     folder = str(Path(run_dir) / "saved")
     engine.save_checkpoint(folder, global_step=2)
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
@@ -169,9 +176,12 @@ def main(run_dir: str, *overrides: str) -> None:
     tinker.set_loss_fn(partial(ppo_loss, config=actor))
     tinker.optimizer_zero_grad()
     tinker.forward_backward(data.of_verl())
-    said["tinker"] = tinker.optimizer_step({"lr": 1e-3})["grad_norm"]
+    output = tinker.optimizer_step({"lr": 1e-3})
+    if speaks:
+        said["tinker"] = output["grad_norm"]
     said["learning rate"] = tinker.engine.optimizer.param_groups[0]["lr"]
-    print("SAID " + json.dumps(said), flush=True)
+    if speaks:
+        print("SAID " + json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
