@@ -92,7 +92,7 @@ def resolved(
         ConfigError, LaunchError: as ``open_session``.
     """
     if not isinstance(config, Config):
-        names = list(config) if isinstance(config, Mapping) else [str(one) for one in config]
+        names = list(config) if isinstance(config, Mapping) else [str(word) for word in config]
         if not any(name.startswith("data") for name in names):
             config = (
                 {**config, "data": "benchmark"}

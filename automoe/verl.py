@@ -60,7 +60,7 @@ class AutomoeEngine(BaseEngine):
     ) -> None:
         overrides = list(getattr(engine_config, "overrides", ()))
         path = model_config.get("local_path", None) or model_config.get("path", None)
-        if path and not any(one.startswith("model.hf_path=") for one in overrides):
+        if path and not any(word.startswith("model.hf_path=") for word in overrides):
             overrides.append(f"model.hf_path={path}")
         if optimizer_config is not None:
             steps, warmup = optimizer_config.total_training_steps, optimizer_config.lr_warmup_steps
@@ -123,11 +123,11 @@ class AutomoeEngine(BaseEngine):
             "temperature": float(tu.get_non_tensor_data(data, "temperature", 1.0)),
             "entropy": bool(tu.get_non_tensor_data(data, "calculate_entropy", False)),
         }
-        own = self._samples(data)
-        of_ranks = self._of_dp_ranks(own)
+        local_samples = self._samples(data)
+        of_ranks = self._of_dp_ranks(local_samples)
         batch = [sample for samples in of_ranks for sample in samples]
         first = sum(map(len, of_ranks[: self.get_data_parallel_rank()]))
-        here = slice(first, first + len(own))
+        here = slice(first, first + len(local_samples))
         scores = self.session.log_probs(batch, **options)
         names = {"log_probs": scores.log_probs}
         if scores.entropy is not None:
@@ -149,34 +149,34 @@ class AutomoeEngine(BaseEngine):
             with torch.set_grad_enabled(not forward_only):
                 loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
         if not forward_only:
-            self._second_pass(loss, leaves, own, options["temperature"])
+            self._second_pass(loss, leaves, local_samples, options["temperature"])
         detached = {
             name: torch.nested.nested_tensor_from_jagged(leaf.detach(), offsets)
             for name, leaf in leaves.items()
         }
         outputs = [{"model_output": detached, "loss": loss.detach(), "metrics": metrics}]
-        return postprocess_batch_func(outputs, [list(range(len(own)))], data)
+        return postprocess_batch_func(outputs, [list(range(len(local_samples)))], data)
 
     def _second_pass(
         self,
         loss: torch.Tensor,
         leaves: dict[str, torch.Tensor],
-        own: list[Sample],
+        local_samples: list[Sample],
         temperature: float,
     ) -> None:
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        lengths = [len(sample.tokens) for sample in own]
-        values: list[dict[str, torch.Tensor]] = [{} for _ in own]
+        lengths = [len(sample.tokens) for sample in local_samples]
+        values: list[dict[str, torch.Tensor]] = [{} for _ in local_samples]
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             # A loss comes times dp_size, since verl averages gradients over dp.
             grad = torch.zeros_like(leaf) if grad is None else grad / self.shape.dp
-            for one, part in zip(values, grad.cpu().split(lengths), strict=True):
-                one[f"of_{name}"] = part.roll(1)
-        given = [
+            for value, part in zip(values, grad.cpu().split(lengths), strict=True):
+                value[f"of_{name}"] = part.roll(1)
+        weighted = [
             Sample(sample.tokens, sample.mask, of_sample, sample.routes)
-            for sample, of_sample in zip(own, values, strict=True)
+            for sample, of_sample in zip(local_samples, values, strict=True)
         ]
-        batch = [sample for samples in self._of_dp_ranks(given) for sample in samples]
+        batch = [sample for samples in self._of_dp_ranks(weighted) for sample in samples]
         by_derivatives.uses_entropy = "entropy" in leaves  # type: ignore[attr-defined]
         self.session.forward_backward(batch, by_derivatives, temperature)
 
@@ -195,10 +195,10 @@ class AutomoeEngine(BaseEngine):
         mask = data["loss_mask"]
         return mask.values() if mask.is_nested else mask
 
-    def _of_dp_ranks(self, own: list[Sample]) -> list[list[Sample]]:
+    def _of_dp_ranks(self, local_samples: list[Sample]) -> list[list[Sample]]:
         """Return the samples of every dp rank, on every rank."""
         boxes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(boxes, (self.get_data_parallel_rank(), own))
+        dist.all_gather_object(boxes, (self.get_data_parallel_rank(), local_samples))
         return [samples for _, samples in sorted(dict(boxes[::-1]).items())]
 
     def optimizer_zero_grad(self) -> None:

@@ -182,9 +182,9 @@ class CheckedSample:
 
     def fields(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the sample by the name of their field."""
-        found = {"tokens": self.tokens, "mask": self.mask, **self.values, "routes": self.routes}
-        found |= {"scored_ids": self.scored_ids, "candidates": self.candidates}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        values = {"tokens": self.tokens, "mask": self.mask, **self.values, "routes": self.routes}
+        values |= {"scored_ids": self.scored_ids, "candidates": self.candidates}
+        return {name: tensor for name, tensor in values.items() if tensor is not None}
 
     def digest(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Return a hash of the named tensors, to compare what ranks were handed."""
@@ -250,9 +250,9 @@ def check_batch(
         hashed.update(sample.digest(sample.fields()).encode())
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (error, hashed.hexdigest()))
-    for rank, (found, _) in enumerate(outcomes):
-        if found is not None:
-            raise DataError(f"{found} (on rank {rank})")
+    for rank, (problem, _) in enumerate(outcomes):
+        if problem is not None:
+            raise DataError(f"{problem} (on rank {rank})")
     if any(outcome != outcomes[0] for outcome in outcomes):
         raise DataError(_first_difference(samples))
     return samples
@@ -288,7 +288,10 @@ def _first_difference(samples: list[CheckedSample]) -> str:
     dist.all_gather_object(of_ranks, mine)
     for rank, theirs in enumerate(of_ranks):
         if len(theirs) != len(of_ranks[0]):
-            return f"rank {rank} was handed {len(theirs)} samples and rank 0 {len(of_ranks[0])}: hand all ranks the same batch"
+            return (
+                f"rank {rank} was handed {len(theirs)} samples and rank 0 {len(of_ranks[0])}: hand all "
+                "ranks the same batch"
+            )
         for number, (here, first) in enumerate(zip(theirs, of_ranks[0], strict=True)):
             if here != first:
                 name = next(n for n in here.keys() | first.keys() if here.get(n) != first.get(n))

@@ -175,6 +175,6 @@ class TransformersEngine:
         ):
             ends = (at for at, token in enumerate(tokens, 1) if token in self._stops)
             size = next(ends, len(tokens))
-            own = None if routes is None else routes[row, : len(prompt) + size - 1]
-            answers.append(Answer(tokens[:size], log_probs[:size], own))
+            rows = None if routes is None else routes[row, : len(prompt) + size - 1]
+            answers.append(Answer(tokens[:size], log_probs[:size], rows))
         return answers

@@ -317,9 +317,9 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
     The share of answers of which a mask drops a token is reported by the answer's length.
     """
-    given = inputs.given
+    values = inputs.given
     log_w_BS = torch.where(
-        trained(inputs), given["old_log_probs"] - given["sampler_log_probs"], 0.0
+        trained(inputs), values["old_log_probs"] - values["sampler_log_probs"], 0.0
     )
     if correction.level != "token":
         over = sum_of_sample if correction.level == "sequence" else mean_of_sample
@@ -430,12 +430,12 @@ def _report_share(name: str, is_BS: Tensor, inputs: LossInputs) -> None:
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
     """Report the mean k3 between pi and the reference, pi and old, and old and the engine."""
-    given = inputs.given
-    old_BS = given.get("old_log_probs", -nll_BS)
+    values = inputs.given
+    old_BS = values.get("old_log_probs", -nll_BS)
     pairs = {
-        "ref_kl": (-nll_BS, given.get("ref_log_probs")),
+        "ref_kl": (-nll_BS, values.get("ref_log_probs")),
         "old_kl": (old_BS, -nll_BS),
-        "sampler_kl": (given.get("sampler_log_probs"), old_BS),
+        "sampler_kl": (values.get("sampler_log_probs"), old_BS),
     }
     for name, (drawn_BS, other_BS) in pairs.items():
         if drawn_BS is not None and other_BS is not None:

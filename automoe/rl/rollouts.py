@@ -127,8 +127,12 @@ class Rollouts:
         self._folder.mkdir(exist_ok=True)
         content = [
             [
-                (one.tokens, one.log_probs, None if one.routes is None else one.routes.tolist())
-                for one in group
+                (
+                    answer.tokens,
+                    answer.log_probs,
+                    None if answer.routes is None else answer.routes.tolist(),
+                )
+                for answer in group
             ]
             for group in groups
         ]

@@ -146,6 +146,6 @@ def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None
             raise DataError(
                 f"routes: {differing / repeated:.1%} of the repeated choices of {where} are not the router's own. "
                 f"Rounding makes a few per cent, routes of other tokens {chance:.1%} (allowed {most:g} of that). They "
-                "are shifted by a token, a layer or a sample, or of other weights: raise Session.max_routes_differ if these are "
-                "many updates old"
+                "are shifted by a token, a layer or a sample, or of other weights: raise Session.max_routes_differ if "
+                "these are many updates old"
             )

@@ -225,8 +225,8 @@ class Session:
         Raises:
             DataError: as ``check_batch`` and ``check_replay``; the gradients so far are forgotten.
         """
-        packed, inputs, own = self._inputs(batch, temperature, values_read(loss, options))
-        counts = counts or own
+        packed, inputs, batch_inputs = self._inputs(batch, temperature, values_read(loss, options))
+        counts = counts or batch_inputs
         inputs = replace(inputs, counts=self._token_counts(inputs, counts))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
@@ -238,7 +238,7 @@ class Session:
             self.zero_grad()
             raise
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
-        self._pending_tokens += own.tokens
+        self._pending_tokens += batch_inputs.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
         for name in [name for name in metrics if name.startswith("dropped_share.")]:
             # Losses report sums over ranks: a share is divided by its own number of answers here.
@@ -279,7 +279,7 @@ class Session:
 
     def count(self, batch: Batch) -> Counts:
         """Return the divisors of a loss over this batch; no rank needs another for it."""
-        trained = [sum(bool(one) for one in sample.mask) for sample in batch]
+        trained = [sum(bool(trained_token) for trained_token in sample.mask) for sample in batch]
         return Counts(sum(trained), sum(number > 0 for number in trained))
 
     def zero_grad(self) -> None:

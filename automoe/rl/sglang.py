@@ -22,15 +22,15 @@ class ServedSGLang(ServedEngine):
     ) -> list[Answer]:
         sampling = {"n": num, "max_new_tokens": max_tokens, "temperature": temperature}
         sampling |= {"sampling_seed": seed, "stop_token_ids": self.stops, "ignore_eos": True}
-        found: Any = self.post(
+        reply: Any = self.post(
             "/generate",
             input_ids=prompt,
             sampling_params=sampling,
             return_logprob=True,
             return_routed_experts=True,
         )
-        made = found if isinstance(found, list) else [found]
-        return [self._answer(one["meta_info"], len(prompt)) for one in made]
+        made = reply if isinstance(reply, list) else [reply]
+        return [self._answer(entry["meta_info"], len(prompt)) for entry in made]
 
     def _answer(self, meta_info: dict[str, Any], prompt_tokens: int) -> Answer:
         log_probs, tokens, *_ = zip(*meta_info["output_token_logprobs"], strict=True)

@@ -114,12 +114,14 @@ class WeightVersions:
         chain = [{"number": self._number, "step": step, "hash": str(self._digest)}]
         if self._before is not None:
             longer = [*self._index["chain"], *chain]
-            sizes = [_difference(self.folder, one["number"]).stat().st_size for one in longer[1:]]
+            sizes = [
+                _difference(self.folder, entry["number"]).stat().st_size for entry in longer[1:]
+            ]
             chain = longer if sum(sizes) < self._at else chain
         replace_durably(self.folder / INDEX, sealed({"chain": chain}))
-        kept = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
-        kept |= {_difference(self.folder, one["number"]) for one in chain[1:]}
-        for path in {*self.folder.iterdir()} - kept:
+        files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
+        files |= {_difference(self.folder, entry["number"]) for entry in chain[1:]}
+        for path in {*self.folder.iterdir()} - files:
             path.unlink()
         self._verified = new
         return str(self._digest)
@@ -142,7 +144,7 @@ def read_version(
     if not index:
         raise CheckpointError(f"{folder} has no {INDEX}: nothing was published there")
     chain = index["chain"]
-    numbers = [one["number"] for one in chain]
+    numbers = [entry["number"] for entry in chain]
     if tensors is None or number not in numbers:
         tensors, number = _loaded(_full(folder, numbers[0])), numbers[0]
     for later in numbers[numbers.index(number) + 1 :]:

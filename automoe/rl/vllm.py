@@ -123,7 +123,7 @@ class LocalVLLM:
             )
             return self._reply()["answers"]
 
-        flat = [Answer(*one) for one in self._ranks.lead(answers, again=False)]
+        flat = [Answer(*fields) for fields in self._ranks.lead(answers, again=False)]
         return [flat[at : at + num] for at in range(0, len(flat), num)]
 
 
@@ -154,7 +154,8 @@ class ServedVLLM(ServedEngine):
             return_token_ids=True,
         )
         return [
-            Answer(one["token_ids"], one["logprobs"]["token_logprobs"]) for one in made["choices"]
+            Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+            for choice in made["choices"]
         ]
 
 

@@ -84,14 +84,19 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 prompts.append({"prompt_token_ids": prompt})
                 seed = ask["seed"] + 1009 * number + answer
                 settings.append(SamplingParams(seed=seed, **options, **stops))
-        outputs = [one.outputs[0] for one in llm.generate(prompts, settings, use_tqdm=False)]
+        outputs = [
+            request.outputs[0] for request in llm.generate(prompts, settings, use_tqdm=False)
+        ]
         say(
             answers=[
                 (
-                    one.token_ids,
-                    [p[t].logprob for t, p in zip(one.token_ids, one.logprobs, strict=True)],
+                    request.token_ids,
+                    [
+                        p[t].logprob
+                        for t, p in zip(request.token_ids, request.logprobs, strict=True)
+                    ],
                 )
-                for one in outputs
+                for request in outputs
             ]
         )
 

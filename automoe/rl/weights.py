@@ -63,22 +63,28 @@ class WeightStream:
         self._source = source = source_of(config_of(self._parts))
         ranks = Ranks()
         items = self._plan()
-        mine = {name: one.target for name, one in items.items() if one.writer == ranks.rank}
+        mine = {
+            name: each_item.target
+            for name, each_item in items.items()
+            if each_item.writer == ranks.rank
+        }
         beside = source.beside if source else {}  # parts that are not trained, such as vision
         mine |= {name: beside[name] for name in ranks.share(dict.fromkeys(beside, 1))}
         work = max(
-            _COPIES[one.target.encoding] * math.prod(one.pieces[0].shape) * one.dtype.itemsize
-            for one in items.values()
+            _COPIES[each_item.target.encoding]
+            * math.prod(each_item.pieces[0].shape)
+            * each_item.dtype.itemsize
+            for each_item in items.values()
         )
         everyone = ranks.all(lambda: (mine, work))
-        self._writer = {name: rank for rank, (own, _) in enumerate(everyone) for name in own}
-        stored = {name: one for own, _ in everyone for name, one in own.items()}
+        self._writer = {name: rank for rank, (names, _) in enumerate(everyone) for name in names}
+        stored = {name: each_item for names, _ in everyone for name, each_item in names.items()}
         ordered = [(name, stored[name]) for name in sorted(stored, key=_by_number)]
         self._buckets = split(ordered, bucket_bytes - max(most for _, most in everyone))
         self.contents = {
-            name: one._replace(scales=None, encoding="plain")
+            name: each_item._replace(scales=None, encoding="plain")
             for key, each in ordered
-            for name, one in each.in_file(key).items()
+            for name, each_item in each.in_file(key).items()
         }
 
     @torch.no_grad()
@@ -90,9 +96,9 @@ class WeightStream:
         transfer = Transfer(list(items.values()), ranks, self._source)
         device = next(iter(items.values())).shard.local.device
         sizes = {
-            name: sum(map(_room, one.in_file("").values()))
+            name: sum(map(_room, place.in_file("").values()))
             for bucket in self._buckets
-            for name, one in bucket.items()
+            for name, place in bucket.items()
         }
         most = max(sum(map(sizes.__getitem__, bucket)) for bucket in self._buckets)
         buffer = torch.empty(most, dtype=torch.uint8, device=device)
@@ -102,19 +108,19 @@ class WeightStream:
             for key, stored in bucket.items():
                 whole = buffer[at : at + sizes[key]]
                 parts = {}
-                for name, one in stored.in_file(key).items():
-                    flat = buffer[at : at + one.num_bytes]
-                    parts[name] = flat.view(DTYPES[one.dtype]).view(one.shape)
-                    at += _room(one)
+                for name, place in stored.in_file(key).items():
+                    flat = buffer[at : at + place.num_bytes]
+                    parts[name] = flat.view(DTYPES[place.dtype]).view(place.shape)
+                    at += _room(place)
                 item = items.get(key)
                 writes = self._writer[key] == ranks.rank
                 if item is not None and ranks.rank in item.holders:
                     tensor = gather(item)  # by all holders
                     if writes:
-                        for part, own in zip(
+                        for part, source_part in zip(
                             parts.values(), transfer.stored(item, tensor), strict=True
                         ):
-                            part.copy_(own)
+                            part.copy_(source_part)
                     del tensor
                 elif writes:
                     assert self._source is not None
