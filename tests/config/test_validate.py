@@ -64,7 +64,7 @@ BAD = [
         4,
         ["mesh.pp=1", "mesh.tp=4", "mesh.dp_shard=1", "train.seq_len=66"],
         "train.seq_len",
-        "cp*tp = 1*4 = 4, 66 % 4 = 2",
+        "cp*tp = 1*4 = 4 does not divide 66 (66 % 4 = 2)",
         "64 or 68",
     ),
     (
@@ -77,8 +77,8 @@ BAD = [
     (4, ["model.moe_intermediate_size=98"], "model.moe_intermediate_size", "98 % 4 = 2", "=96 or 100"),
     (4, ["kernels.attention=cudnn"], "kernels.attention", "cuDNN needs CUDA", "kernels.attention=sdpa"),
     (8, ["model.hidden_size=196"], "model.hidden_size", "196 % 8 = 4", "=192 or 200, or mesh.ep=2 mesh.ep_shard=4"),
-    (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8, 10 % 8 = 2", "=8 or 16"),
-    (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 2*2 = 4, 250 % 4 = 2", "=248 or 252"),
+    (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8 does not divide 10 (10 % 8 = 2)", "=8 or 16"),
+    (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 2*2 = 4 does not divide 250 (250 % 4 = 2)", "=248 or 252"),
     (
         2,
         ["mesh.pp=2", "train.global_batch_size=2"],

@@ -65,14 +65,14 @@ def test_meshes_that_cut_where_blocks_meet(mode: str, mesh: dict[str, int], dtyp
 @pytest.mark.parametrize(
     "mesh, changes, said",
     [
-        ({"tp": 2}, dict(intermediate_size=1152), "the dense FFN .*1152 / 2 = 576, 576 % 128 = 64.*mesh.tp=1"),
-        ({"tp": 4}, dict(intermediate_size=1280), "the dense FFN .*1280 / 4 = 320, 320 % 128 = 64.*mesh.tp=2"),
+        ({"tp": 2}, dict(intermediate_size=1152), "the dense FFN .*1152 / 2 = 576 .576 % 128 = 64.*mesh.tp=1"),
+        ({"tp": 4}, dict(intermediate_size=1280), "the dense FFN .*1280 / 4 = 320 .320 % 128 = 64.*mesh.tp=2"),
         ({"tp": 8}, dict(num_shared_experts=1), "the shared experts .*512 / 8 = 64.*mesh.tp=4"),
-        ({"tp": 8}, {}, r"queries \(num_heads.*1536 / 8 = 192, 192 % 128 = 64.*mesh.tp=4"),
+        ({"tp": 8}, {}, r"queries \(num_heads.*1536 / 8 = 192 .192 % 128 = 64.*mesh.tp=4"),
         (
             {"tp": 8},
             dict(attention=replace(MLA, qk_rope_head_dim=128, v_head_dim=64)),
-            r"keys and values .*1536 / 8 = 192, 192 % 128 = 64.*mesh.tp=4",
+            r"keys and values .*1536 / 8 = 192 .192 % 128 = 64.*mesh.tp=4",
         ),
         (
             {"tp": 2},
@@ -89,8 +89,8 @@ def test_meshes_that_cut_where_blocks_meet(mode: str, mesh: dict[str, int], dtyp
             ),
             r"a delta net's .*/ 2 = ",
         ),
-        ({"dp_shard": 1, "etp": 8, "tp": 8}, dict(moe_intermediate_size=768), r"128\*etp = 128\*8 = 1024, 768 % 1024.*mesh.etp=2"),
-        ({}, dict(moe_intermediate_size=720), r"128\*etp = 128\*1 = 128, 720 % 128 = 80"),
+        ({"dp_shard": 1, "etp": 8, "tp": 8}, dict(moe_intermediate_size=768), r"128\*etp = 128\*8 = 1024 does not divide 768 .768 % 1024.*mesh.etp=2"),
+        ({}, dict(moe_intermediate_size=720), r"128\*etp = 128\*1 = 128 does not divide 720 .720 % 128 = 80"),
     ],
 )  # fmt: skip
 def test_cuts_inside_a_block_are_refused_with_their_numbers(
