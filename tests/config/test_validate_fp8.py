@@ -65,14 +65,14 @@ def test_meshes_that_cut_where_blocks_meet(mode: str, mesh: dict[str, int], dtyp
 @pytest.mark.parametrize(
     "mesh, changes, said",
     [
-        ({"tp": 2}, dict(intermediate_size=1152), "the dense FFN .*1152 / 2 = 576 .576 % 128 = 64.*mesh.tp=1"),
-        ({"tp": 4}, dict(intermediate_size=1280), "the dense FFN .*1280 / 4 = 320 .320 % 128 = 64.*mesh.tp=2"),
+        ({"tp": 2}, dict(intermediate_size=1152), "the dense FFN .*1152 / 2 = 576, 576 % 128 = 64.*mesh.tp=1"),
+        ({"tp": 4}, dict(intermediate_size=1280), "the dense FFN .*1280 / 4 = 320, 320 % 128 = 64.*mesh.tp=2"),
         ({"tp": 8}, dict(num_shared_experts=1), "the shared experts .*512 / 8 = 64.*mesh.tp=4"),
-        ({"tp": 8}, {}, r"queries \(num_heads.*1536 / 8 = 192 .192 % 128 = 64.*mesh.tp=4"),
+        ({"tp": 8}, {}, r"queries \(num_heads.*1536 / 8 = 192, 192 % 128 = 64.*mesh.tp=4"),
         (
             {"tp": 8},
             dict(attention=replace(MLA, qk_rope_head_dim=128, v_head_dim=64)),
-            r"keys and values .*1536 / 8 = 192 .192 % 128 = 64.*mesh.tp=4",
+            r"keys and values .*1536 / 8 = 192, 192 % 128 = 64.*mesh.tp=4",
         ),
         (
             {"tp": 2},
@@ -111,7 +111,7 @@ def test_what_has_no_8_bit_products(mode: str) -> None:
         with pytest.raises(ConfigError, match="Set moe.experts=grouped_mm, or train.fp8=off"):
             check(mode, experts=backend)
         check(mode, experts=backend, first_k_dense=MODEL.num_layers)  # no experts to multiply
-    with pytest.raises(ConfigError, match="rows of a multiple of 16 bytes: 520 % 16 = 8"):
+    with pytest.raises(ConfigError, match="rows of a multiple of 16 bytes: 16 does not divide 520 .520 % 16 = 8"):
         check(mode, hidden_size=520)
     check("off", dtype="float64", experts="loop", hidden_size=520)
 
