@@ -77,8 +77,20 @@ BAD = [
     (4, ["model.moe_intermediate_size=98"], "model.moe_intermediate_size", "98 % 4 = 2", "=96 or 100"),
     (4, ["kernels.attention=cudnn"], "kernels.attention", "cuDNN needs CUDA", "kernels.attention=sdpa"),
     (8, ["model.hidden_size=196"], "model.hidden_size", "196 % 8 = 4", "=192 or 200, or mesh.ep=2 mesh.ep_shard=4"),
-    (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8 does not divide 10 (10 % 8 = 2)", "=8 or 16"),
-    (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 2*2 = 4 does not divide 250 (250 % 4 = 2)", "=248 or 252"),
+    (
+        4,
+        ["train.global_batch_size=10"],
+        "train.global_batch_size",
+        "1*4*2 = 8 does not divide 10 (10 % 8 = 2)",
+        "=8 or 16",
+    ),
+    (
+        2,
+        ["mesh.cp=2", "train.seq_len=250"],
+        "train.seq_len",
+        "2*cp = 2*2 = 4 does not divide 250 (250 % 4 = 2)",
+        "=248 or 252",
+    ),
     (
         2,
         ["mesh.pp=2", "train.global_batch_size=2"],
@@ -472,6 +484,8 @@ def test_a_batch_that_cannot_grow_is_refused(rampup: str, more: list[str], said:
 
 @pytest.mark.parametrize("name", ["tools", "messages", "continue_final_message"])
 def test_what_the_trainer_gives_a_template_is_no_argument_of_it(name: str) -> None:
-    data = DataConfig(kind="chat", path=__file__, on_long="error", chat=ChatConfig(template_args={name: "x", "effort": "low"}))
+    data = DataConfig(
+        kind="chat", path=__file__, on_long="error", chat=ChatConfig(template_args={name: "x", "effort": "low"})
+    )
     with pytest.raises(ConfigError, match=rf"data\.chat\.template_args=.*the trainer gives {name} to the template"):
         validate(Config(data=data), 1)
