@@ -144,16 +144,19 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return the sums of a divisibility: ``: cp*tp = 2*4 = 8, 66 % 8 = 2``."""
+        """Return why it does not divide: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``."""
         number, _, unit = self.number.partition(" % ")
-        sums = ""
-        for side in (number, unit):
+        sums = []
+        for side in (unit, number):
+            text = str(see(side))
             if " " in side:
                 short = re.sub(r"[\w.]+\.", "", side)
                 filled_in = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
-                text = f"{short} = {filled_in} = {see(side)}, ".replace(" * ", "*")
-                sums += re.sub(r"// (\w+\*[\w*]+)", r"/ (\1)", text).replace("//", "/")
-        return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}"
+                text = f"{short} = {filled_in} = {text}".replace(" * ", "*")
+                text = re.sub(r"// (\w+\*[\w*]+)", r"/ (\1)", text).replace("//", "/")
+            sums.append(text)
+        rest = f"{see(number)} % {see(unit)} = {see(self.number)}"
+        return f": {' does not divide '.join(sums)} ({rest})"
 
 
 @cache

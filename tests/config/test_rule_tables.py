@@ -74,7 +74,7 @@ def test_numbers_that_are_advised_divide(value: int, axes: tuple[int, int]) -> N
     assert ("train.seq_len" in found) == (value % (cp * tp) != 0) and ("mesh.tp" in found) == (value // cp % tp != 0)
     if "train.seq_len" in found:
         rule, remedy = found["train.seq_len"]
-        assert f"cp*tp = {cp}*{tp} = {cp * tp}, {value} % {cp * tp} = {value % (cp * tp)}" in rule
+        assert f"cp*tp = {cp}*{tp} = {cp * tp} does not divide {value} ({value} % {cp * tp} = " in rule
         near = [int(number) for number in re.findall(r"\d+", remedy)]
         assert near == [n for n in (value // (cp * tp) * cp * tp, (value // (cp * tp) + 1) * cp * tp) if n]
     if "mesh.tp" in found:

@@ -26,7 +26,10 @@ def settings(val_every: int = 5, **checkpoint: object) -> Config:
         (settings(resume="atuo"), r"checkpoint.resume=atuo: no such directory .*Set auto, never, or the run"),
         (settings(keep_every=10), r"keep_every=10: no checkpoints are written: checkpoint.every=0"),
         (settings(every_minutes=30, keep_every=10), r"keep_every=10: checkpoint.every_minutes saves any step"),
-        (settings(every=4, keep_every=10), r"at multiples of checkpoint.every=4: 10 % 4 = 2. Set .*keep_every=8 or 12"),
+        (
+            settings(every=4, keep_every=10),
+            r"at multiples of checkpoint.every=4: .*10 % 4 = 2.*Set .*keep_every=8 or 12",
+        ),
         (settings(keep_best=1), r"keep_best=1: .*checkpoint.every=0 is not a multiple of train.val_every=5"),
         (settings(every=4, keep_best=1), r"checkpoint.every=4 is not a multiple of train.val_every=5"),
         (settings(every=4, keep_best=1, val_every=0), r"train.val_every=0. Set train.val_every=4"),

@@ -33,12 +33,12 @@ def heads(query: int, keys: int) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("ranks", "overrides", "key", "said"),
     [
-        (3, (*MLA, "mesh.cp=3", "train.seq_len=96", ULYSSES, *heads(4, 4)), "parallel.context", "4 / 1 = 4, 4 % 3 = 1"),
-        (4, (*GQA, "mesh.cp=2", "mesh.tp=2", ULYSSES, *heads(6, 2)), "parallel.context", "6 / 2 = 3, 3 % 2 = 1"),
-        (4, (*GQA, "mesh.cp=4", ULYSSES, *heads(12, 3)), "parallel.context", "3 / 1 = 3, 3 % 4 = 3"),
+        (3, (*MLA, "mesh.cp=3", "train.seq_len=96", ULYSSES, *heads(4, 4)), "parallel.context", "4 / 1 = 4 (4 % 3 = 1"),
+        (4, (*GQA, "mesh.cp=2", "mesh.tp=2", ULYSSES, *heads(6, 2)), "parallel.context", "6 / 2 = 3 (3 % 2 = 1"),
+        (4, (*GQA, "mesh.cp=4", ULYSSES, *heads(12, 3)), "parallel.context", "3 / 1 = 3 (3 % 4 = 3"),
         (4, (*GQA, "mesh.cp=4", "train.seq_len=100"), "train.seq_len", "100 % 8 = 4"),
-        (8, (*DELTA, "mesh.cp=8"), "mesh.cp", "4 / 1 = 4, 4 % 8 = 4"),
-        (4, (*DELTA, "mesh.cp=4", "mesh.tp=2"), "mesh.cp", "4 / 2 = 2, 2 % 4 = 2"),
+        (8, (*DELTA, "mesh.cp=8"), "mesh.cp", "4 / 1 = 4 (4 % 8 = 4"),
+        (4, (*DELTA, "mesh.cp=4", "mesh.tp=2"), "mesh.cp", "4 / 2 = 2 (2 % 4 = 2"),
         (2, (*GPT_OSS, "mesh.cp=2", RING, BARE), "parallel.context", "sinks=true"),
         (2, (*GQA, "mesh.cp=2", RING, *WINDOW), "parallel.context", "sliding_window=8"),
     ],

@@ -89,8 +89,8 @@ def test_meshes_that_cut_where_blocks_meet(mode: str, mesh: dict[str, int], dtyp
             ),
             r"a delta net's .*/ 2 = ",
         ),
-        ({"dp_shard": 1, "etp": 8, "tp": 8}, dict(moe_intermediate_size=768), r"128\*etp = 128\*8 = 1024, 768 % 1024.*mesh.etp=2"),
-        ({}, dict(moe_intermediate_size=720), r"128\*etp = 128\*1 = 128, 720 % 128 = 80"),
+        ({"dp_shard": 1, "etp": 8, "tp": 8}, dict(moe_intermediate_size=768), r"128\*etp = 128\*8 = 1024 does not divide 768 .768 % 1024.*mesh.etp=2"),
+        ({}, dict(moe_intermediate_size=720), r"128\*etp = 128\*1 = 128 does not divide 720 .720 % 128 = 80"),
     ],
 )  # fmt: skip
 def test_cuts_inside_a_block_are_refused_with_their_numbers(
@@ -111,7 +111,7 @@ def test_what_has_no_8_bit_products(mode: str) -> None:
         with pytest.raises(ConfigError, match="Set moe.experts=grouped_mm, or train.fp8=off"):
             check(mode, experts=backend)
         check(mode, experts=backend, first_k_dense=MODEL.num_layers)  # no experts to multiply
-    with pytest.raises(ConfigError, match="rows of a multiple of 16 bytes: 520 % 16 = 8"):
+    with pytest.raises(ConfigError, match="rows of a multiple of 16 bytes: 16 does not divide 520 .520 % 16 = 8"):
         check(mode, hidden_size=520)
     check("off", dtype="float64", experts="loop", hidden_size=520)
 
