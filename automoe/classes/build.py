@@ -163,7 +163,7 @@ def class_params(path: str) -> tuple[Param, ...]:
     """Return the parameters of the class of ``config.json``, in order, and saved buffers.
 
     Raises:
-        ConfigError: as ``build_causal_lm``.
+        ConfigError: ``build_causal_lm`` cannot build the class.
     """
     return _class_params(path, (local_folder(path) / "config.json").read_bytes())
 

@@ -236,7 +236,7 @@ class TransformersModel(CausalLM):
     The class's modules are direct children of this module, so parameters keep the class's names.
 
     Raises:
-        ConfigError: as ``build_causal_lm`` and ``head_scale``.
+        ConfigError: the class cannot be built, or its head is not a scaled product.
     """
 
     def __init__(

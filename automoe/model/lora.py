@@ -127,8 +127,8 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
 def fill_adapters(part: CausalLM) -> None:
     """Initialise adapters so that they add nothing.
 
-    A is uniform within 1 / sqrt(input features), as in peft; B is zero. Values are equal on every
-    mesh, as in ``automoe.model.init``.
+    A is uniform within +-1 / sqrt(input features), the default of peft; B is zero. A number depends
+    on the name and its index in the whole matrix alone, so every mesh has the same values.
     """
     for module in part.modules():
         if not isinstance(module, Adapter):

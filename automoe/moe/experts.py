@@ -111,7 +111,8 @@ class GroupedExperts(nn.Module):
 
     Args:
         make_backend: makes the function that multiplies by the weights of this module.
-        drops, in_8_bits: as in ``LocalDispatcher``.
+        drops: whether choices may be of no expert (id ``num_experts``).
+        in_8_bits: whether rows are rounded to the 8 bits in which other dispatchers send them.
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until

@@ -124,7 +124,7 @@ class LoRAExperts(GroupedExperts):
         lora: the adapters; their forward multiplies by the frozen weights as well.
 
     Attributes:
-        added: as in ``automoe.model.lora.LoRALinear``.
+        added: by parameter name, the product that an export adds to a packed weight.
     """
 
     def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
