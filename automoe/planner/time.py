@@ -186,6 +186,7 @@ def step_time(
         waits = shared
     speed = batch.tokens_per_step / seconds
     mfu, mfu_full_attention = _mfu(place, speed)
+    band = BAND if machine.calibrated else UNCALIBRATED_BAND
     return StepTime(
         compute=compute,
         communication=communication,
@@ -197,13 +198,7 @@ def step_time(
         mfu=mfu,
         mfu_full_attention=mfu_full_attention,
         calibrated=machine.calibrated,
-        spread=(
-            MEASURED_BAND
-            if config.cluster.constants
-            else BAND
-            if machine.calibrated
-            else UNCALIBRATED_BAND
-        ),
+        spread=MEASURED_BAND if config.cluster.constants else band,
         busy=work,
         by_rank=tuple(busy),
     )
