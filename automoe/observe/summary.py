@@ -234,13 +234,6 @@ def _count(count: int, word: str, ending: str = "s") -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
-def _shorten_ranks(ranks: list[int]) -> str:
-    """Format ranks as ``0 1 2 3``, or shortened as ``0 8 16 ... 56``."""
-    if len(ranks) <= 8:
-        return " ".join(map(str, ranks))
-    return " ".join(map(str, ranks[:6])) + f" ... {ranks[-1]}"
-
-
 def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
     """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of groups.
 
@@ -265,7 +258,10 @@ def _render_view(mesh: MeshShape, view: str, groups: bool) -> str:
     lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
     for axis, size in mesh.active_axes(view):
         group = mesh.groups(view, axis)[0]
-        lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {_shorten_ranks(group)}")
+        # Long groups are written as ``0 8 16 24 32 40 ... 56``.
+        ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
+        listed = " ".join(map(str, ranks))
+        lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
     return "\n".join(lines) + "\n"
 
 

@@ -124,7 +124,7 @@ def _without_moe(config: Config) -> list[list[str] | str]:
 
 
 def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
-    """Yield ``one`` with up to ``together`` mesh axes that shard tensors or layers doubled."""
+    """Yield ``candidate`` with up to ``together`` sharding axes doubled."""
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
             sizes = asdict(candidate.mesh)
@@ -138,7 +138,7 @@ def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]
 
 
 def _rows(candidate: Candidate) -> Iterator[Candidate]:
-    """Yield ``one`` with smaller micro-batches: the next lower divisor, and one row."""
+    """Yield candidates with smaller micro-batches: the next lower divisor, and one row."""
     now = candidate.config.train.micro_batch_size
     if now > 1:
         for rows in {largest_divisor(now, now - 1), 1}:

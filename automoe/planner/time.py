@@ -186,6 +186,7 @@ def step_time(
         waits = shared
     speed = batch.tokens_per_step / seconds
     mfu, mfu_full_attention = _mfu(place, speed)
+    band = BAND if machine.calibrated else UNCALIBRATED_BAND
     return StepTime(
         compute=compute,
         communication=communication,
@@ -197,7 +198,7 @@ def step_time(
         mfu=mfu,
         mfu_full_attention=mfu_full_attention,
         calibrated=machine.calibrated,
-        spread=_spread(config, machine),
+        spread=MEASURED_BAND if config.cluster.constants else band,
         busy=work,
         by_rank=tuple(busy),
     )
@@ -215,13 +216,6 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
     key = place.key, config.train.seq_len
     flops = cached(key, lambda: step_flops_per_token(config))
     return flops.mfu(speed, config.cluster.peak_flops * place.mesh.world_size)
-
-
-def _spread(config: Config, machine: Machine) -> float:
-    """Return the expected relative error of a prediction, up or down."""
-    if config.cluster.constants:
-        return MEASURED_BAND
-    return BAND if machine.calibrated else UNCALIBRATED_BAND
 
 
 def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> float:

@@ -87,23 +87,15 @@ def why_slower(best: Candidate, other: Candidate) -> str:
     """Describe why ``other`` is slower, as in ``is 3.1% slower: ep +0.81 s, computing -0.12 s``."""
     if best.speed == other.speed:
         return "is as fast: the plan cannot tell them apart"
-    mine, theirs = (
-        {**dict.fromkeys(_names(best, other), 0.0), **dict(_parts(candidate.time))}
-        for candidate in (best, other)
-    )
+    mine, theirs = (dict(_parts(candidate.time)) for candidate in (best, other))
     more = sorted(
-        ((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0])
+        ((theirs.get(name, 0.0) - mine.get(name, 0.0), name) for name in mine | theirs),
+        key=lambda pair: -abs(pair[0]),
     )
     said = ", ".join(
         f"{name} {seconds:+.2f} s" for seconds, name in more[:3] if abs(seconds) >= 0.005
     )
     return f"is {1 - other.speed / best.speed:.1%} slower{f': {said}' if said else ''}"
-
-
-def _names(*candidates: Candidate) -> list[str]:
-    return list(
-        dict.fromkeys(name for candidate in candidates for name, _ in _parts(candidate.time))
-    )
 
 
 def _account(search: Search) -> Iterator[str]:
