@@ -291,7 +291,7 @@ def number_option(
     Args:
         convert: ``int`` or ``float``.
         is_valid: returns False for a number that the option does not take.
-        what: names the numbers that the option takes: ``TEXT is not a {what}`` is the message.
+        kind: noun for such numbers in the message ``TEXT is not a {kind}``.
     """
 
     def parse(text: str) -> N:

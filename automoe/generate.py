@@ -332,7 +332,7 @@ class Speaker:
         max_new_tokens: limit of an answer, in tokens.
         temperature: sampling temperature; 0 takes the likeliest token.
         seed: seed of sampling; without effect at temperature 0.
-        given: arguments of the chat template, ``tools`` among them.
+        variables: arguments of the chat template, ``tools`` among them.
     """
 
     def __init__(

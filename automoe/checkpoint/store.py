@@ -421,7 +421,7 @@ class CheckpointStore:
             return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
-        """Return the step that ``load_latest`` takes, its manifest, and True if it is the run's.
+        """Return the step folder that ``load_latest`` reads, its manifest, and if this run wrote it.
 
         The step is looked for and verified once before it is loaded. Collective.
 

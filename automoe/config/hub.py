@@ -81,8 +81,8 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     Args:
         key: config key of ``spec``, for error messages.
         spec: path, id or pinned id.
-        kept: pinned id of an earlier start. If ``spec`` names the same model without a revision,
-            the commit of ``kept`` is used.
+        earlier_commit: pinned id of an earlier start. If ``spec`` names the same model without a
+            revision, its commit is used.
 
     Raises:
         ConfigError: the model is not cached and the Hub cannot be reached, or the Hub has no
@@ -254,7 +254,11 @@ def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
-    """Print the size of the files ``missing`` of a pinned id, and download them.
+    """Download the files ``missing`` of a Hub repository, after printing their size.
+
+    Args:
+        key: config key of ``spec``, for error messages.
+        spec: repository with its commit, as ``pinned`` returns it.
 
     Raises:
         ConfigError: as ``pinned``, or the Hub lacks one of the files.

@@ -22,9 +22,10 @@ from automoe.kernels.served import INTERPRETED
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block sizes of one program of a Triton kernel, and its launch parameters.
+    """Block sizes and launch parameters of one program of a Triton kernel.
 
-    ``rows`` is for the gradients of weights; in other products a block has the rows of a tile.
+    ``rows`` is the height of a block in products for weights' gradients; other products have the
+    height of a tile.
     """
 
     columns: int

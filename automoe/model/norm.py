@@ -170,7 +170,7 @@ def norm_over_ranks(
 
     Args:
         norms: norms with the same epsilon.
-        given: [..., w] of this rank for each norm. If features are replicated, each is on equally
+        inputs: [..., w] of this rank for each norm. If features are replicated, each is on equally
             many ranks, so copies do not change the mean.
         rows: for each norm, the features of its whole weight that this rank has.
     """

@@ -170,7 +170,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class OverlappedDispatch(ProcessGroupDispatch):
-    """Dispatch group whose all-to-alls yield to the other merged pass."""
+    """Dispatch group that lets another micro-batch's pass run while its all-to-alls travel."""
 
     def all_to_all(
         self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]

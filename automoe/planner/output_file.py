@@ -12,7 +12,7 @@ def write_out(path: Path, text: str, out: str, content: str, instead: str) -> No
 
     Args:
         out: value of ``out=`` for the message.
-        what: subject of the message's sentence, as in ``it cannot be written``.
+        content: subject of the message's sentence, as in ``it cannot be written``.
         instead: setting that the message suggests, as in ``out=FILE``.
 
     Raises:

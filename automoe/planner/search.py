@@ -101,9 +101,10 @@ def search(
 
 
 class Queue:
-    """What is left to look at, by upper bound of tokens/s.
+    """Queue of a mesh search, ordered by an upper bound of tokens/s.
 
-    Meshes are split into columns, and these into the candidates that may fit in memory, which are timed.
+    Its entries are meshes, then groups of a mesh's candidates that share all costs of layers
+    (columns), then candidates that may fit in memory; only these are timed.
     """
 
     def __init__(

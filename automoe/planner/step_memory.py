@@ -31,7 +31,10 @@ DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes of a rank at one moment, without weights and moments; fields as in ``RankMemory``."""
+    """Memory of one rank at one point of a step, in bytes, without weights and optimizer state.
+
+    Fields have the names of ``RankMemory``.
+    """
 
     name: str
     in_flight: list[int]

@@ -159,7 +159,7 @@ def same_on_all_ranks(value: Any, subject: str) -> None:
 
     Args:
         value: plain JSON values.
-        what: subject of the error's sentence, for example "the corpus".
+        subject: subject of the error's sentence, for example "the corpus".
 
     Raises:
         DataError: on every rank alike. The message lists the ranks whose value differs from the

@@ -118,7 +118,7 @@ def _both_views(shape: MeshShape, config: Config) -> str:
 
 
 def name_of(config: Config) -> str:
-    """Return the name of a pass: its dtype, and its products and rows in 8 bits, if any."""
+    """Return a run's name in a comparison: its dtype, and what it multiplies or sends in 8 bits."""
     dtype = config.train.dtype
     fp8 = config.train.fp8
     rows = ", rows to experts in 8 bits" * (config.moe.dispatch_dtype == "fp8")

@@ -513,3 +513,25 @@ def test_variables_are_named_after_what_they_hold() -> None:
     assert filler_names(ast.parse("def f(what):\n    for one in what:\n        kept = one.found")) == [
         "1: what", "2: one", "3: kept",
     ]  # fmt: skip
+
+
+def documented_arguments(tree: ast.AST) -> Iterator[str]:
+    """Names under ``Args`` of a docstring that the function, or the class's constructor, does not take."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        args = re.search(r"^Args:\n((?:    .*\n?|\n)*)", ast.get_docstring(node) or "", re.M)
+        made = [node, *(n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name == "__init__")]
+        function = next((n for n in made if isinstance(n, ast.FunctionDef)), None)
+        if args is None or function is None:
+            continue
+        taken = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
+        named = ", ".join(re.findall(r"^    ((?:\*{0,2}\w+, )*\*{0,2}\w+):", args[1], re.M)).replace("*", "").split(", ")
+        yield from (f"{node.name}: {name}" for name in named if name and name not in taken)
+
+
+def test_documented_arguments_exist() -> None:
+    found = {str(path.relative_to(ROOT)): [*documented_arguments(tree_of(path))] for path in MODULES.values()}
+    assert {path: names for path, names in found.items() if names} == {}
+    wrong = ast.parse('def f(x):\n    """Do.\n\n    Args:\n        x: there.\n        y: not there.\n    """')
+    assert [*documented_arguments(wrong)] == ["f: y"]

@@ -20,7 +20,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
-    """Return ``qk_rope_head_dim``; raise if transformers would rotate another number of dims."""
+    """Return ``qk_rope_head_dim`` after checking that transformers rotates as many dims."""
     angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
     if angles != dims:
         raise not_computed(
