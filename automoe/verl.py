@@ -24,7 +24,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from automoe.checkpoint.store import CheckpointStore
 from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
-from automoe.optim.adamw import learning_rate, set_learning_rate
+from automoe.optim.adamw import learning_rate
 from automoe.rl.routes import read_vllm
 from automoe.session import Sample, Session, open_session, resolved
 
@@ -84,7 +84,7 @@ class AutomoeEngine(BaseEngine):
     def initialize(self) -> None:
         self.session = open_session(self.config)
         self.optimizer = self.session.state.optimizer
-        set_learning_rate(self.optimizer, self._scheduled_lr())
+        self.lr_scheduler_step()
 
     def train_mode(self, **options: Any) -> BaseEngineCtx:
         return BaseEngineCtx(self, "train", **options)
@@ -208,12 +208,12 @@ class AutomoeEngine(BaseEngine):
         return self.session.optim_step(self.optimizer.param_groups[0]["lr"]).grad_norm
 
     def lr_scheduler_step(self) -> float:
-        set_learning_rate(self.optimizer, self._scheduled_lr())
-        return self._scheduled_lr()
-
-    def _scheduled_lr(self) -> float:
+        """Write the next step's rate where verl reads it, and its Tinker worker writes another."""
         config = self.session.config
-        return learning_rate(config.optim, self.session.state.step, config.train.steps)
+        lr = learning_rate(config.optim, self.session.state.step, config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     # ---------------------------------------------------------------- weights
 
@@ -246,4 +246,4 @@ class AutomoeEngine(BaseEngine):
         **options: Any,
     ) -> None:
         self._store(local_path).load_latest(self.session.state)
-        set_learning_rate(self.optimizer, self._scheduled_lr())
+        self.lr_scheduler_step()

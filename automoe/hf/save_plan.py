@@ -381,8 +381,9 @@ def gather(item: WriteItem) -> Tensor:
         for axis, at, size in reversed(axes):
             # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
             missing = -(-size // mesh.size(axis)) - part.shape[at]
-            padded = F.pad(part, [0, 0] * (part.dim() - 1 - at) + [0, missing])
-            part = all_gather(padded, at, mesh.get_group(axis)).narrow(at, 0, size)
+            padding = [0, 0] * (part.dim() - 1 - at) + [0, missing]
+            # The padded part has no name, so that it does not outlive the call.
+            part = all_gather(F.pad(part, padding), at, mesh.get_group(axis)).narrow(at, 0, size)
         for at, dim in enumerate(dims):
             part = part.narrow(at, piece.start[dim], piece.size[dim])
         if len(item.pieces) == 1:

@@ -26,7 +26,7 @@ from automoe.model.lora import adapted_weights, added_product
 
 _ALIGNED = 16  # bytes: a view of any dtype may begin here
 # Most copies of a tensor that are alive while it is gathered and encoded.
-_COPIES = {"plain": 3, "fp8": 6, "mxfp4": 6, "int4": 6}
+_COPIES = {"plain": 4, "fp8": 8, "mxfp4": 8, "int4": 8}
 
 
 class WeightStream:

@@ -11,7 +11,7 @@ import pytest
 from automoe.config.compose import Arguments, compose_config
 from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.launch.from_python import _composed as composed
+from automoe.launch.from_python import composed
 from automoe.launch.prepare import check, check_here, check_num_ranks, compose
 
 

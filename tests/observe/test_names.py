@@ -30,10 +30,13 @@ WRITERS = {
     "run/run.py": ("end_step", "_skip_record"),
     "run/slow_ranks.py": ("record",),
     "training/step.py": ("validate", "_mean_losses"),
+    "training/stats.py": ("gather_stats",),
     "checkpoint/store.py": ("record",),
     "observe/metrics.py": ("load_summary",),
 }
 BY_DEPTH = {"mtp_loss.k", "mtp_acceptance.k"}
+# What recipes/grpo.py and its loss add.
+GRPO = {"reward", "answer_tokens", "engine_gap", "engine_gap_max", "ref_kl"}
 KNOWN = {*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, "val_loss.NAME"}
 # Small models on GPUs, since the search for what makes a plan fit takes seconds.
 PLANS = (
@@ -70,7 +73,7 @@ def written() -> set[str]:
 
 def test_a_records_keys_are_those_of_the_page() -> None:
     documented = {key for row in metric_rows() for key in re.findall(r"`([^`]+)`", row[0])}
-    assert documented == KNOWN | BY_DEPTH | {SEAL, "val_*", *PreferenceLoss.metrics}
+    assert documented == KNOWN | BY_DEPTH | {SEAL, "val_*", *PreferenceLoss.metrics, *GRPO}
 
 
 def test_no_other_metric_can_take_a_key_that_the_trainer_writes() -> None:

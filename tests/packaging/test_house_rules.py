@@ -526,7 +526,9 @@ def documented_arguments(tree: ast.AST) -> Iterator[str]:
         if args is None or function is None:
             continue
         taken = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
-        named = ", ".join(re.findall(r"^    ((?:\*{0,2}\w+, )*\*{0,2}\w+):", args[1], re.M)).replace("*", "").split(", ")
+        named = (
+            ", ".join(re.findall(r"^    ((?:\*{0,2}\w+, )*\*{0,2}\w+):", args[1], re.M)).replace("*", "").split(", ")
+        )
         yield from (f"{node.name}: {name}" for name in named if name and name not in taken)
 
 

@@ -130,7 +130,9 @@ def routed_otherwise():
 
     def save_for_recompute(fn, *args):
         result = original(fn, *args)
-        return tuple((ids + 1) % 8 for ids in result) if is_recomputing() else result
+        if not is_recomputing() or not isinstance(result, tuple):
+            return result
+        return tuple(None if ids is None else (ids + 1) % 8 for ids in result)
 
     return patch.object(automoe.moe.router, "save_for_recompute", save_for_recompute)
 

@@ -78,7 +78,7 @@ def saved_bytes(
     assert output.requires_grad
     # Results saved for a recomputation are kept without autograd.
     for result in (result for each in saved for result in each):
-        kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in result})
+        kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in result if tensor is not None})
     return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in ignored)
 
 

@@ -1,4 +1,4 @@
-"""Losses equal those of TRL and verl on the same numbers (``benchmarks/rl_losses.py``), or formulas written out here."""
+"""Losses equal those of TRL and verl on the same numbers (``tests/rl/reference_losses.py``), or formulas written out here."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from automoe.launch.prepare import check
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.run.samples import Sampler, _stops
+from automoe.run.samples import Sampler, stop_tokens
 from automoe.verify.pool import RankPool
 from tests.support.chat import save_tokenizer
 from tests.support.gpu import one_rank
@@ -128,7 +128,7 @@ def test_a_prompt_of_a_chat_model_is_a_users_message_and_its_answer_ends_as_in_a
     for text, prompt in zip(texts, ids, strict=True):
         question = [{"role": "user", "content": text}]
         assert prompt == theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    assert set(_stops(config)) == set(theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    assert set(stop_tokens(config)) == set(theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     prompts.write_text("\n \n")
     with pytest.raises(ConfigError, match="no line has text"):
         encoded_prompts(config, load_tokenizer(str(folder)))

@@ -6,16 +6,9 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
+from automoe.hf.families import family as base
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import (
-    BALANCED,
-    COMMON_FIELDS,
-    GQA,
-    SOFTMAX_ROUTER,
-    Family,
-    Field,
-    named,
-)
+from automoe.hf.families.family import GQA, SOFTMAX_ROUTER, Family, Field, named
 
 _WHOLE = "the query heads of an olmoe model are together as wide as its hidden size"
 
@@ -33,19 +26,16 @@ def _read_head_dim(size: int | None, theirs: Any) -> int:
 def _write_head_dim(size: int, config: ModelConfig) -> int:
     heads = config.attention.num_heads
     if size * heads != config.hidden_size:
-        raise ConfigError(
-            "model.attention.head_dim",
-            size,
-            f"{_WHOLE}: {heads} * {size} = {heads * size}, not {config.hidden_size}",
-            f"Set model.hidden_size={heads * size}",
-        )
+        rule = f"{_WHOLE}: {heads} * {size} = {heads * size}, not {config.hidden_size}"
+        remedy = f"Set model.hidden_size={heads * size}"
+        raise ConfigError("model.attention.head_dim", size, rule, remedy)
     return size
 
 
 FAMILY = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    fields=COMMON_FIELDS
+    fields=base.COMMON_FIELDS
     | {
         "moe_intermediate_size": "intermediate_size",  # there are no dense layers
         "attention.head_dim": Field("head_dim", None, _read_head_dim, _write_head_dim),
@@ -62,5 +52,5 @@ FAMILY = Family(
         "num_shared_experts": 0,
     },
     only={"hidden_act": "silu"},
-    unread=BALANCED | {"router_aux_loss_coef": 0.01},
+    unread=base.BALANCED | {"router_aux_loss_coef": 0.01},
 )

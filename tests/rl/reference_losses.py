@@ -2,7 +2,7 @@
 
     pip install --no-deps -r benchmarks/requirements-peers.txt
     pip install accelerate datasets omegaconf ray tensordict==0.10.0
-    python benchmarks/rl_losses.py
+    python tests/rl/reference_losses.py
 
 Numbers are float64, of six answers of 1 to 7 tokens. A gradient is with respect to log-probabilities.
 """
@@ -163,6 +163,6 @@ content = {
     "ref_log_probs": ragged(ref),
     "cases": cases,
 }
-path = Path(__file__).parents[1] / "tests" / "rl" / "reference_losses.json"
+path = Path(__file__).with_name("reference_losses.json")
 path.write_text(json.dumps(content) + "\n")
 print(f"{path}: {len(cases)} cases")
