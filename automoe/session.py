@@ -33,7 +33,8 @@ from automoe.rl.session import Session as Session
 from automoe.training.context import RunContext
 
 __all__ = ["Counts", "LogProbs", "Outcome", "Sample", "Session", "close", "losses", "open_session"]
-NO_DATA = "data=benchmark"  # samples come from the caller
+DATA = "benchmark"  # samples come from the caller
+_opened = False  # True if this module opened the process group
 
 
 def open_session(
@@ -76,6 +77,8 @@ def open_session(
     else:
         store = None if world_size > 1 else Path(tempfile.mkdtemp()) / "ranks"
         on = init_ranks(launch, rank, world_size, local_rank, store)
+        global _opened
+        _opened = True
     context = RunContext(rank, world_size, local_rank, on, run_dir)
     return Session.open(replace(checked, launch=launch), shape, context, auxiliary_losses)
 
@@ -93,12 +96,9 @@ def resolved(
     """
     if not isinstance(config, Config):
         names = list(config) if isinstance(config, Mapping) else [str(word) for word in config]
-        if not any(name.startswith("data") for name in names):
-            config = (
-                {**config, "data": "benchmark"}
-                if isinstance(config, Mapping)
-                else [*config, NO_DATA]
-            )
+        if not any(name.lstrip("+").split("=")[0] == "data" for name in names):
+            first = {"data": DATA} if isinstance(config, Mapping) else [f"data={DATA}"]
+            config = {**first, **config} if isinstance(first, dict) else [*first, *config]
     checked = composed(config, config_name, config_dir)
     device = resolve_device(checked)
     shape = check(checked, world_size, device)
@@ -111,5 +111,8 @@ def resolved(
 
 
 def close() -> None:
-    """Leave the process group after the last call of a session, on every rank."""
-    close_ranks()
+    """Leave the process group that ``open_session`` made, on every rank, after the last call."""
+    global _opened
+    if _opened:
+        _opened = False
+        close_ranks()

@@ -23,6 +23,7 @@ from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
+from automoe.errors import BackendError
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer, Engine, check_gap
 from automoe.rl.engines import open_engine
@@ -62,7 +63,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     stream = WeightStream(state.model_parts, **engine.options)
 
     # ---------------------------------------------------------------- the loop
-    mean_reward = 0.0
+    mean_reward: float | None = None
     with open_run(config, shape, context, state, store, resumed) as run:
         while state.step < train.steps and not run.stopping:
             run.begin_step()
@@ -119,7 +120,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             written = export_weights(config, state.model_parts, context.run_dir, state.optimizer)
             paths["HF checkpoint"] = written
         run.finish(paths)
-    return -mean_reward
+    return None if mean_reward is None else -mean_reward
 
 
 Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
@@ -135,6 +136,12 @@ def sampled(engine: Engine, rollouts: Rollouts, step: int, config: Config) -> li
             prompts, args.samples, config.observe.sample_tokens, args.temperature, seed
         ),
     )
+    routed = args.replay and config.model.num_moe_layers > 0
+    if routed and any(answer.routes is None for group in groups for answer in group):
+        raise BackendError(
+            "the engine returned no routes. Start SGLang with --enable-return-routed-experts, or set "
+            "recipe_args.replay=false"
+        )
     numbers = rollouts.of_step(step)
     return [(n, answer) for n, group in zip(numbers, groups, strict=True) for answer in group]
 

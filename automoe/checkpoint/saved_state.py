@@ -29,7 +29,7 @@ def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor
 
 @torch.no_grad()
 def fill_copies(state: TrainState) -> None:
-    """Copy the values of ``tensors`` to the copies that later stages of this rank hold.
+    """Copy each tensor's values to the copies that later stages of this rank hold.
 
     V-shaped schedules put the embedding and a tied head on one rank.
     """
@@ -108,7 +108,7 @@ def counters_of(state: TrainState) -> dict[str, Any]:
 
 
 def load_counters(state: TrainState, counters: dict[str, Any]) -> None:
-    """Restore the result of ``counters``.
+    """Restore the counters that ``counters_of`` returned.
 
     Raises:
         DataError: the data changed since the checkpoint.

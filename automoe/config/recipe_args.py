@@ -89,6 +89,9 @@ class GRPOArgs:
         if has not in (rule := needed.get(self.sampler, "an address")):
             rule = f"sampler={self.sampler} takes {rule}"
             raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or leave both out")
+        if self.replay and self.sampler == "vllm":
+            rule = "sampler=vllm returns no routes"
+            raise ConfigError(f"{SECTION}.replay", True, rule, f"Set {SECTION}.replay=false")
 
 
 _SHIPPED = {"dpo": DPOArgs, "grpo": GRPOArgs}

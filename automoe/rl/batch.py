@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.schema import ModelConfig
-from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.rl.routes import ROUTES_DTYPE, check_routes
 
+# Names that no value of a sample may have.
+RESERVED = "tokens mask routes candidates scored_ids places temperature".split()
 # Values of a token may be several numbers, such as a teacher's log-probabilities of K ids.
 Values = float | Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -138,6 +139,8 @@ class CheckedSample:
         self._require(not self.mask[0], "mask", "False for token 0, which has no log-probability")
         self.values: dict[str, torch.Tensor] = {}
         for name, value in sorted(sample.values.items()):
+            others = f"another name than {', '.join(RESERVED)}, which the session uses"
+            self._require(name not in RESERVED, name, others)
             tensor = self._tensor(name, value, torch.float64)
             if tensor.dim() == 0:
                 tensor = tensor.expand(count)

@@ -90,7 +90,7 @@ class Rollouts:
         groups = self._ranks.lead(lambda: self._read(file))
         if groups is None:
             groups = sample(prompts)
-            self._ranks.lead(lambda: self._write(file, groups))
+            self._ranks.lead(lambda: self._write(file, groups), again=False)
         lengths = [
             len(prompt) + len(answer.tokens)
             for prompt, group in zip(prompts, groups, strict=True)

@@ -22,6 +22,8 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.engine import Answer
 from automoe.rl.weights import WeightStream, feed
 
+_SILENT_S = 1800  # longest wait for an answer: loading weights and sampling take minutes
+
 
 class ServedEngine:
     """An engine at an address. A class of one names the calls in ``reload`` and ``answers``.
@@ -68,16 +70,19 @@ class ServedEngine:
             url, json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request) as response:
+            with urllib.request.urlopen(request, timeout=_SILENT_S) as response:
                 text = response.read()
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
         except OSError as error:
             raise BackendError(
-                f"{url}: {error}. Start the engine, or mend recipe_args.engine"
+                f"{url}: {error} (waiting for up to {_SILENT_S} s). Start the engine, or mend recipe_args.engine"
             ) from None
-        return json.loads(text) if text.strip() else None
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise BackendError(f"{url}: the answer is not JSON: {text[:300]!r}") from None
 
     def update(self, stream: WeightStream) -> None:
         scratch = self.folder / f".{SINGLE_FILE}"

@@ -28,7 +28,7 @@ from automoe.comm.tokens import MicroBatch, TokenCounts
 from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import ConfigError, DataError
+from automoe.errors import AutomoeError, ConfigError, DataError
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.optim.adamw import build_optimizer
@@ -225,8 +225,8 @@ class Session:
         Raises:
             DataError: as ``check_batch`` and ``check_replay``; the gradients so far are forgotten.
         """
-        packed, inputs, batch_inputs = self._inputs(batch, temperature, values_read(loss, options))
-        counts = counts or batch_inputs
+        packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
+        counts = counts or own_counts
         inputs = replace(inputs, counts=self._token_counts(inputs, counts))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
@@ -238,7 +238,7 @@ class Session:
             self.zero_grad()
             raise
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
-        self._pending_tokens += batch_inputs.tokens
+        self._pending_tokens += own_counts.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
         for name in [name for name in metrics if name.startswith("dropped_share.")]:
             # Losses report sums over ranks: a share is divided by its own number of answers here.
@@ -259,7 +259,8 @@ class Session:
         Returns:
             Learning rate, gradient norm before clipping, and whether the update was skipped.
         """
-        assert self._pending is not None, "forward_backward comes before optim_step"
+        if self._pending is None:
+            raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
         optim = self.config.optim
         if lr is not None:
             optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
@@ -272,7 +273,7 @@ class Session:
             config,
             report,
             skip_zero=True,
-            balances=self.auxiliary_losses,
+            balances=None if self.auxiliary_losses else False,
         )
         self._pending, self._pending_tokens = None, 0
         return update
@@ -422,9 +423,11 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
     """Return the statistics of two passes whose gradients are added."""
+    replays = [stats.replayed for stats in (first, second) if len(stats.replayed)]
     return replace(
         second,
         loss=first.loss + second.loss,
         expert_counts=first.expert_counts + second.expert_counts,
         device_counts=first.device_counts + second.device_counts,
+        replayed=sum(replays[1:], replays[0]) if replays else second.replayed,
     )

@@ -122,7 +122,8 @@ class WeightVersions:
         files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
         files |= {_difference(self.folder, entry["number"]) for entry in chain[1:]}
         for path in {*self.folder.iterdir()} - files:
-            path.unlink()
+            if path.name.removeprefix(".").startswith(("weights-", "difference-")):
+                path.unlink()
         self._verified = new
         return str(self._digest)
 

@@ -43,6 +43,8 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         max_model_len=int(max_model_len),
         # A cache may hold what older weights made of a prompt.
         enable_prefix_caching=False,
+        # Of the distribution that tokens are drawn from, after the temperature.
+        logprobs_mode="processed_logprobs",
         # The CPU kernel rotates queries of three dims wrongly (multi-head latent attention).
         compilation_config={"custom_ops": ["-rotary_embedding"]} if on_cpu else {},
     )

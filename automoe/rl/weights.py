@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from automoe.comm.agreement import Ranks
+from automoe.errors import ConfigError
 from automoe.hf.files import DTYPES, split
 from automoe.hf.headers import StoredTensor
 from automoe.hf.keys import Encoding
@@ -55,8 +57,11 @@ class WeightStream:
         *,
         dtype: str | torch.dtype = "keep",
         encoding: Encoding = "plain",
-        layout: str = "published",
+        layout: Literal["published", "fused"] = "published",
     ) -> None:
+        if layout not in ("published", "fused"):
+            rule = "the layouts are published and fused"
+            raise ConfigError("layout", layout, rule, "Set one of them")
         self._parts = as_parts(model)
         self._options = str(dtype).removeprefix("torch."), encoding
         self._layout = layout

@@ -166,3 +166,13 @@ def test_a_kill_anywhere_leaves_a_version(stride: int, source: Path, tmp_path: P
     assert deaths > 5
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".zip"}
     assert (tmp_path / INDEX).is_file()
+
+
+def test_files_of_others_in_the_folder_stay(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    published, model = WeightVersions(tmp_path), automoe.from_hf(source)
+    for step in range(2):
+        update(model, 0.02, step)
+        published.publish(WeightStream(model), step)
+    assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "folder").is_dir()
