@@ -125,14 +125,15 @@ class TransformersEngine:
         self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[list[Answer]]:
         ranks = Ranks()
+
         # A call answers one prompt, so its numbers do not depend on the number of ranks.
-        mine = {
-            index: self._answers(prompts[index], num, max_tokens, temperature, seed + index)
-            for index in range(ranks.rank, len(prompts), ranks.size)
-        }
-        groups = {
-            index: group for theirs in ranks.all(lambda: mine) for index, group in theirs.items()
-        }
+        def answers() -> dict[int, list[Answer]]:
+            return {
+                index: self._answers(prompts[index], num, max_tokens, temperature, seed + index)
+                for index in range(ranks.rank, len(prompts), ranks.size)
+            }
+
+        groups = {index: group for theirs in ranks.all(answers) for index, group in theirs.items()}
         return [groups[index] for index in range(len(prompts))]
 
     def _answers(

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
 
 Mean = Literal["tokens", "samples", "length", "sum"]
@@ -231,6 +233,20 @@ def distill_top_k(
 
 
 # ---------------------------------------------------------------- what losses are made of
+
+
+def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if one of this module's losses does not take an option."""
+    taken = signature(loss).parameters
+    if getattr(loss, "__module__", None) != __name__:
+        return
+    names = {*taken, *(signature(finish).parameters if "options" in taken else ())}
+    if "options" in taken and loss in (dr_grpo, dapo, gspo):
+        names |= signature(grpo).parameters.keys()
+    if unknown := sorted(options.keys() - names):
+        known = sorted(names - {"nll_BS", "inputs", "loss_BS", "options"})
+        rule = f"{loss.__name__} takes {', '.join(known)}"
+        raise ConfigError(f"losses.{loss.__name__}", unknown, rule, "Correct the option's name")
 
 
 def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:

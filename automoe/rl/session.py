@@ -36,7 +36,7 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
-from automoe.rl.losses import values_read
+from automoe.rl.losses import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import first_weights
@@ -223,8 +223,10 @@ class Session:
                 parts (``count``) if an update is made of several calls.
 
         Raises:
+            ConfigError: the loss does not take an option.
             DataError: as ``check_batch`` and ``check_replay``; the gradients so far are forgotten.
         """
+        check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
         counts = counts or own_counts
         inputs = replace(inputs, counts=self._token_counts(inputs, counts))

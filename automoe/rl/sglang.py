@@ -20,17 +20,20 @@ class ServedSGLang(ServedEngine):
     def answers(
         self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[Answer]:
-        sampling = {"n": num, "max_new_tokens": max_tokens, "temperature": temperature}
-        sampling |= {"sampling_seed": seed, "stop_token_ids": self.stops, "ignore_eos": True}
-        reply: Any = self.post(
-            "/generate",
-            input_ids=prompt,
-            sampling_params=sampling,
-            return_logprob=True,
-            return_routed_experts=True,
-        )
-        made = reply if isinstance(reply, list) else [reply]
-        return [self._answer(entry["meta_info"], len(prompt)) for entry in made]
+        sampling = {"max_new_tokens": max_tokens, "temperature": temperature}
+        sampling |= {"stop_token_ids": self.stops, "ignore_eos": True}
+        replies: list[Any] = [
+            self.post(
+                "/generate",
+                input_ids=prompt,
+                # One call an answer: those of one call might share the seed.
+                sampling_params=sampling | {"sampling_seed": seed * num + number},
+                return_logprob=True,
+                return_routed_experts=True,
+            )
+            for number in range(num)
+        ]
+        return [self._answer(reply["meta_info"], len(prompt)) for reply in replies]
 
     def _answer(self, meta_info: dict[str, Any], prompt_tokens: int) -> Answer:
         log_probs, tokens, *_ = zip(*meta_info["output_token_logprobs"], strict=True)

@@ -28,15 +28,12 @@ from tests.support.hf_models import save_small_hf
 ROUTES = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 0], [1, 3]]], dtype="<i4")  # 4 tokens, 2 layers, K = 2
 ANSWERS = {
     "/v1/completions": {"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}}] * 2},
-    "/generate": [
-        {
-            "meta_info": {
-                "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8, "b"]],
-                "routed_experts": base64.b64encode(ROUTES.tobytes()).decode(),
-            }
+    "/generate": {
+        "meta_info": {
+            "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8, "b"]],
+            "routed_experts": base64.b64encode(ROUTES.tobytes()).decode(),
         }
-    ]
-    * 2,
+    },
 }
 
 
@@ -89,9 +86,10 @@ def test_a_server_reads_the_weights_and_is_asked_in_its_words(
         assert asked["/collective_rpc"]["kwargs"] == {"weights_path": str(tmp_path / "engine")}
         assert asked["/v1/completions"] | {"n": 2, "seed": 11, "prompt": [1, 2]} == asked["/v1/completions"]
     else:
-        assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/generate"]
+        assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation", *["/generate"] * 2]
         assert asked["/update_weights_from_disk"] == {"model_path": str(tmp_path / "engine"), "flush_cache": True}
-        assert asked["/generate"]["sampling_params"]["sampling_seed"] == 11
+        seeds = [content["sampling_params"]["sampling_seed"] for path, content in calls if path == "/generate"]
+        assert len(set(seeds)) == 2, "answers to a prompt differ"
         assert first.routes.tolist() == ROUTES.tolist()
     assert first.tokens == second.tokens == [7, 8] and first.log_probs == [-0.5, -1.5]
 

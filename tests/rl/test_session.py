@@ -15,7 +15,7 @@ import torch
 import automoe
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, DataError
+from automoe.errors import AutomoeError, ConfigError, DataError
 from automoe.rl.batch import fill_rows
 from automoe.session import Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
@@ -200,6 +200,19 @@ def test_wrong_batches_are_refused_on_every_rank_alike(ranks: RankPool, tmp_path
     assert first == second
     for message, words in zip(first, WRONG.values(), strict=True):
         assert all(word in message for word in words), message
+
+
+def misspelled(run_dir: str) -> str:
+    session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
+    with pytest.raises(ConfigError) as caught:
+        session.forward_backward(batch_of(), losses.dapo, clip_hihg=0.3)
+    assert session.forward_backward(batch_of(), losses.dapo, clip_high=0.3, dual_clip=3.0, kl_kind="k2").loss < 10
+    return str(caught.value)
+
+
+def test_an_option_that_a_loss_lacks_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(misspelled, 2, str(tmp_path))
+    assert first == second and "clip_hihg" in first and "clip_high, clip_low" in first
 
 
 def open_on_another_mesh(run_dir: str) -> str:
