@@ -152,7 +152,7 @@ def typed(key: str, value: object) -> Any:
     hint: Any = Config
     for part in key.split("."):
         hint = field_types(hint)[part]
-    return _convert(hint, value, key)
+    return converted(hint, value, key)
 
 
 def is_section(hint: object) -> bool:
@@ -200,16 +200,21 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
         if default is MISSING and name not in raw:
             key = f"{prefix}{name}"
             raise ConfigError(key, "", "needs a value: it has no default", f"Set {key}=")
-    return cls(**{key: _convert(hints[key], item, f"{prefix}{key}") for key, item in raw.items()})
+    return cls(**{key: converted(hints[key], item, f"{prefix}{key}") for key, item in raw.items()})
 
 
-def _convert(hint: Any, value: Any, key: str) -> Any:
+def converted(hint: Any, value: Any, key: str) -> Any:
+    """Return ``value`` as the type ``hint``; an instance of a dataclass is taken as it is.
+
+    Raises:
+        ConfigError: ``value`` has another type; the error names it ``key``.
+    """
     if is_section(hint):
-        return _to_dataclass(hint, value, f"{key}.")
+        return value if isinstance(value, hint) else _to_dataclass(hint, value, f"{key}.")
     if hint is Any:
         return value
     if hint == PathText:
-        return checked_path(key, _convert(str, value, key))
+        return checked_path(key, converted(str, value, key))
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, types.UnionType):  # `X | None`, or a list or one value in its place
@@ -218,7 +223,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             return None
         for choice in choices:
             if len(choices) == 1 or _has_type(value, get_origin(choice) or choice):
-                return _convert(choice, value, key)
+                return converted(choice, value, key)
         raise _wrong_type(key, value, " or ".join(map(type_name, choices)))
     if origin is Literal:
         names = args + registered_names(key)
@@ -238,7 +243,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         )
     if origin is dict and isinstance(value, dict):
         return {
-            _convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()
+            converted(args[0], k, key): converted(args[1], v, f"{key}.{k}")
+            for k, v in value.items()
         }
     if origin in (list, tuple):
         expected = f"a list of {type_name(args[0])}"
@@ -248,7 +254,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             raise _wrong_type(key, value, expected)
         # A list has one type for all its items, a tuple has a type for each.
         items = zip(cycle(args), value, strict=False)
-        return origin(_convert(kind, item, f"{key}[{i}]") for i, (kind, item) in enumerate(items))
+        return origin(converted(kind, item, f"{key}[{i}]") for i, (kind, item) in enumerate(items))
     if hint is float and not isinstance(value, bool):
         with suppress(TypeError, ValueError):
             return float(value)

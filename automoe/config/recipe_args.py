@@ -7,6 +7,7 @@ with it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
@@ -75,6 +76,9 @@ class GRPOArgs:
         for key in ("prompts", "temperature", "max_gap"):
             if not (value := getattr(self, key)) > 0:
                 raise ConfigError(f"{SECTION}.{key}", value, "must be larger than 0", "Set 1")
+        if self.kl < 0:
+            rule = "would drive the weights away from those that training began with"
+            raise ConfigError(f"{SECTION}.kl", self.kl, rule, "Set 0 or more")
         if self.samples < 2:
             rule = "the answers to a prompt are compared with one another"
             raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set 2 or more")
@@ -85,7 +89,8 @@ class GRPOArgs:
             )
         needed = {"generate": "none", "vllm": "an address or a Python with vLLM"}
         has = "none" if self.engine is None else "a Python with vLLM"
-        has = "an address" if "://" in (self.engine or "") else has
+        if "://" in (self.engine or ""):
+            has = "an address" if re.match(r"https?://[^/]", self.engine or "") else "no address"
         if has not in (rule := needed.get(self.sampler, "an address")):
             rule = f"sampler={self.sampler} takes {rule}"
             raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or leave both out")

@@ -171,9 +171,10 @@ class StepRunner(ABC):
                 reported[name] = (
                     reported.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
                 )
-            assert not part.reported, (
-                f"a loss lists in metrics what it reports: {sorted(part.reported)}"
-            )
+            if part.reported:
+                names = sorted(part.reported)
+                rule = "the loss reports them, and does not list them in its attribute metrics"
+                raise ConfigError("loss", names, rule, "List them there")
         return reported
 
 

@@ -27,6 +27,8 @@ from automoe.rl.routes import ROUTES_DTYPE, check_routes
 
 # Names that no value of a sample may have.
 RESERVED = "tokens mask routes candidates scored_ids places temperature".split()
+# Values that losses multiply by those of tokens: numbers of any more dimensions would be spread over other tokens.
+SINGLE = "advantages old_log_probs sampler_log_probs ref_log_probs weights".split()
 # Values of a token may be several numbers, such as a teacher's log-probabilities of K ids.
 Values = float | Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -65,14 +67,20 @@ class Sample:
 
         Args:
             values: by name, one number for the sample, or one for each token of the answer.
+
+        Raises:
+            DataError: a value is no number.
         """
-        before = torch.zeros(len(prompt))
-        padded = {
-            name: value
-            if isinstance(value, (int, float))
-            else torch.cat((before, torch.as_tensor(value, dtype=torch.float64)))
-            for name, value in values.items()
-        }
+        padded: dict[str, Values] = {}
+        for name, value in values.items():
+            try:
+                tensor = torch.as_tensor(value, dtype=torch.float64)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise DataError(f"field {name}: not numbers of one shape ({error})") from None
+            if tensor.dim():
+                before = tensor.new_zeros(len(prompt), *tensor.shape[1:])
+                tensor = torch.cat((before, tensor))
+            padded[name] = tensor
         mask = [False] * len(prompt) + [True] * len(answer)
         return cls([*prompt, *answer], mask, padded, routes)
 
@@ -125,8 +133,10 @@ class CheckedSample:
     def __init__(self, number: int, sample: Sample, model: ModelConfig, max_tokens: int) -> None:
         self.number = number
         vocab_size = model.vocab_size
+        if not isinstance(sample, Sample) or not isinstance(sample.values, Mapping):
+            raise self._error("values", "expected a Sample, whose values are a dictionary by name")
         self.tokens = self._tensor("tokens", sample.tokens, torch.int64)
-        count = len(self.tokens)
+        count = self.tokens.numel()
         self._require(self.tokens.dim() == 1 and count >= 2, "tokens", "two tokens or more")
         self._require(
             count - 1 <= max_tokens,
@@ -138,13 +148,15 @@ class CheckedSample:
         self._require(self.mask.shape == (count,), "mask", f"{count} values, one a token")
         self._require(not self.mask[0], "mask", "False for token 0, which has no log-probability")
         self.values: dict[str, torch.Tensor] = {}
-        for name, value in sorted(sample.values.items()):
+        for name, value in sorted(sample.values.items(), key=str):
             others = f"another name than {', '.join(RESERVED)}, which the session uses"
             self._require(name not in RESERVED, name, others)
             tensor = self._tensor(name, value, torch.float64)
             if tensor.dim() == 0:
                 tensor = tensor.expand(count)
-            self._require(len(tensor) == count, name, f"one number, or {count}, one a token")
+            single = name not in SINGLE or tensor.dim() == 1
+            rule = f"one number, or {count}, one a token"
+            self._require(len(tensor) == count and single, name, rule)
             trained = tensor[self.mask]
             self._require(bool(trained.isfinite().all()), name, "finite for trained tokens")
             self.values[name] = tensor
@@ -171,7 +183,8 @@ class CheckedSample:
         self.candidates = None
         if sample.candidates is not None:
             lists = [self._tensor("candidates", ids, torch.int64) for ids in sample.candidates]
-            self._require(len(lists) == count, "candidates", f"{count} lists, one a token")
+            listed = len(lists) == count and all(ids.dim() == 1 for ids in lists)
+            self._require(listed, "candidates", f"{count} lists, one a token")
             for token, ids, trained in zip(self.tokens, lists, self.mask, strict=True):
                 self._check_ids("candidates", ids, vocab_size)
                 self._require(
@@ -237,8 +250,8 @@ def check_batch(
     samples: list[CheckedSample] = []
     error = None
     try:
-        if not len(batch):
-            raise DataError("the batch has no sample")
+        if not isinstance(batch, Sequence) or not len(batch):
+            raise DataError("the batch has no sample, or is no sequence of samples")
         for number, sample in enumerate(batch):
             samples.append(CheckedSample(number, sample, model, max_tokens))
         _check_fields(samples, reads)
@@ -270,10 +283,19 @@ def _check_fields(samples: list[CheckedSample], reads: Sequence[str]) -> None:
                 raise DataError(
                     f"sample {sample.number} of the batch, field {name}: the loss reads it, and it is missing"
                 )
-        for name in sorted(sample.values.keys() ^ first.values.keys()):
+        unequal = sample.values.keys() ^ first.values.keys()
+        if (sample.scored_ids is None) != (first.scored_ids is None):
+            unequal.add("scored_ids")
+        for name in sorted(unequal):
             raise DataError(
                 f"sample {sample.number} of the batch, field {name}: it and sample 0 do not both have it"
             )
+        if "teacher_log_probs" in reads:
+            ids = sample.scored_ids if "scored_ids" in reads else sample.mask
+            if sample.values["teacher_log_probs"].shape != ids.shape:
+                raise DataError(
+                    f"sample {sample.number} of the batch, field teacher_log_probs: expected {list(ids.shape)} numbers"
+                )
         for name, shape in ((name, value.shape[1:]) for name, value in sample.fields().items()):
             known = next((s.fields()[name] for s in samples if name in s.fields()), None)
             assert known is not None

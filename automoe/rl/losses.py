@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Literal
+from inspect import Parameter, signature
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor
 
+from automoe.config.convert import converted, field_types
 from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
 
@@ -61,6 +62,13 @@ class Correction:
     level: Literal["token", "sequence", "mean"] = "token"
     high: float = 2.0
     low: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, hint in field_types(Correction).items():
+            converted(hint, getattr(self, name), f"correction.{name}")
+        if not self.low <= self.high:
+            rule = f"must be at most correction.high={self.high}"
+            raise ConfigError("correction.low", self.low, rule, "Lower it")
 
 
 # ---------------------------------------------------------------- losses
@@ -236,17 +244,31 @@ def distill_top_k(
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if one of this module's losses does not take an option."""
-    taken = signature(loss).parameters
+    """Raise ``ConfigError`` if one of this module's losses cannot run with these options."""
+    if not callable(loss):
+        raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     if getattr(loss, "__module__", None) != __name__:
         return
-    names = {*taken, *(signature(finish).parameters if "options" in taken else ())}
-    if "options" in taken and loss in (dr_grpo, dapo, gspo):
-        names |= signature(grpo).parameters.keys()
-    if unknown := sorted(options.keys() - names):
-        known = sorted(names - {"nll_BS", "inputs", "loss_BS", "options"})
-        rule = f"{loss.__name__} takes {', '.join(known)}"
-        raise ConfigError(f"losses.{loss.__name__}", unknown, rule, "Correct the option's name")
+    key = f"losses.{getattr(loss, '__name__', '')}"
+    taken = signature(loss).parameters
+    passed_on = [finish] if "options" in taken else []
+    passed_on += [grpo] if passed_on and loss in (dr_grpo, dapo, gspo) else []
+    hints: dict[str, Any] = {}
+    for function in (*passed_on, loss):
+        hints |= get_type_hints(function)
+    left_out = {"nll_BS", "inputs", "loss_BS", "options", "return"}
+    left_out |= {"mean"} if loss in (dr_grpo, dapo) else set()  # theirs is fixed
+    known = sorted(hints.keys() - left_out)
+    if unknown := sorted(options.keys() - known):
+        rule = f"the loss takes {', '.join(known)}"
+        raise ConfigError(key, unknown, rule, "Correct the option's name")
+    for name in known:
+        if name in options:
+            converted(hints[name], options[name], f"{key}.{name}")
+        elif name in taken and taken[name].default is Parameter.empty:
+            raise ConfigError(f"{key}.{name}", "", "has no default", f"Give {name}")
+    if (length := options.get("length", 1)) < 1:
+        raise ConfigError(f"{key}.length", length, "is a divisor", "Give 1 or more")
 
 
 def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -270,6 +292,9 @@ def group_advantages(
         rewards: those of the first prompt's answers, then those of the second's, and so on.
         scale: False leaves the division out (Dr. GRPO). The deviation divides by group_size - 1.
     """
+    if group_size < 1 or len(rewards) % group_size:
+        rule = f"{len(rewards)} rewards are no number of whole groups"
+        raise ConfigError("group_size", group_size, rule, "Give the answers to a prompt")
     groups = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     gained = groups - groups.mean(1, keepdim=True)
     # The mean of equal numbers may differ from them by rounding.

@@ -59,7 +59,8 @@ class Rollouts:
         self.rows_of_last_step = 0.0
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
         # Answers of a run that was drawn otherwise are not this run's.
-        self._drawn_by = f"{self.digest} {config.train.seed} {config.recipe_args} {config.model}"
+        settings = (config.recipe_args, config.observe.sample_tokens, config.model, config.optim)
+        self._drawn_by = f"{self.digest} {config.train.seed} {config.train.dtype} {settings}"
 
     @classmethod
     def open(cls, config: Config, run_dir: Path) -> Rollouts:
@@ -112,7 +113,12 @@ class Rollouts:
         self._ranks.lead(remove)
 
     def _read(self, file: Path) -> list[list[Answer]] | None:
-        content = unsealed(file.read_bytes()) if file.is_file() else {}
+        try:
+            content = unsealed(file.read_bytes()) if file.is_file() else {}
+        except ValueError as error:
+            raise DataError(
+                f"{file} cannot be read ({error}). Remove it: the answers are then drawn anew"
+            ) from None
         if content.get("drawn_by") != self._drawn_by:
             return None
         return [

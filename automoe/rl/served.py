@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -14,7 +15,7 @@ import torch
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
-from automoe.errors import BackendError
+from automoe.errors import BackendError, DataError
 from automoe.hf.files import header_bytes
 from automoe.hf.folder import write_settings
 from automoe.hf.headers import SINGLE_FILE
@@ -59,6 +60,18 @@ class ServedEngine:
     ) -> list[Answer]:
         raise NotImplementedError
 
+    def check(self, group: Sequence[Answer], num: int, max_tokens: int) -> None:
+        """Raise ``BackendError`` unless there are ``num`` answers, whose tokens have log-probabilities."""
+        if len(group) != num:
+            raise BackendError(f"{self.address}: asked for {num} answers, got {len(group)}")
+        for answer in group:
+            sizes = len(answer.tokens), len(answer.log_probs)
+            if not 0 < sizes[0] <= max_tokens or sizes[1] != sizes[0] or None in answer.log_probs:
+                raise BackendError(
+                    f"{self.address}: an answer has {sizes[0]} tokens and log-probabilities {answer.log_probs[:9]}; asked "
+                    f"for 1 to {max_tokens} tokens, each with one"
+                )
+
     def post(self, path: str, **content: Any) -> Any:
         """Return the JSON that the server answers to a call.
 
@@ -75,9 +88,9 @@ class ServedEngine:
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise BackendError(
-                f"{url}: {error} (waiting for up to {_SILENT_S} s). Start the engine, or mend recipe_args.engine"
+                f"{url}: {error!r} (waiting for up to {_SILENT_S} s). Start the engine, or mend recipe_args.engine"
             ) from None
         try:
             return json.loads(text) if text.strip() else None
@@ -108,9 +121,20 @@ class ServedEngine:
         self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[list[Answer]]:
         def ask() -> list[list[Answer]]:
-            return [
-                self.answers(prompt, num, max_tokens, temperature, seed + index)
-                for index, prompt in enumerate(prompts)
-            ]
+            try:
+                groups = [
+                    self.answers(prompt, num, max_tokens, temperature, seed + index)
+                    for index, prompt in enumerate(prompts)
+                ]
+                for group in groups:
+                    self.check(group, num, max_tokens)
+            except DataError:  # of routes
+                raise
+            except (KeyError, TypeError, ValueError) as error:
+                raise BackendError(
+                    f"{self.address}: an answer lacks what was asked for ({error!r}): a log-probability and an id of each "
+                    "token. Is it a server of recipe_args.sampler?"
+                ) from error
+            return groups
 
         return self._ranks.lead(ask, again=False)

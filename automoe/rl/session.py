@@ -11,11 +11,13 @@ The session packs samples into rows and calls ``automoe.training.step``.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.tokens import MicroBatch, TokenCounts
 from automoe.config.batch import least_micro_batches
+from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, DataError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.optim.adamw import build_optimizer
@@ -151,6 +155,7 @@ class Session:
         self.store = store
         self._pending: StepStats | None = None  # of gradients that no step has used yet
         self._pending_tokens = 0
+        self._stored: Any = None  # step and extra of the newest checkpoint of this session
 
     @classmethod
     def open(
@@ -223,9 +228,13 @@ class Session:
                 parts (``count``) if an update is made of several calls.
 
         Raises:
-            ConfigError: the loss does not take an option.
-            DataError: as ``check_batch`` and ``check_replay``; the gradients so far are forgotten.
+            ConfigError: the loss does not take an option, or the temperature is none.
+            DataError: as ``check_batch`` and ``check_replay``.
+            Exception: whatever the loss raises; the gradients so far are then forgotten, as after
+                ``check_replay``.
         """
+        if isinstance(loss, partial):  # which has not the loss's notes of what it reads
+            loss, options = loss.func, {**loss.keywords, **options}
         check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
         counts = counts or own_counts
@@ -233,11 +242,11 @@ class Session:
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
-        stats = forward_backward(self.state, self._runner, inputs, self.config)
         try:
+            stats = forward_backward(self.state, self._runner, inputs, self.config)
             check_replay(stats, self.config.model.num_experts_per_token, self.max_routes_differ)
-        except DataError:
-            self.zero_grad()
+        except BaseException:
+            self.zero_grad()  # some micro-batches have added theirs
             raise
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
         self._pending_tokens += own_counts.tokens
@@ -265,6 +274,9 @@ class Session:
             raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
         optim = self.config.optim
         if lr is not None:
+            lr = converted(float, lr, "lr")
+            if not 0 <= lr < math.inf:
+                raise ConfigError("lr", lr, "must be finite and not negative", "Give such a rate")
             optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
         config = replace(self.config, optim=optim)
         update = optimizer_step(
@@ -306,10 +318,30 @@ class Session:
             extra: plain JSON of the caller, equal on every rank, which ``load`` gives back.
 
         Returns:
-            The checkpoint's folder; None if it is being written in the background.
+            The checkpoint's folder; None if it is being written in the background, or a warning
+            says why it was not written.
+
+        Raises:
+            CheckpointError: the run directory has a checkpoint of this step, of other content.
+            DataError: ``extra`` is no JSON object.
         """
-        self.store.facts["session"] = dict(extra or {})
-        return self.store.save(self.state)
+        try:
+            extra = json.loads(json.dumps({**(extra or {})}))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"extra of Session.save: expected a JSON object ({error})") from None
+        folder = self.store.folder / f"step-{self.state.step}"
+        # The store leaves a step that is there as it is.
+        if (self.state.step, extra) != self._stored and self.store.ranks.lead(
+            lambda: is_saved(folder), again=False
+        ):
+            raise CheckpointError(
+                f"{folder} is there, and this session did not write it with this extra. Load it, make a step before "
+                "the next save, or set another run_dir"
+            )
+        self.store.facts["session"] = extra
+        saved = self.store.save(self.state)
+        self._stored = self.state.step, extra
+        return saved
 
     def load(self) -> dict[str, Any] | None:
         """Fill the state from the newest checkpoint; return the caller's ``extra``. Collective.
@@ -321,7 +353,10 @@ class Session:
         if self.store.load_latest(self.state) is None:
             return None
         assert newest is not None
-        return dict(newest[1]["counters"].get("session", {}))
+        self.zero_grad()  # those of other weights
+        extra = dict(newest[1]["counters"].get("session", {}))
+        self._stored = self.state.step, extra
+        return extra
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
@@ -352,6 +387,10 @@ class Session:
         """Return the batch's packed rows and this rank's inputs of the step. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
+        temperature = converted(float, temperature, "temperature")
+        if not 0 < temperature < math.inf:
+            rule = "divides the logits, so it must be finite and larger than 0"
+            raise ConfigError("temperature", temperature, rule, "For greedy answers, give 1")
         samples = check_batch(batch, config.model, train.seq_len, reads)
         lengths = [len(sample.tokens) - 1 for sample in samples]
         plan = plan_rows(config, shape, lengths)

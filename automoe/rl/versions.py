@@ -24,9 +24,10 @@ from automoe.errors import CheckpointError
 from automoe.hf.files import header_bytes
 from automoe.rl.weights import WeightStream, feed
 from automoe.storage.files import flush, replace_durably
+from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import sealed, unsealed
 
-INDEX = "versions.json"
+INDEX, LOCK = "versions.json", "versions.lock"
 _CODEC = "zstd"
 
 
@@ -65,34 +66,55 @@ class WeightVersions:
         """Add the weights of ``stream``, those after ``step``, and return their hash. Collective.
 
         Raises:
-            OSError: the folder cannot be written, the same error on every rank.
+            OSError: the folder cannot be written, or another process publishes there now; the same
+                error on every rank.
+            CheckpointError: the index of the folder cannot be read.
         """
-        self._ranks.lead(lambda: self._begin(stream), again=False)
-        feed(stream, self._take)
-        return self._ranks.lead(lambda: self._commit(step), again=False)
+        self._ranks.lead(self._lock, again=False)
+        try:
+            self._ranks.lead(lambda: self._begin(stream), again=False)
+            feed(stream, self._take)
+            return self._ranks.lead(lambda: self._commit(step), again=False)
+        finally:
+            if self._ranks.rank == 0:
+                os.close(self._handle)
+
+    def _lock(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._handle = take_lock(self.folder / LOCK)
 
     def _begin(self, stream: WeightStream) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._index = index = _index(self.folder)
         header = header_bytes(stream.contents)
         self._digest = Digest()
         self._before: np.ndarray | None = None
         newest = _full(self.folder, index["chain"][-1]["number"]) if index else None
-        # Without a whole newest version, or for other tensors, the next one is written in full.
-        if newest is not None and newest.is_file():
+        # Without a whole chain, or for other tensors, the next version is written in full.
+        if newest is not None and self._whole(index["chain"], newest):
             with newest.open("rb") as file:
                 same = file.read(len(header)) == header
-            known = (
-                self._verified == newest
-                or str(Digest(_loaded(newest))) == index["chain"][-1]["hash"]
-            )
-            if same and known:
+            if same:
                 self._before = np.memmap(newest, mode="r", offset=len(header))
         self._number = index["chain"][-1]["number"] + 1 if index else 0
         self._at = 0
         self._new = open(_scratch(_full(self.folder, self._number)), "wb")
         self._new.write(header)
         self._zip = zipfile.ZipFile(_scratch(_difference(self.folder, self._number)), "w")
+
+    def _whole(self, chain: list[dict[str, Any]], newest: Path) -> bool:
+        """Return True if all files of the chain are there, and right unless this process wrote them."""
+        files = [newest, _full(self.folder, chain[0]["number"])]
+        differences = [_difference(self.folder, entry["number"]) for entry in chain[1:]]
+        if not all(file.is_file() for file in (*files, *differences)):
+            return False
+        if self._verified == newest:
+            return True
+        try:
+            hashes = [str(Digest(_loaded(file))) for file in files]
+            broken = [zipfile.ZipFile(file).testzip() for file in differences]
+        except Exception:  # whatever a damaged file makes its reader raise
+            return False
+        return hashes == [chain[-1]["hash"], chain[0]["hash"]] and not any(broken)
 
     def _take(self, bucket: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in bucket.items():
@@ -138,13 +160,30 @@ def read_version(
             differences from there on are in the folder.
 
     Raises:
-        CheckpointError: the folder holds no version, or the result has another hash than the
-            publisher's.
+        CheckpointError: the folder holds no version, a file of it cannot be read, or the result has
+            another hash than the publisher's.
     """
-    index = _index(folder)
-    if not index:
-        raise CheckpointError(f"{folder} has no {INDEX}: nothing was published there")
-    chain = index["chain"]
+    while True:
+        if not (index := _index(folder)):
+            raise CheckpointError(f"{folder} has no {INDEX}: nothing was published there")
+        try:
+            return _read(folder, index["chain"], tensors, number)
+        except Exception as error:  # whatever a damaged file makes its reader raise
+            if _index(folder) == index:
+                raise CheckpointError(
+                    f"{folder}: version {index['chain'][-1]['number']} cannot be read: {type(error).__name__}: {error}. "
+                    "Remove the folder: the next version is then written in full. Or the tensors to go on from are of "
+                    "another model: give none"
+                ) from error
+        tensors = None  # half changed, while the files were replaced by those of a later version
+
+
+def _read(
+    folder: Path,
+    chain: list[dict[str, Any]],
+    tensors: dict[str, torch.Tensor] | None,
+    number: int | None,
+) -> tuple[int, dict[str, torch.Tensor]]:
     numbers = [entry["number"] for entry in chain]
     if tensors is None or number not in numbers:
         tensors, number = _loaded(_full(folder, numbers[0])), numbers[0]
@@ -155,16 +194,23 @@ def read_version(
                 changed = pyarrow.decompress(changes.read(name), len(raw), _CODEC)
                 np.bitwise_xor(raw, np.frombuffer(changed, np.uint8), out=raw)
     if (digest := str(Digest(tensors))) != chain[-1]["hash"]:
-        raise CheckpointError(
-            f"{folder}: version {numbers[-1]} has the hash {digest}, and {chain[-1]['hash']} was published. Remove the "
-            "folder: the next version is then written in full"
-        )
+        raise ValueError(f"it has the hash {digest}, and {chain[-1]['hash']} was published")
     return numbers[-1], tensors
 
 
 def _index(folder: Path) -> dict[str, Any]:
     file = folder / INDEX
-    return unsealed(file.read_bytes()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        index = unsealed(file.read_bytes())
+        if index["chain"]:
+            return index
+        raise ValueError("its chain is empty")
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}). Remove the folder: the next version is then written in full"
+        ) from None
 
 
 def _full(folder: Path, number: int) -> Path:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +58,31 @@ class LocalVLLM:
         write_settings(folder, config.model, getattr(torch, dtype), "none")
         read, write = os.pipe()
         command = [python, vllm_worker.__file__, str(folder), dtype, str(config.train.seq_len)]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                text=True,
-                pass_fds=[write],
-                env=_own_environment() | _CPU | {"FD": str(write)},
-            )
-        os.close(write)
         self._replies = os.fdopen(read)
+        try:
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    text=True,
+                    pass_fds=[write],
+                    env=_own_environment() | _CPU | {"FD": str(write)},
+                )
+        except OSError as error:
+            raise BackendError(
+                f"recipe_args.engine={python}: {error.strerror}. Name a Python that has vLLM, or http://HOST:PORT"
+            ) from None
+        finally:
+            os.close(write)
         self._reply()
 
     def _ask(self, **content: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(content) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the reply is then its last words
+            self._process.stdin.write(json.dumps(content) + "\n")
+            self._process.stdin.flush()
 
     def _reply(self) -> dict[str, Any]:
         line = self._replies.readline()

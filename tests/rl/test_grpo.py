@@ -161,6 +161,28 @@ def test_other_prompts_are_refused_on_a_resume(tmp_path: Path) -> None:
             second.load_state_dict(first.state_dict())
 
 
+def drawn_first(rollouts: Rollouts, token: int) -> int:
+    groups = rollouts.draw(0, lambda prompts: [[Answer([token], [-1.0])] for _ in prompts])
+    return groups[0][0].tokens[0]
+
+
+def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path) -> None:
+    """Weights of another learning rate did not give them; a damaged file is named."""
+    with one_rank("cpu"):
+        prompts = [[1], [2]]
+        assert drawn_first(rollouts_of(tmp_path, prompts), 1) == 1 == drawn_first(rollouts_of(tmp_path, prompts), 2)
+        for number, (section, key, value) in enumerate((("optim", "lr", 0.5), ("observe", "sample_tokens", 3)), 3):
+            settings = config(tmp_path)
+            setattr(getattr(settings, section), key, value)
+            other = Rollouts(settings, tmp_path, ["", ""], prompts, ByteTokenizer())
+            assert drawn_first(other, number) == number
+        [file] = (tmp_path / "rollouts").iterdir()
+        for content in (b"", file.read_bytes()[:20], file.read_bytes().replace(b"-1.0", b"-2.0"), b"\xff"):
+            file.write_bytes(content)
+            with pytest.raises(DataError, match="step-00000001.json cannot be read.*Remove it"):
+                drawn_first(rollouts_of(tmp_path, prompts), 5)
+
+
 def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
     with one_rank("cpu"):
         rollouts = rollouts_of(tmp_path, [[n] for n in range(6)], per_step=4)
@@ -173,6 +195,9 @@ def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ({"samples": 1}, "recipe_args.samples=1: the answers to a prompt are compared"),
+        ({"kl": -0.1}, "recipe_args.kl=-0.1: would drive the weights away"),
+        ({"sampler": "vllm", "engine": "http://", "replay": False}, "sampler=vllm takes an address"),
+        ({"sampler": "sglang", "engine": "ftp://there"}, "sampler=sglang takes an address"),
         ({"temperature": 0.0}, "recipe_args.temperature=0.0: must be larger than 0"),
         ({"sampler": "vllm"}, "sampler=vllm takes an address or a Python with vLLM"),
         ({"sampler": "sglang", "engine": "/usr/bin/python"}, "sampler=sglang takes an address"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from automoe.comm.tokens import IGNORE, TokenCounts
+from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
 from automoe.rl import losses
 from automoe.rl.losses import Correction
@@ -164,3 +165,33 @@ def test_equal_rewards_have_no_advantage() -> None:
     assert losses.group_advantages([1.0, 0.0, 0.5], 3) == pytest.approx(expected.tolist())
     assert losses.group_advantages([1.0, 0.0, 0.5], 3, scale=False) == pytest.approx([0.5, -0.5, 0.0])
     assert losses.group_advantages([0.7, 0.2], 1) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (losses.grpo, {"mean": "token"}, "losses.grpo.mean=token: must be one of tokens, samples, length, sum"),
+        (losses.dapo, {"mean": "samples"}, "the loss takes clip_high, clip_low, correction"),
+        (losses.dapo, {"kl_coef": 0.1, "kl_kind": "k9"}, "kl_kind=k9: must be one of k1"),
+        (losses.gspo, {"clip_low": "x"}, "clip_low=x: expected a number"),
+        (losses.dr_grpo, {}, "losses.dr_grpo.length: has no default"),
+        (losses.dr_grpo, {"length": 0}, "length=0: is a divisor"),
+        (losses.cispo, {"correction": "truncate"}, "losses.cispo.correction=truncate: expected a mapping"),
+        (losses.distill_top_k, {"direction": "fwd"}, "direction=fwd: must be one of forward, reverse"),
+    ],
+)
+def test_options_of_no_meaning_are_refused(loss: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        losses.check_options(loss, options)
+
+
+@pytest.mark.parametrize("fields", [{"kind": "trunc"}, {"level": "seq"}, {"kind": "mask", "high": 0.5, "low": 2.0}])
+def test_corrections_of_no_meaning_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="correction"):
+        Correction(**fields)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_rewards_that_fill_no_groups_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="3 rewards are no number of whole groups"):
+        losses.group_advantages([1.0, 2.0, 3.0], size)

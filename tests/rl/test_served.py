@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.write import to_hf
 from automoe.rl.sglang import ServedSGLang
-from automoe.rl.vllm import ServedVLLM
+from automoe.rl.vllm import LocalVLLM, ServedVLLM
 from automoe.rl.weights import WeightStream
 from tests.support.gpu import one_rank
 from tests.support.hf_models import save_small_hf
@@ -103,3 +104,57 @@ def test_a_server_that_refuses_or_is_not_there_is_named(model: Any, server: Any,
         engine.address = "http://127.0.0.1:9"
         with pytest.raises(BackendError, match="127.0.0.1:9/pause.*Start the engine, or mend recipe_args.engine"):
             engine.update(WeightStream(model))
+
+
+def completion(**fields: Any) -> Any:
+    one = {"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}} | fields
+    return {"choices": [one] * 2}
+
+
+WRONG = {
+    "no choices": {},
+    "null": None,
+    "too few": {"choices": completion()["choices"][:1]},
+    "no ids": completion(token_ids=None),
+    "no tokens": completion(token_ids=[], logprobs={"token_logprobs": []}),
+    "too many tokens": completion(token_ids=[7] * 9, logprobs={"token_logprobs": [-0.5] * 9}),
+    "no log-probabilities": completion(logprobs=None),
+    "one for two": completion(logprobs={"token_logprobs": [-0.5]}),
+    "null among them": completion(logprobs={"token_logprobs": [-0.5, None]}),
+}
+
+
+@pytest.mark.parametrize("kind", [ServedVLLM, ServedSGLang])
+@pytest.mark.parametrize("case", WRONG)
+def test_an_answer_that_lacks_something_is_refused(
+    case: str, kind: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few answers would be compared with those to another prompt."""
+    with one_rank("cpu"):
+        engine = kind("http://there", Config(model=model.config), [5], tmp_path)
+        monkeypatch.setattr(engine, "post", lambda path, **content: WRONG[case])
+        with pytest.raises(BackendError, match="http://there: (an answer|asked for)"):
+            engine.sample([[1, 2], [3]], 2, 6, 1.0, 1)
+
+
+def test_what_speaks_no_http_is_named(model: Any, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, one_rank("cpu"):
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):  # a close before the request is read would be a reset
+                pass
+            connection.close()
+
+        Thread(target=answer, daemon=True).start()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(BackendError, match="BadStatusLine.*mend recipe_args.engine"):
+            ServedVLLM(address, Config(model=model.config), [5], tmp_path).post("/resume")
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", __file__, "python_that_is_not_there"])
+def test_a_python_that_cannot_be_started_is_named(python: str, model: Any, tmp_path: Path) -> None:
+    with one_rank("cpu"), pytest.raises(BackendError, match=f"engine={python}: .*Name a Python that has vLLM"):
+        LocalVLLM(python, Config(model=model.config), [5], tmp_path)

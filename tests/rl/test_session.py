@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import automoe
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, DataError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
 from automoe.rl.batch import fill_rows
 from automoe.session import Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
@@ -153,6 +155,12 @@ def wrong_batch(kind: str, rank: int = 1) -> list[Sample]:
         "missing": lambda: without(batch_of(), 3, "old_log_probs"),
         "unequal": lambda: changed(3, values={"weights": 1.0}),
         "candidates": lambda: changed(4, candidates=[[1]] * 20),
+        "no list of candidates": lambda: changed(4, candidates=[1] * 20),
+        "a column": lambda: changed(2, values={"advantages": torch.ones(14, 1)}),
+        "ids of some": lambda: changed(3, scored_ids=torch.ones(17, 2, dtype=torch.int64)),
+        "one id": lambda: changed(1, tokens=5),
+        "no sample": lambda: [*batch_of(), ([1, 2], [False, True])],  # type: ignore[list-item]
+        "no sequence": lambda: iter(batch_of()),  # type: ignore[return-value]
         "short routes": lambda: changed(4, routes=torch.zeros(3, 2, 2, dtype=torch.int64)),
         "on one rank": lambda: changed(5, tokens=[rank] * 23),
         "NaN on one rank": lambda: changed(5, values={"advantages": float("nan") if rank else 0.5}),
@@ -177,6 +185,12 @@ WRONG = {
     "missing": ("sample 3", "field old_log_probs", "missing"),
     "unequal": ("sample 3", "field weights"),
     "candidates": ("sample 4", "field candidates"),
+    "no list of candidates": ("sample 4", "field candidates", "20 lists"),
+    "a column": ("sample 2", "field advantages", "one number, or 14"),
+    "ids of some": ("sample 3", "field scored_ids"),
+    "one id": ("sample 1", "field tokens", "two tokens"),
+    "no sample": ("sample 6", "expected a Sample"),
+    "no sequence": ("no sequence of samples",),
     "short routes": ("sample 4", "field routes", "[19, MoE layers, K]"),
     "on one rank": ("sample 5", "field tokens", "rank 1"),
     "NaN on one rank": ("sample 5", "field advantages", "finite", "rank 1"),
@@ -213,6 +227,68 @@ def misspelled(run_dir: str) -> str:
 def test_an_option_that_a_loss_lacks_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(misspelled, 2, str(tmp_path))
     assert first == second and "clip_hihg" in first and "clip_high, clip_low" in first
+
+
+def refused_settings(run_dir: str) -> list[str]:
+    session = open_session([*SMALL, f"run_dir={run_dir}"])
+    batch = batch_of()
+    calls: list[Any] = [
+        *(lambda t=t: session.log_probs(batch, t) for t in (0, -1.0, float("nan"), float("inf"), "warm", None)),
+        lambda: session.forward_backward(batch, losses.dapo, 0.0),
+        lambda: session.forward_backward(batch, "dapo"),  # type: ignore[arg-type]
+        lambda: session.forward_backward(batch, lambda nll, inputs: losses.dapo(nll, inputs)),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+    for lr in (float("nan"), -1e-3, float("inf"), "fast"):
+        before = bytes_of(session)
+        session.forward_backward(batch, losses.dapo)
+        with pytest.raises(ConfigError) as caught:
+            session.optim_step(lr)  # type: ignore[arg-type]
+        messages.append(str(caught.value))
+        assert bytes_of(session) == before
+        assert not session.optim_step(1e-3).skipped, "the gradients are still there"
+    return messages
+
+
+def test_numbers_that_would_spoil_every_weight_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    messages = ranks.run(refused_settings, 1, str(tmp_path))[0]
+    assert all("temperature" in message for message in messages[:7])
+    assert "must be a function" in messages[7] and "attribute metrics" in messages[8]
+    assert all(message.startswith("lr") for message in messages[9:])
+
+
+def losses_after_an_error(run_dir: str) -> list[float]:
+    session = open_session([*SMALL, "train.micro_batch_size=1", f"run_dir={run_dir}"])
+    calls = []
+
+    def failing(nll: torch.Tensor, inputs: Any) -> torch.Tensor:
+        calls.append(nll)
+        if len(calls) == 3:
+            raise KeyError("mine")
+        return nll.sum()
+
+    norms = []
+    for kind in ("alone", "after an error", "after a load"):
+        if kind == "after an error":
+            with pytest.raises(KeyError, match="mine"):
+                session.forward_backward(batch_of(), failing)
+        if kind == "after a load":
+            session.forward_backward(batch_of(3.0), losses.grpo)
+            session.load()
+        if kind == "alone":
+            session.save()
+        session.forward_backward(batch_of(), partial(losses.grpo, clip_high=0.3))
+        norms.append(session.optim_step(0.0).grad_norm)
+    return norms
+
+
+def test_gradients_of_a_call_that_failed_are_forgotten(ranks: RankPool, tmp_path: Path) -> None:
+    alone, after_error, after_load = ranks.run(losses_after_an_error, 1, str(tmp_path))[0]
+    assert alone == after_error == after_load > 0
 
 
 def open_on_another_mesh(run_dir: str) -> str:
@@ -284,6 +360,32 @@ def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(train_and_save, 2, str(tmp_path / "b"), [1.0, 0.5], False)
     resumed, extra = ranks.run(train_and_save, 2, str(tmp_path / "b"), [-0.3], True)[0]
     assert resumed == straight[0] and extra == {"samples": [1, 2, 2]}
+
+
+def saves_twice(run_dir: str) -> None:
+    session = open_session([*SMALL, f"run_dir={run_dir}"])
+    assert session.save({"a": 1}) == session.save({"a": 1})
+    with pytest.raises(CheckpointError, match="step-0 is there, and this session did not write it with this extra"):
+        session.save({"a": 2})
+    for extra in ({"a": torch.ones(2)}, "abc"):
+        with pytest.raises(DataError, match="expected a JSON object"):
+            session.save(extra)  # type: ignore[arg-type]
+    other = open_session([*SMALL, f"run_dir={run_dir}"])
+    with pytest.raises(CheckpointError, match="this session did not write it"):
+        other.save({"a": 1})
+    assert other.load() == {"a": 1} and other.save({"a": 1})
+
+
+def test_a_save_that_would_change_nothing_on_disk_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(saves_twice, 1, str(tmp_path))
+
+
+def test_an_answer_has_values_of_any_numbers() -> None:
+    one = Sample.of_answer([1], [2, 3], a=torch.tensor(2.0), b=np.float32(2), c=[[1.0, 2.0], [3.0, 4.0]])
+    assert one.values["a"] == one.values["b"] == 2
+    assert torch.as_tensor(one.values["c"]).tolist() == [[0, 0], [1, 2], [3, 4]]
+    with pytest.raises(DataError, match="field ref: not numbers"):
+        Sample.of_answer([1], [2, 3], ref=None)  # type: ignore[arg-type]
 
 
 SCRIPT = """

@@ -18,8 +18,9 @@ from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError
 from automoe.hf.write import to_hf
 from automoe.rl import versions
-from automoe.rl.versions import INDEX, Digest, WeightVersions, read_version
+from automoe.rl.versions import INDEX, LOCK, Digest, WeightVersions, read_version
 from automoe.rl.weights import WeightStream
+from automoe.storage.lock_file import take_lock
 from automoe.verify.pool import RankPool
 from tests.rl.test_weights import loaded
 from tests.support.hf_models import save_small_hf
@@ -119,6 +120,83 @@ def test_damage_is_found(source: Path, tmp_path: Path) -> None:
     assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
 
 
+DAMAGE = {
+    "half of the newest": lambda folder: cut(max(folder.glob("weights-*"))),
+    "half of the first": lambda folder: cut(min(folder.glob("weights-*"))),
+    "half of a difference": lambda folder: cut(min(folder.glob("difference-*"))),
+    "no difference": lambda folder: min(folder.glob("difference-*")).unlink(),
+    "no first": lambda folder: min(folder.glob("weights-*")).unlink(),
+}
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["another process", "the same"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_after_damage_the_next_version_is_full(kind: str, again: bool, source: Path, tmp_path: Path) -> None:
+    """A folder that readers cannot follow does not stay so."""
+    model = automoe.from_hf(source)
+    stream, publisher = WeightStream(model), WeightVersions(tmp_path)
+    for step in range(3):
+        update(model, 0.02, step)
+        publisher.publish(stream, step)
+    DAMAGE[kind](tmp_path)
+    if kind != "half of the newest":  # readers do not read it
+        with pytest.raises(CheckpointError, match="version 2 cannot be read.*Remove the folder"):
+            read_version(tmp_path)
+    if again and kind.startswith("half"):
+        return  # a process does not read what it wrote
+    said = (publisher if again else WeightVersions(tmp_path)).publish(stream, 9)
+    assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
+
+
+@pytest.mark.parametrize("text", ["{", '{"chain": []}', '{"a": 1}'])
+def test_a_damaged_index_is_named(text: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{INDEX} cannot be read.*Remove the folder"):
+        read_version(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{INDEX} cannot be read.*Remove the folder"):
+        WeightVersions(tmp_path).publish(WeightStream(automoe.from_hf(source)), 0)
+
+
+def test_a_second_writer_is_refused(source: Path, tmp_path: Path) -> None:
+    stream = WeightStream(automoe.from_hf(source))
+    publisher = WeightVersions(tmp_path)
+    handle = take_lock(tmp_path / LOCK)
+    with pytest.raises(BlockingIOError):
+        publisher.publish(stream, 0)
+    os.close(handle)
+    assert publisher.publish(stream, 0)
+
+
+def test_a_reader_follows_files_that_are_replaced_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look at the index and at the files, a version is published that removes them."""
+    model = automoe.from_hf(source)
+    stream, publisher = WeightStream(model), WeightVersions(tmp_path)
+    publisher.publish(stream, 0)
+    number, tensors = read_version(tmp_path)
+    for step in (1, 2):
+        update(model, 0.02, step)
+        publisher.publish(stream, step)
+    read, said = versions._read, []
+
+    def overtaken(*arguments: Any) -> Any:
+        if not said:
+            update(model, 1.0, 9)
+            for file in tmp_path.glob("difference-*"):
+                file.unlink()  # the next version is then full
+            said.append(publisher.publish(stream, 9))
+        return read(*arguments)
+
+    monkeypatch.setattr(versions, "_read", overtaken)
+    number, tensors = read_version(tmp_path, tensors, number)
+    assert number == 3 and [str(Digest(tensors))] == said
+
+
 def flip(file: Path, at: int) -> None:
     raw = bytearray(file.read_bytes())
     raw[at] ^= 1
@@ -164,7 +242,7 @@ def test_a_kill_anywhere_leaves_a_version(stride: int, source: Path, tmp_path: P
         if not died:
             break
     assert deaths > 5
-    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".zip"}
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".lock", ".safetensors", ".zip"}
     assert (tmp_path / INDEX).is_file()
 
 
