@@ -63,6 +63,9 @@ class AutomoeEngine(BaseEngine):
         if path and not any(word.startswith("model.hf_path=") for word in overrides):
             overrides.append(f"model.hf_path={path}")
         if optimizer_config is not None:
+            if (kind := getattr(optimizer_config, "lr_scheduler_type", "constant")) != "constant":
+                rule = "the engine's rate is constant after its warm-up"
+                raise ConfigError("optim.lr_scheduler_type", kind, rule, "Set it to constant")
             steps, warmup = optimizer_config.total_training_steps, optimizer_config.lr_warmup_steps
             if warmup < 0:
                 warmup = int(optimizer_config.lr_warmup_steps_ratio * max(steps, 0))
@@ -236,6 +239,9 @@ class AutomoeEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **options: Any,
     ) -> None:
+        if hdfs_path is not None:
+            rule = "the engine writes to local_path alone"
+            raise ConfigError("hdfs_path", hdfs_path, rule, "Leave it out")
         self._store(local_path).save(self.session.state, stopping=True)
 
     def load_checkpoint(

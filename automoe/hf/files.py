@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from automoe.errors import CheckpointError
@@ -154,13 +155,17 @@ def write_files(
                     parts = next(tensors)
                     when = f"while {key} was written"
                     for part in parts:
-                        flat = part.cpu().contiguous().view(-1)
-                        stream.write(flat.view(torch.uint8).numpy().data)
+                        stream.write(raw_bytes(part).data)
                 when = "at its end"
         except OSError as error:
             raise CheckpointError(
                 f"{file}: {error.strerror} {when}. Make room or name another directory"
             ) from error
+
+
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's bytes [num_bytes] as a file holds them, on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Written:

@@ -38,15 +38,8 @@ class SwiGLU:
         """
         silu_RI = F.silu(gate_RI)
         torch.mul(silu_RI, up_RI, out=act_RI)
-        # ``grad_up`` is scratch until its own value is computed.
-        torch.sum(
-            torch.mul(grad_RI, act_RI, out=grad_up_RI),
-            -1,
-            dtype=grad_scale_R.dtype,
-            out=grad_scale_R,
-        )
-        act_RI.mul_(scale_R1)
-        torch.mul(grad_RI.mul_(scale_R1), silu_RI, out=grad_up_RI)
+        _scale(act_RI, scale_R1, grad_RI, grad_up_RI, grad_scale_R)
+        torch.mul(grad_RI, silu_RI, out=grad_up_RI)
         torch.ops.aten.silu_backward.grad_input(
             grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI
         )
@@ -82,18 +75,19 @@ class ClampedSwiGLU:
         raised_RI = up_RI.clamp(-self.limit, self.limit).add_(1)
         swish_RI = low_RI * sigmoid_RI
         torch.mul(raised_RI, swish_RI, out=act_RI)
-        torch.sum(
-            torch.mul(grad_RI, act_RI, out=grad_up_RI),
-            -1,
-            dtype=grad_scale_R.dtype,
-            out=grad_scale_R,
-        )
-        act_RI.mul_(scale_R1)
-        grad_RI.mul_(scale_R1)
+        _scale(act_RI, scale_R1, grad_RI, grad_up_RI, grad_scale_R)
         torch.mul(grad_RI, swish_RI, out=grad_up_RI).mul_(up_RI.abs() <= self.limit)
         # d(g sigmoid(a g)) / dg = sigmoid (1 + a g (1 - sigmoid))
         slope_RI = low_RI.mul_(self.alpha).mul_(1 - sigmoid_RI).add_(1).mul_(sigmoid_RI)
         torch.mul(grad_RI, raised_RI, out=grad_gate_RI).mul_(slope_RI).mul_(gate_RI <= self.limit)
+
+
+def _scale(act_RI, scale_R1, grad_RI, scratch_RI, grad_scale_R) -> None:
+    """Write the gradient of the scale; then scale the activation and its gradient, in place."""
+    product_RI = torch.mul(grad_RI, act_RI, out=scratch_RI)
+    torch.sum(product_RI, -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
+    act_RI.mul_(scale_R1)
+    grad_RI.mul_(scale_R1)
 
 
 Activation = SwiGLU | ClampedSwiGLU

@@ -7,6 +7,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError, DataError
-from automoe.hf.files import header_bytes
+from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.hf.headers import SINGLE_FILE
 from automoe.parallel.fsdp import COMPUTE_DTYPES
@@ -26,7 +27,7 @@ from automoe.rl.weights import WeightStream, feed
 _SILENT_S = 1800  # longest wait for an answer: loading weights and sampling take minutes
 
 
-class ServedEngine:
+class ServedEngine(ABC):
     """An engine at an address. A class of one names the calls in ``reload`` and ``answers``.
 
     Args:
@@ -51,14 +52,19 @@ class ServedEngine:
 
         self._ranks.lead(settings)
 
+    @abstractmethod
     def reload(self) -> None:
         """Make the server read the weights in ``folder``, and forget what it cached of older ones."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answers(
         self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[Answer]:
-        raise NotImplementedError
+        """Return ``num`` answers of the server to one prompt.
+
+        Raises:
+            BackendError: the server cannot be reached, or refuses the call.
+        """
 
     def check(self, group: Sequence[Answer], num: int, max_tokens: int) -> None:
         """Raise ``BackendError`` unless there are ``num`` answers, whose tokens have log-probabilities."""
@@ -106,8 +112,7 @@ class ServedEngine:
         def append(bucket: Mapping[str, torch.Tensor]) -> None:
             with scratch.open("ab") as file:
                 for tensor in bucket.values():
-                    raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                    file.write(raw.data)
+                    file.write(raw_bytes(tensor).data)
 
         def finish() -> None:
             os.replace(scratch, self.folder / SINGLE_FILE)

@@ -184,6 +184,7 @@ class Session:
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
         store = CheckpointStore(config, shape, context.run_dir)
+        store.check()  # before the weights are read
         model_parts, _ = first_weights(config, meshes, context.device)
         runner = build_runner(model_parts, meshes, config, context.device)
         parts = list(model_parts.values())

@@ -21,7 +21,7 @@ import xxhash
 
 from automoe.comm.agreement import Ranks
 from automoe.errors import CheckpointError
-from automoe.hf.files import header_bytes
+from automoe.hf.files import header_bytes, raw_bytes
 from automoe.rl.weights import WeightStream, feed
 from automoe.storage.files import flush, replace_durably
 from automoe.storage.lock_file import take_lock
@@ -41,7 +41,7 @@ class Digest:
 
     def add(self, name: str, tensor: torch.Tensor) -> np.ndarray:
         """Add a tensor and return its bytes."""
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        raw = raw_bytes(tensor)
         digest = xxhash.xxh3_128(raw.data).hexdigest()
         self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}")
         return raw

@@ -16,6 +16,7 @@ import torch
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
+from automoe.hf.files import raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
 from automoe.rl.engine import Answer
@@ -103,7 +104,7 @@ class LocalVLLM:
         tensors, at = [], 0
         with file.open("wb") as out:
             for name, tensor in bucket.items():
-                raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                raw = raw_bytes(tensor)
                 out.write(raw.data)
                 out.write(bytes(-len(raw) % 16))  # where a view of any dtype may begin
                 kind = str(tensor.dtype).removeprefix("torch.")

@@ -39,8 +39,13 @@ class PreferenceLoss:
         beta: strength of the tie to the reference; a larger value keeps the model closer.
     """
 
-    metrics = tuple(
-        "rewards/chosen rewards/rejected rewards/accuracies rewards/margins logps/chosen logps/rejected".split()
+    metrics = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
     )
     mean_over = "documents"
 

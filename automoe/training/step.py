@@ -351,8 +351,10 @@ def _validation_sums(
         for name, value in zip(reported, more, strict=True):
             kind, _, depth = name.partition(".")
             of_depth = kind in MTP_METRICS
-            assert counts.mtp is not None
-            number = int(counts.mtp[int(depth) - 1, 0]) if of_depth else count
+            number = count
+            if of_depth:
+                assert counts.mtp is not None
+                number = int(counts.mtp[int(depth) - 1, 0])
             added[f"val_{name}"] = value * number
             labels[f"val_{name}"] = labels.get(f"val_{name}", 0) + number
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}

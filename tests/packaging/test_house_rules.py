@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.version import Version
 from sources import CORE, MODULES, ROOT, tree_of
 
 # Modules that may name private parts of torch. They import nothing of the package, so that every room can use them.
@@ -416,72 +411,6 @@ def test_calls_that_are_replaced_are_found() -> None:
     assert assigned_later(tree, called_names([tree])) == ["a.attend", "a.part.run", "setattr(norm, name, wrapped)"]
 
 
-def pins(file: str) -> dict[str, str]:
-    lines = (ROOT / file).read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
-
-
-def declared(*extras: str) -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
-    return [Requirement(line) for line in lines]
-
-
-def test_pinned_versions_satisfy_the_declared_ranges() -> None:
-    pinned = pins("constraints-cpu.txt")
-    for requirement in declared("dev"):
-        assert requirement.specifier.contains(pinned[requirement.name]), (
-            f"{requirement} against {pinned[requirement.name]}"
-        )
-
-
-def test_the_floor_is_the_oldest_version_of_every_declared_range() -> None:
-    """As far as the range says: the first release of ``>=5.10`` is 5.10.1."""
-    floor = pins("constraints-floor.txt")
-    assert floor.keys() == {requirement.name for requirement in declared()}
-    for requirement in declared():
-        [bound] = [Version(part.version).release for part in requirement.specifier if part.operator == ">="]
-        assert Version(floor[requirement.name]).release[: len(bound)] == bound, requirement
-
-
-def third_party_imports(folder: str) -> set[str]:
-    """Distributions that the sources of a folder import anywhere, functions included."""
-    own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"automoe", "recipes", "tests", "benchmarks"}
-    modules: set[str] = set()
-    for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                modules.add(node.module.split(".")[0])
-    distributions = packages_distributions()
-    modules -= own | set(sys.stdlib_module_names)
-    distributions["google"] = ["protobuf"]  # of the many that share this namespace
-    return {distributions.get(module, [module])[0].lower() for module in modules}
-
-
-def test_what_is_imported_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed, extras = project["dependencies"], project["optional-dependencies"]
-    names = {group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()}
-    assert third_party_imports("automoe") <= names[""] | names["gpu"] | names["eval"] | names["mlflow"] | names[
-        "wandb"
-    ] | {"protobuf", "verl", "tensordict"}
-    lines = (ROOT / "benchmarks" / "requirements-peers.txt").read_text().splitlines()
-    peers = {Requirement(line).name for line in lines if not line.startswith("#")}
-    peers |= {name.replace("-", "_") for name in peers}  # where they are not installed only modules' names are known
-    in_other_environments = {"mlx", "mlx_lm", "verl", "tensordict"}  # make test-mlx and make test-verl make them
-    assert third_party_imports("tests") <= names[""] | names["dev"] | in_other_environments
-    assert third_party_imports("benchmarks") <= names[""] | names["dev"] | peers
-
-
-def test_the_readme_names_targets_that_exist_and_ci_runs_its_test_command() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.M))
-    assert {"train", "test"} <= named <= targets
-    assert "\nmake test\n" in (ROOT / ".ci/run").read_text()
-
-
 def test_links_between_documents_lead_somewhere() -> None:
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     broken = []
@@ -490,50 +419,3 @@ def test_links_between_documents_lead_somewhere() -> None:
             if not (document.parent / target).exists():
                 broken.append(f"{document.relative_to(ROOT)}: {target}")
     assert broken == []
-
-
-FILLERS = {"one", "found", "own", "kept", "what", "given"}
-
-
-def filler_names(tree: ast.AST) -> list[str]:
-    """Variables, parameters and functions that are named by a word which says nothing of what they hold; fields of
-    classes are left out."""
-    fields = {id(node.target) for cls in ast.walk(tree) if isinstance(cls, ast.ClassDef) for node in cls.body
-              if isinstance(node, ast.AnnAssign)}  # fmt: skip
-    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    names = [(node.lineno, node.id) for node in stored if id(node) not in fields]
-    names += [(node.lineno, node.arg) for node in ast.walk(tree) if isinstance(node, ast.arg)]
-    return [f"{line}: {name}" for line, name in sorted(names) if name in FILLERS]
-
-
-def test_variables_are_named_after_what_they_hold() -> None:
-    found = {str(path.relative_to(ROOT)): filler_names(tree_of(path)) for path in MODULES.values()}
-    found.pop("automoe/comm/tokens.py")  # ``MicroBatch.given``, which losses of plugins read
-    assert {path: names for path, names in found.items() if names} == {}
-    assert filler_names(ast.parse("def f(what):\n    for one in what:\n        kept = one.found")) == [
-        "1: what", "2: one", "3: kept",
-    ]  # fmt: skip
-
-
-def documented_arguments(tree: ast.AST) -> Iterator[str]:
-    """Names under ``Args`` of a docstring that the function, or the class's constructor, does not take."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            continue
-        args = re.search(r"^Args:\n((?:    .*\n?|\n)*)", ast.get_docstring(node) or "", re.M)
-        made = [node, *(n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name == "__init__")]
-        function = next((n for n in made if isinstance(n, ast.FunctionDef)), None)
-        if args is None or function is None:
-            continue
-        taken = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
-        named = (
-            ", ".join(re.findall(r"^    ((?:\*{0,2}\w+, )*\*{0,2}\w+):", args[1], re.M)).replace("*", "").split(", ")
-        )
-        yield from (f"{node.name}: {name}" for name in named if name and name not in taken)
-
-
-def test_documented_arguments_exist() -> None:
-    found = {str(path.relative_to(ROOT)): [*documented_arguments(tree_of(path))] for path in MODULES.values()}
-    assert {path: names for path, names in found.items() if names} == {}
-    wrong = ast.parse('def f(x):\n    """Do.\n\n    Args:\n        x: there.\n        y: not there.\n    """')
-    assert [*documented_arguments(wrong)] == ["f: y"]
