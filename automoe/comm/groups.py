@@ -59,9 +59,8 @@ def open_groups(exchanges_heads: bool = False) -> Opened:
     for group in process_groups():
         # such as "cpu:gloo,cuda:nccl"; a world of gloo alone also has "cuda:gloo"
         backends = dist.get_backend_config(group)
-        for device in [
-            device for device in ("cpu", "cuda") if f"{device}:{_BACKENDS[device]}" in backends
-        ]:
+        devices = [name for name in ("cpu", "cuda") if f"{name}:{_BACKENDS[name]}" in backends]
+        for device in devices:
             if cuda and device == "cpu" and group.group_desc == _FLATTENED:
                 continue
             ones = torch.ones(group.size(), device=device)  # on CUDA: the current device
