@@ -10,7 +10,7 @@ from math import sqrt
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
@@ -41,7 +41,7 @@ class Lora(Adapter):
         self.A = nn.Parameter(torch.empty(lora.rank, in_features))
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
-    def forward(self, x_BSI: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(self, x_BSI: Tensor, rows: Rows) -> Tensor:
         """Return the adapter's term of the output [B, S, O], or of its features ``rows``."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
@@ -60,7 +60,7 @@ class LoRALinear(Linear):
         self.lora = lora
         self.added: dict[str, Added] = {}
 
-    def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.rows)
 
 
@@ -169,9 +169,7 @@ def merge_adapters(part: CausalLM) -> None:
         local_shard(b).zero_()
 
 
-def adapted_weights(
-    part: CausalLM,
-) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, torch.Tensor]]:
+def adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:
     """Yield path of the module, module, parameter name, A and B of each weight with an adapter."""
     for path, module in part.named_modules():
         adapter = getattr(module, "lora", None)
@@ -184,7 +182,7 @@ def adapted_weights(
 
 
 @torch.no_grad()
-def added_product(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> Added:
+def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
     """Return what of an adapter is added to this rank's shard of ``weight`` [..., O, I]. Collective.
 
     Returns:
@@ -207,7 +205,7 @@ def added_product(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
     return mine_a, mine_b, scale
 
 
-def add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+def add_product(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add scale B [..., O, r] A [..., r, I] to ``into`` [..., O, I].
 
     Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner

@@ -8,7 +8,7 @@ rows, S positions of this rank, E experts, K top-k.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
@@ -23,24 +23,22 @@ class _AttachLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
         ctx.loss_like = (loss.dtype, loss.device)
         return x.clone()  # a view would lose the hooks that FSDP sets on outputs
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         dtype, device = ctx.loss_like
         return grad, torch.ones((), dtype=dtype, device=device)
 
 
-def attach_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return ``x``, whose backward pass also runs that of ``loss``, with gradient 1."""
     return _AttachLoss.apply(x, loss)
 
 
-def count_choices(
-    topk_ids_BSK: torch.Tensor, valid_BS: torch.Tensor, num_experts: int
-) -> torch.Tensor:
+def count_choices(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
     """Return how often each row chose each expert, without padding: [B, E] float64."""
     ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
     counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)
@@ -48,12 +46,12 @@ def count_choices(
 
 
 def sequence_balance_loss(
-    shares_BSE: torch.Tensor,
-    counts_BE: torch.Tensor,
+    shares_BSE: Tensor,
+    counts_BE: Tensor,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
     top_k: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the per-row balance loss, rows weighted by their tokens.
 
     The formula is E * sum_e f_e P_e (DeepSeek-V3, arXiv 2412.19437, eq. 17-20). f_e is counts /
@@ -76,9 +74,7 @@ def sequence_balance_loss(
     return _balance_loss(fractions_BE, shares_BSE, tokens)
 
 
-def lagged_balance_loss(
-    shares_BSE: torch.Tensor, fractions_E: torch.Tensor, tokens: Tokens
-) -> torch.Tensor:
+def lagged_balance_loss(shares_BSE: Tensor, fractions_E: Tensor, tokens: Tokens) -> Tensor:
     """Return the balance loss over the whole batch, with the fractions f of the previous step.
 
     The fractions of the current batch are known only after its last micro-batch. Those of the
@@ -96,11 +92,8 @@ def lagged_balance_loss(
 
 
 def micro_batch_balance_loss(
-    shares_BSE: torch.Tensor,
-    counts_BE: torch.Tensor,
-    tokens: Tokens,
-    pg_collection: ProcessGroupCollection,
-) -> torch.Tensor:
+    shares_BSE: Tensor, counts_BE: Tensor, tokens: Tokens, pg_collection: ProcessGroupCollection
+) -> Tensor:
     """Return the classical balance loss (arXiv 2101.03961, eq. 4-6) over one micro-batch.
 
     The micro-batch consists of the rows that all data-parallel ranks process at the same time. f
@@ -115,16 +108,14 @@ def micro_batch_balance_loss(
     return _balance_loss(fractions_E, shares_BSE, tokens)
 
 
-def _balance_loss(
-    fractions: torch.Tensor, shares_BSE: torch.Tensor, tokens: Tokens
-) -> torch.Tensor:
+def _balance_loss(fractions: Tensor, shares_BSE: Tensor, tokens: Tokens) -> Tensor:
     """Return E * sum f P over the batch's tokens, for fractions of the batch [E] or its rows [B, E]."""
     sums = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
     total = (fractions * sums).sum()
     return fractions.shape[-1] * total / tokens.num_tokens.to(sums.dtype)
 
 
-def z_loss(logits_BSE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+def z_loss(logits_BSE: Tensor, tokens: Tokens) -> Tensor:
     """Return this rank's share of the router z-loss (arXiv 2202.08906, eq. 5), a scalar.
 
     The loss is the mean squared logsumexp of the logits over the global batch's tokens.
@@ -146,7 +137,7 @@ class LoadCounter(nn.Module):
     choices, of repeated choices of an engine, and of those that the router would not make.
     """
 
-    totals: torch.Tensor
+    totals: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -166,11 +157,11 @@ class LoadCounter(nn.Module):
     @torch.no_grad()
     def add(
         self,
-        chosen_BE: torch.Tensor,
-        plain_BE: torch.Tensor,
-        losses: list[torch.Tensor],
-        dropped_BSK: torch.Tensor | None = None,
-        replayed: torch.Tensor | None = None,
+        chosen_BE: Tensor,
+        plain_BE: Tensor,
+        losses: list[Tensor],
+        dropped_BSK: Tensor | None = None,
+        replayed: Tensor | None = None,
     ) -> None:
         """Add one micro-batch to the counters, if the pass counts.
 
@@ -193,7 +184,7 @@ class LoadCounter(nn.Module):
 
 
 @torch.no_grad()
-def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:
+def update_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     """Update the expert bias in place: b += rate * sign(mean - count) (arXiv 2408.15664, alg. 1).
 
     Args:

@@ -22,6 +22,7 @@ from fractions import Fraction
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
@@ -42,9 +43,7 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
 
-def rank_within_expert(
-    topk_ids_GN: torch.Tensor, num_experts: int, priority_GN: torch.Tensor | None
-) -> torch.Tensor:
+def rank_within_expert(topk_ids_GN: Tensor, num_experts: int, priority_GN: Tensor | None) -> Tensor:
     """Return the place of each choice in the queue of its expert, 0 for the first: [G, N] int64.
 
     Args:
@@ -80,9 +79,7 @@ def rows_per_expert(
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
-def whole_rows(
-    x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection
-) -> torch.Tensor:
+def whole_rows(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
     """Gather x [B, S, ...], at the positions ``index`` of its rows, into whole rows [B, W, ...].
 
     Each rank writes its part into zeros, and an all-reduce sums the parts. The sum is exact and
@@ -99,13 +96,13 @@ def whole_rows(
 
 @torch.no_grad()
 def choose_kept(
-    topk_ids_BSK: torch.Tensor,
-    weights_BSK: torch.Tensor,
+    topk_ids_BSK: Tensor,
+    weights_BSK: Tensor,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
     num_experts: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync."""
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
@@ -134,13 +131,13 @@ def choose_kept(
 
 def dispatch_padded(
     dispatcher: Dispatcher,
-    x_TH: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    weights_TK: Tensor,
     experts: Experts,
     num_experts: int,
     capacity: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Dispatch with exactly ``capacity`` rows per expert, and return the result of ``dispatcher``.
 
     No expert may have more than ``capacity`` choices; a choice with the id E is dropped. Each slot

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import global_offset, local_shard
@@ -36,7 +37,7 @@ _EPS = 1e-7
 _RMS = 0.2
 
 
-def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Return the matrices [..., m, n] with all singular values moved to about one.
 
     Each is divided by its Frobenius norm, then X <- aX + (bA + cA^2)X with A = XX^T, five times.
@@ -235,7 +236,7 @@ class Muon(torch.optim.AdamW):
             values.mul_(1 - group["lr"] * group["weight_decay"])
             values.add_(update, alpha=-group["lr"] * _RMS * max(m, n) ** 0.5)
 
-    def _momentum(self, i: int) -> torch.Tensor:
+    def _momentum(self, i: int) -> Tensor:
         """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's form."""
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
@@ -256,11 +257,8 @@ class Muon(torch.optim.AdamW):
         return self._blocks[rank][matrix.parameter]
 
     def _bring(
-        self,
-        matrices: Sequence[_Matrix],
-        owned: Sequence[_Matrix],
-        mine: dict[_Matrix, torch.Tensor],
-    ) -> dict[_Matrix, torch.Tensor]:
+        self, matrices: Sequence[_Matrix], owned: Sequence[_Matrix], mine: dict[_Matrix, Tensor]
+    ) -> dict[_Matrix, Tensor]:
         """Return the whole matrices that this rank owns, from the blocks of all ranks."""
         to_send = [
             [mine[m] for m in matrices if m.owner == rank and self._rank in m.senders]
@@ -279,11 +277,8 @@ class Muon(torch.optim.AdamW):
         return whole
 
     def _take_back(
-        self,
-        matrices: Sequence[_Matrix],
-        owned: Sequence[_Matrix],
-        whole: dict[_Matrix, torch.Tensor],
-    ) -> dict[_Matrix, torch.Tensor]:
+        self, matrices: Sequence[_Matrix], owned: Sequence[_Matrix], whole: dict[_Matrix, Tensor]
+    ) -> dict[_Matrix, Tensor]:
         """Return this rank's blocks of the matrices that their owners orthogonalised."""
         to_send = [
             [whole[m][self._block(m, rank).within_matrix] for m in owned if rank in m.holders]
@@ -299,10 +294,10 @@ class Muon(torch.optim.AdamW):
 
     def _exchange(
         self,
-        to_send: Sequence[Sequence[torch.Tensor]],
+        to_send: Sequence[Sequence[Tensor]],
         to_receive: Sequence[Sequence[_Matrix]],
         shaped_as: Sequence[int],
-    ) -> list[list[torch.Tensor]]:
+    ) -> list[list[Tensor]]:
         """Send blocks to every rank; return the blocks of ``to_receive``, by rank. Collective.
 
         Args:
@@ -344,12 +339,12 @@ def _indices(block: _Block) -> list[tuple[int, ...]]:
     return list(product(*(range(start, start + size) for start, size in pairs)))
 
 
-def _orthogonalize_all(whole: dict[_Matrix, torch.Tensor]) -> dict[_Matrix, torch.Tensor]:
+def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:
     """Orthogonalise every matrix, those of one shape in one batch; empties ``whole``."""
     by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
     for matrix, values in whole.items():
         by_shape[values.shape].append(matrix)
-    done: dict[_Matrix, torch.Tensor] = {}
+    done: dict[_Matrix, Tensor] = {}
     for alike in by_shape.values():
         results = orthogonalize(torch.stack([whole.pop(matrix) for matrix in alike]))
         done |= zip(alike, results, strict=True)

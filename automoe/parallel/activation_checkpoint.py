@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from automoe.moe.recompute import recompute_contexts
@@ -31,11 +32,11 @@ class Recomputed:
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
 
-    fn: Callable[..., torch.Tensor]
+    fn: Callable[..., Tensor]
     to_end: bool = False
     saves: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = partial(self.fn, **kwargs) if kwargs else self.fn
         # No compiled part has an FSDP unit or saves results.
         if torch.compiler.is_compiling():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,7 +22,7 @@ from automoe.interop.torch_private import use_ring_attention
 from automoe.kernels.attention import AttentionFn
 
 
-def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
+def head_tail_index(seq_len: int, cp: int, rank: int) -> Tensor:
     """Return the row positions [R / cp] of cp rank ``rank``.
 
     The row is cut into 2 cp chunks, and a rank holds one chunk from the head and its mirror from
@@ -39,7 +40,7 @@ def ring_attention(mesh: DeviceMesh) -> AttentionFn:
     # the backward; nothing else in this project calls SDPA with a DTensor.
     use_ring_attention()
 
-    def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
+    def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
         """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"

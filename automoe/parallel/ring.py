@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.interop.torch_private import cpu_attention, cpu_attention_backward
@@ -39,7 +40,7 @@ def ring_masks(ranks: Communicator) -> MaskFn:
 def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
     """Return ring attention over the cp ranks ``group``: causality and documents, no sinks."""
 
-    def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
+    def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
         """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
         assert sinks is None, "a ring has no sinks"
         value_dim = v.shape[-1]
@@ -54,7 +55,7 @@ class _Ring(torch.autograd.Function):
     """Attention of q [B, N, S, D] to keys and values kv [2, B, G, S, D] of all ranks."""
 
     @staticmethod
-    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
@@ -90,7 +91,7 @@ class _Ring(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_kv.to(kv.dtype), None, None, None
 
 
-def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, its keys and values) around the ring; the next ones are received meanwhile."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in range(num_ranks - 1):
@@ -101,7 +102,7 @@ def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, t
     yield (rank + 1) % num_ranks, kv
 
 
-def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to send ``x`` to the next rank; return the buffer of the receive, and its work."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = ([0] * num_ranks for _ in range(2))
@@ -113,11 +114,7 @@ def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, d
 
 
 def _pairs(
-    docs_BR: torch.Tensor | None,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    source: int,
-    group: dist.ProcessGroup,
+    docs_BR: Tensor | None, q: Tensor, kv: Tensor, source: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[Any, ...]]:
     """Yield pairs of a chunk of this rank's queries and a chunk of rank ``source`` that they see.
 

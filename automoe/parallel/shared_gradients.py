@@ -8,7 +8,7 @@ from functools import reduce
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import local_shard
@@ -45,7 +45,7 @@ class SharedGradients:
         self, model_parts: dict[int, CausalLM], meshes: Meshes, holders: Sequence[int]
     ) -> None:
         # by group: the parameters of which its ranks hold terms, each a list of this rank's copies
-        self._by_group: list[tuple[dist.ProcessGroup | None, list[list[torch.Tensor]]]] = []
+        self._by_group: list[tuple[dist.ProcessGroup | None, list[list[Tensor]]]] = []
         if (tp := meshes.group("tp")) is not None:
             whole = [
                 [p] for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
@@ -110,13 +110,13 @@ class SharedGradients:
                     term.copy_(total.view_as(term))
 
 
-def _added(terms: list[torch.Tensor]) -> torch.Tensor:
+def _added(terms: list[Tensor]) -> Tensor:
     # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
     wide = torch.promote_types(terms[0].dtype, torch.float32)
     return reduce(torch.add, [term.to(wide) for term in terms])
 
 
-def _whole_over_tp(parameter: torch.Tensor) -> bool:
+def _whole_over_tp(parameter: Tensor) -> bool:
     """Return True if every tp rank keeps the full parameter: no tp shard, and not an expert's.
 
     Parameters of experts are on the moe mesh.

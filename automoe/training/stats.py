@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automoe.config.schema import Config
 from automoe.errors import DataError
@@ -45,18 +46,18 @@ class StepStats:
 
     loss: float
     balance_losses: dict[str, float]
-    expert_counts: torch.Tensor
+    expert_counts: Tensor
     dropped_share: list[float]
-    device_counts: torch.Tensor
+    device_counts: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
-    replayed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
+    replayed: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
 
 
 def gather_stats(
-    loss_share: torch.Tensor,
+    loss_share: Tensor,
     model_parts: Iterable[CausalLM],
     config: Config,
-    reported: Mapping[str, torch.Tensor],
+    reported: Mapping[str, Tensor],
 ) -> StepStats:
     """Sum loss shares and every layer's counters over all ranks, and zero the counters.
 
@@ -130,7 +131,7 @@ def update_balance_state(
             router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
 
 
-def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[float]:
+def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]:
     """Return the sum of each value over all ranks, in float64."""
     sums = torch.stack(
         [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]

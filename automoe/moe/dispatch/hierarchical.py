@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from automoe.moe.dispatch.base import (
     DispatchGroup,
@@ -41,7 +42,7 @@ class HierarchicalDispatcher:
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return _send(
             self.levels, self.num_experts, x_TH, topk_ids_TK, weights_TK, experts, rows_per_expert
         )
@@ -49,7 +50,7 @@ class HierarchicalDispatcher:
 
 def _send(
     levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert
-) -> torch.Tensor:
+) -> Tensor:
     """Dispatch between the parts of the first level, then within it over the other ``levels``;
     ids outside 0 ... E - 1 are dropped."""
     group, *inner = levels
