@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.config.schema import ModelConfig
-from automoe.model.attention import AttentionContext
+from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.rows import exchange_heads, exchange_positions, own_heads
@@ -170,9 +170,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(values, hidden)
         self.attend = calls.attend(gated_delta_rule)
 
-    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x_BSH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the output [B, S, H]; each document of a row starts from a state of zeros."""
-        docs_BS = context.doc_ids
+        docs_BS = setup.doc_ids
         x_BSH = self.gather(x_BSH)
         width = self.repeats * self.value_dim
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.recompute import counts
 from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
 from automoe.model.rows import gather_row
-from automoe.moe.recompute import counts
 
 if TYPE_CHECKING:
-    from automoe.model.attention import AttentionContext
+    from automoe.model.attention import AttentionSetup
 
 CHUNK = 128  # queries whose scores by every head are in memory at once
 
@@ -78,29 +78,29 @@ class Indexer(nn.Module):
     def reset_buffers(self) -> None:
         self.loss_sum.zero_()
 
-    def forward(self, x_BsH: Tensor, latent_BsL: Tensor, context: AttentionContext) -> IndexInputs:
+    def forward(self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup) -> IndexInputs:
         """Return the inputs of the scores, in at least float32, computed from detached tensors."""
         x_BsH, latent_BsL = x_BsH.detach(), latent_BsL.detach()
-        cos, sin = (self.ranks.local_shard(angle) for angle in (context.cos, context.sin))
+        cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))
         q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
         k_Bs1D = self.k_norm(self.wk(x_BsH)).unsqueeze(2)
         q_BsJD, k_Bs1D = (
-            context.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
+            setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
         )
-        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), context.keys)
+        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.keys)
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
         return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
 
     @torch.no_grad()
-    def choose(self, inputs: IndexInputs, context: AttentionContext) -> Tensor:
+    def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
         Ties are broken as torch's ``topk`` breaks them over whole rows, as in ``transformers``.
         """
         if self.warmup:
-            return context.seen
-        seen_BsR = self.ranks.local_shard(context.seen)
+            return setup.seen
+        seen_BsR = self.ranks.local_shard(setup.seen)
         chosen_BsR = torch.zeros_like(seen_BsR)
         for q, w, seen, chosen in _chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
             scores = index_scores(q, inputs.k, w)[0].masked_fill(~seen, -torch.inf)
@@ -116,7 +116,7 @@ class Indexer(nn.Module):
         q_BSND: Tensor,
         k_BRND: Tensor,
         scale: float,
-        context: AttentionContext,
+        setup: AttentionSetup,
     ) -> Tensor | None:
         """Return this rank's share of the loss, a scalar; None if the indexer does not learn.
 
@@ -132,7 +132,7 @@ class Indexer(nn.Module):
         shares_BSR = attention_shares(q_BSND, k_BRND, chosen_BSR, scale)
         target_BsR = self.ranks.reduce_scatter(shares_BSR)
         target_BsR = target_BsR / target_BsR.sum(-1, keepdim=True)
-        tokens = context.tokens
+        tokens = setup.tokens
         weight_Bs = self.ranks.local_shard(tokens.valid).to(target_BsR.dtype) / tokens.num_tokens
         chosen_BsR = self.ranks.local_shard(chosen_BSR)
         loss = _Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)

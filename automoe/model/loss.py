@@ -21,7 +21,7 @@ from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.errors import import_backend
 
-NO_TOKEN = -1  # marks a next token whose logits are NaN
+NAN_TOKEN = -1  # marks a next token whose logits are NaN
 # A function with the signature of ``chunk_loss``.
 ChunkLoss = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -361,7 +361,7 @@ def greedy_tokens(
 ) -> Tensor:
     """Return the likeliest next token of each position: [N].
 
-    Of equally likely tokens the first is returned, and ``NO_TOKEN`` for NaN. Arguments are those of
+    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN. Arguments are those of
     ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
@@ -373,7 +373,7 @@ def greedy_tokens(
     last = torch.iinfo(torch.int64).max
     first_N1 = torch.where(best_N1 == vocab.all_reduce_max(best_N1), place_N1 + first_id, last)
     tokens_N1 = -vocab.all_reduce_max(-first_N1)
-    return tokens_N1.masked_fill(is_nan_N1, NO_TOKEN).squeeze(1)
+    return tokens_N1.masked_fill(is_nan_N1, NAN_TOKEN).squeeze(1)
 
 
 @dataclass(frozen=True)

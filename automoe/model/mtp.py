@@ -14,13 +14,13 @@ from torch import Tensor
 
 from automoe.comm.tokens import IGNORE, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.model.attention import AttentionContext
+from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
 from automoe.model.linear import Linear
 
 MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # followed by ".k" for depth k
-NO_TOKEN = -1  # in shifted tokens: the document has ended
+ENDED = -1  # in shifted tokens: the document has ended
 
 
 class MTPBlock(Block):
@@ -41,7 +41,7 @@ class MTPBlock(Block):
         self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
 
     def run(  # type: ignore[override]
-        self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens, embedded_BsH: Tensor
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, embedded_BsH: Tensor
     ) -> Tensor:
         """Return the head's input [B, s, H] at this depth; x is its input at the previous depth.
 
@@ -50,7 +50,7 @@ class MTPBlock(Block):
             embedded_BsH: embeddings of the tokens that this depth is given.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
-        x_BsH = super().run(self.eh_proj(joined), context, tokens)
+        x_BsH = super().run(self.eh_proj(joined), setup, tokens)
         return self.shared_head["norm"](x_BsH).clone()  # a view could lose FSDP's hooks
 
 
@@ -60,7 +60,7 @@ def shift_rows(
     """Return the tokens that every depth is given, and its labels: [B, S, D] each.
 
     Depth k is given the token k places later and has the label of that place if the place belongs
-    to the same document; else ``NO_TOKEN`` and ``IGNORE``.
+    to the same document; else ``ENDED`` and ``IGNORE``.
 
     Args:
         tokens_BS, labels_BS: whole rows.
@@ -72,6 +72,6 @@ def shift_rows(
     same = (doc_ids_BS[:, later] == doc_ids_BS.unsqueeze(2)) & (doc_ids_BS >= 0).unsqueeze(2)
     same &= place < size
     return (
-        torch.where(same, tokens_BS[:, later], NO_TOKEN),
+        torch.where(same, tokens_BS[:, later], ENDED),
         torch.where(same, labels_BS[:, later], IGNORE),
     )

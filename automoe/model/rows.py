@@ -1,7 +1,7 @@
 """Whole rows from ranks that hold parts of them, by all-gather or by all-to-all (Ulysses).
 
 Each of P ranks holds two of a row's 2 P chunks, one from its head and the mirror chunk from its
-tail (``automoe.parallel.context.head_tail_index``). Letters: B rows, S positions of this rank, R =
+tail (``head_tail_index``). Letters: B rows, S positions of this rank, R =
 P S positions of the whole row, N heads, n = N / P heads of this rank, D any width.
 """
 
@@ -15,6 +15,18 @@ from torch import Tensor
 
 from automoe.comm.process_groups import Communicator
 from automoe.comm.tokens import Tokens
+
+
+def head_tail_index(seq_len: int, cp: int, rank: int) -> Tensor:
+    """Return the row positions [R / cp] of cp rank ``rank``.
+
+    The row is cut into 2 cp chunks, and a rank holds one chunk from the head and its mirror from
+    the tail: under causal attention every rank then has the same number of (query, key) pairs.
+    """
+    chunk = seq_len // (2 * cp)
+    head = torch.arange(rank * chunk, (rank + 1) * chunk)
+    tail = torch.arange((2 * cp - 1 - rank) * chunk, (2 * cp - rank) * chunk)
+    return torch.cat((head, tail))
 
 
 def gather_row(x_BS: Tensor, ranks: Communicator) -> Tensor:

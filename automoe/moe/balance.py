@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.recompute import counts
 from automoe.comm.tokens import Tokens
-from automoe.moe.recompute import counts
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -38,7 +38,7 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     return _AttachLoss.apply(x, loss)
 
 
-def count_choices(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
+def choices_by_row(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
     """Return how often each row chose each expert, without padding: [B, E] float64."""
     ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
     counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)

@@ -79,7 +79,7 @@ def rows_per_expert(
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
-def whole_rows(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
+def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
     """Gather x [B, S, ...], at the positions ``index`` of its rows, into whole rows [B, W, ...].
 
     Each rank writes its part into zeros, and an all-reduce sums the parts. The sum is exact and
@@ -114,7 +114,9 @@ def choose_kept(
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
         both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
-        ids_GN, weights_GN = whole_rows(both, tokens.index, pg_collection).flatten(1, 2).unbind(-1)
+        ids_GN, weights_GN = (
+            join_row_parts(both, tokens.index, pg_collection).flatten(1, 2).unbind(-1)
+        )
         ids_GN = ids_GN.to(torch.int64)
         row_size = num_tokens = size * pg_collection.ranks_per_row
     priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None

@@ -18,22 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.calls import Wrap, as_it_is
 from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.recompute import counts, is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
-    count_choices,
+    choices_by_row,
     lagged_balance_loss,
     micro_batch_balance_loss,
     sequence_balance_loss,
     z_loss,
 )
-from automoe.moe.calls import Wrap, as_it_is
 from automoe.moe.capacity import choose_kept
-from automoe.moe.recompute import counts, is_recomputing, save_for_recompute
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -222,10 +222,10 @@ class BalancedRouter(nn.Module):
         self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
-        chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
+        chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
         same = topk_ids_BSK is plain_ids_BSK
         plain_BE = (
-            chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
+            chosen_BE if same else choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
         )
         moe = self.moe
         shares_BSE = scores.shares()
