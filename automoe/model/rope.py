@@ -39,7 +39,14 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
     if config.scaling == "none":
         return 1.0 / base, 1.0
     if config.scaling == "llama3":
-        return _llama3_frequencies(config, 1.0 / base), 1.0
+        # Dims that turn less than ``low_freq_factor`` times over the original context are stretched
+        # by ``factor``, those that turn more than ``high_freq_factor`` times stay, and dims between
+        # are mixed linearly.
+        inverse = 1.0 / base
+        turns = config.original_seq_len * inverse / (2 * math.pi)
+        low, high = config.low_freq_factor, config.high_freq_factor
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - share) * inverse / config.factor + share * inverse, 1.0
 
     def dim_with_rotations(rotations: float) -> float:
         return (
@@ -71,20 +78,6 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
     return inverse, scale
 
 
-def _llama3_frequencies(config: RopeConfig, inverse: Tensor) -> Tensor:
-    """Scale inverse frequencies as Llama 3.1.
-
-    Dims that turn less than ``low_freq_factor`` times over the original context are stretched by
-    ``factor``, dims that turn more than ``high_freq_factor`` times stay, and dims between are mixed
-    linearly.
-    """
-    turns = config.original_seq_len * inverse / (2 * math.pi)
-    low = config.low_freq_factor
-    high = config.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - share) * inverse / config.factor + share * inverse
-
-
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
     """Return 1/sqrt(d), times the squared temperature of DeepSeek's mscale_all_dim if it is set."""
     scale = qk_head_dim**-0.5
@@ -99,9 +92,8 @@ def rotary_cos_sin(
     """Return cos and sin, [B, S, 1, P] each; ``dim`` is R."""
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
-    return (angles_BSP.cos() * scale).to(dtype)[:, :, None], (angles_BSP.sin() * scale).to(dtype)[
-        :, :, None
-    ]
+    cos, sin = ((x * scale).to(dtype)[:, :, None] for x in (angles_BSP.cos(), angles_BSP.sin()))
+    return cos, sin
 
 
 class _Rotation(torch.autograd.Function):
@@ -121,14 +113,8 @@ class _Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return (
-            ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_x = ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True)
+        return grad_x, *(None,) * 5
 
 
 def turn_dims(

@@ -46,11 +46,7 @@ def choices_by_row(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> 
 
 
 def sequence_balance_loss(
-    shares_BSE: Tensor,
-    counts_BE: Tensor,
-    tokens: Tokens,
-    pg_collection: ProcessGroupCollection,
-    top_k: int,
+    shares_BSE: Tensor, counts_BE: Tensor, tokens: Tokens, pg_collection: ProcessGroupCollection
 ) -> Tensor:
     """Return the per-row balance loss, rows weighted by their tokens.
 
@@ -62,14 +58,12 @@ def sequence_balance_loss(
         counts_BE: choices on this rank, without padding.
         tokens: the micro-batch's per-token tensors.
         pg_collection: process groups of the ranks that share rows.
-        top_k: experts per token.
 
     Returns:
         Scalar: this rank's share of the mean over the global batch, before the coefficient.
     """
     row_counts_BE = pg_collection.sum_over_row(counts_BE).to(shares_BSE.dtype)
-    row_tokens_B1 = row_counts_BE.sum(-1, keepdim=True) / top_k
-    fractions_BE = row_counts_BE / (row_tokens_B1 * top_k).clamp_min(1)
+    fractions_BE = row_counts_BE / row_counts_BE.sum(-1, keepdim=True).clamp_min(1)
     # P_e divides by N and the row's weight is N / num_tokens, so N cancels.
     return _balance_loss(fractions_BE, shares_BSE, tokens)
 

@@ -233,9 +233,7 @@ class BalancedRouter(nn.Module):
         terms = (
             (
                 moe.seq_balance_coef,
-                lambda: sequence_balance_loss(
-                    shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k
-                ),
+                lambda: sequence_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
             ),
             (
                 moe.global_balance_coef,

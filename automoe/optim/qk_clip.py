@@ -106,20 +106,17 @@ def take_largest_logits(
         for module in modules
         if isinstance(getattr(module, "attend", None), WatchedAttention)
     ]
-    rows = [_of_all_heads(module) for module in watched]
+    rows = []
+    for module in watched:
+        largest, module.attend.largest = module.attend.largest, None
+        first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
+        row = largest.new_full((module.num_heads,), -math.inf)
+        row[first : first + len(largest)] = largest
+        rows.append(row)
     by_head = torch.stack(rows) if rows else torch.zeros(0, 0, device=device)
     if ranks is not None and rows:
         dist.all_reduce(by_head, op=dist.ReduceOp.MAX, group=ranks)
     return LargestLogits(watched, by_head)
-
-
-def _of_all_heads(module: Any) -> Tensor:
-    largest = module.attend.largest
-    module.attend.largest = None
-    first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
-    row = largest.new_full((module.num_heads,), -math.inf)
-    row[first : first + len(largest)] = largest
-    return row
 
 
 @torch.no_grad()

@@ -172,8 +172,7 @@ class RowExchange:
 
     Attributes:
         source_B: row of x in each sent line; T for a line of words.
-        row_R: the line of each row received.
-        out_splits, in_splits: lines sent to and received from each rank.
+        out, into: layouts of the lines sent and received.
     """
 
     def __init__(
@@ -201,9 +200,6 @@ class RowExchange:
         )
         self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
         self.source_B[self.out.row_M] = token_idx_M
-        self.out_splits = self.out.splits
-        self.in_splits = self.into.splits
-        self.row_R = self.into.row_M
         self._given = (x_TH, words_MC) if group.in_8_bits else ()
         if group.in_8_bits:
             rows_TW = encode_rows(x_TH)
@@ -212,7 +208,7 @@ class RowExchange:
             lines = _packed(rows_TW, words_MC.detach(), self.source_B, places)
         else:
             lines = _Pack.apply(x_TH, words_MC, self.source_B, self.out.word_MC)
-        self._lines = group.all_to_all(lines, self.in_splits, self.out_splits)
+        self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the lines [B, H] and the words [R, C] that have arrived. Call it once."""
@@ -229,8 +225,9 @@ def run_received(exchange: RowExchange, counts_PE: Tensor, experts: Experts) -> 
 
     ``regroup_by_expert`` describes ``counts_PE``.
     """
-    by_expert_R, back_R = regroup_by_expert(counts_PE, exchange.row_R.shape[0])
-    gather_idx_R = exchange.row_R[by_expert_R]
+    line_R = exchange.into.row_M
+    by_expert_R, back_R = regroup_by_expert(counts_PE, len(line_R))
+    gather_idx_R = line_R[by_expert_R]
     lines_BH, words_R1 = exchange.wait()
     probs_R = words_R1.squeeze(1)[by_expert_R]
     out_RH = experts(lines_BH, gather_idx_R, group_ends(counts_PE.sum(0)), probs_R)
