@@ -31,14 +31,14 @@ class _ExchangeParts(torch.autograd.Function):
     """All-to-all of x_P [P, ...]: part r goes to rank r; part r of the result is from rank r."""
 
     @staticmethod
-    def forward(ctx, x_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x_P, group: dist.ProcessGroup):
         ctx.group = group
         out_P = torch.empty_like(x_P, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out_P, x_P.contiguous(), group=group)
         return out_P
 
     @staticmethod
-    def backward(ctx, grad_P: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad_P):
         return _ExchangeParts.apply(grad_P, ctx.group), None
 
 
@@ -92,11 +92,11 @@ class GlooReduceScatter:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: AsyncTensor) -> Tensor:
+    def forward(ctx, x: AsyncTensor):
         return x.trigger_wait()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad
 
 
@@ -110,12 +110,12 @@ def wait_tensor(x: Any) -> Any:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, communicator: Communicator) -> Tensor:
+    def forward(ctx, x, communicator: Communicator):
         ctx.communicator = communicator
         return communicator.all_reduce(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad):
         return ctx.communicator.all_reduce(grad), None
 
 

@@ -35,13 +35,13 @@ def sum_in_order(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_NH: Tensor, index_M: Tensor) -> Tensor:
+    def forward(ctx, x_NH, index_M):
         ctx.save_for_backward(index_M)
         ctx.num_rows = x_NH.shape[0]
         return x_NH.index_select(0, index_M)
 
     @staticmethod
-    def backward(ctx, grad_MH: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad_MH):
         return sum_rows(grad_MH, *ctx.saved_tensors, ctx.num_rows), None
 
 

@@ -176,7 +176,7 @@ class _Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BsJD, k_BRD, w_BsJ, target_BsR, chosen_BsR, weight_Bs) -> Tensor:
+    def forward(ctx, q_BsJD, k_BRD, w_BsJ, target_BsR, chosen_BsR, weight_Bs):
         total = weight_Bs.new_zeros(())
         grads_q, grads_w = [], []
         grad_k = torch.zeros_like(k_BRD)
@@ -197,5 +197,5 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         return *(grad * saved for saved in ctx.saved_tensors), None, None, None

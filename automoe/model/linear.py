@@ -66,14 +66,14 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ids_BS: Tensor, weight_VH: Tensor) -> Tensor:
+    def forward(ctx, ids_BS, weight_VH):
         ctx.save_for_backward(ids_BS)
         ctx.shape = weight_VH.shape
         return F.embedding(ids_BS, weight_VH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BSH: Tensor):
+    def backward(ctx, grad_BSH):
         (ids_BS,) = ctx.saved_tensors
         wide = torch.promote_types(grad_BSH.dtype, torch.float32)
         grad_VH = grad_BSH.new_zeros(ctx.shape, dtype=wide)

@@ -141,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab: Communicator,
         chunk_fn: ChunkLoss,
         hits,
-    ) -> Tensor:
+    ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=wide, device=x_TH.device)
@@ -163,7 +163,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_total: Tensor):
+    def backward(ctx, grad_total):
         scaled = (
             None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
         )
@@ -246,7 +246,7 @@ class _TokenScores(torch.autograd.Function):
         return loss_T, entropy_T if wants_entropy else None, scored_TK
 
     @staticmethod
-    def backward(ctx, grad_T: Tensor, grad_entropy_T, grad_scored_TK):
+    def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x_TH = torch.empty_like(x_TH) if needs_x else None

@@ -27,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x_TD, weight_D, eps: float):
         out_TD = torch.empty_like(x_TD)
         scales_T1 = weight_D.new_empty(x_TD.shape[0], 1)
         for block in row_blocks(*x_TD.shape, x_TD.device):
@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_TD: Tensor):
+    def backward(ctx, grad_TD):
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         grad_x_TD = torch.empty_like(x_TD)
         grad_weight_D = torch.zeros_like(weight_D)
@@ -67,7 +67,7 @@ class _TritonRMSNorm(torch.autograd.Function):
     """RMSNorm on CUDA, in kernels that read and write each number once (``kernels.norm``)."""
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x_TD, weight_D, eps: float):
         from automoe.kernels.norm import norm_rows
 
         if isinstance(x_TD, AsyncTensor):  # a kernel reads by pointer, so it must have arrived
@@ -80,7 +80,7 @@ class _TritonRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_TD: Tensor):
+    def backward(ctx, grad_TD):
         from automoe.kernels.norm import norm_grads
 
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
@@ -122,7 +122,7 @@ class _NormOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights: Tensor):
+    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights):
         xs, weights = (
             rows_and_weights[: len(rows_and_weights) // 2],
             rows_and_weights[len(rows_and_weights) // 2 :],
@@ -143,7 +143,7 @@ class _NormOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, *grads):
         count = len(grads)
         saved = ctx.saved_tensors
         xs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]

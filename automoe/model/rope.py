@@ -100,9 +100,7 @@ class _Rotation(torch.autograd.Function):
     """Autograd function of ``rotate``; its backward rotates by minus the angle, in x's layout."""
 
     @staticmethod
-    def forward(
-        ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., Tensor]
-    ) -> Tensor:
+    def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., Tensor]):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.start = start
@@ -111,7 +109,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
         grad_x = ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True)
         return grad_x, *(None,) * 5

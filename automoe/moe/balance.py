@@ -23,12 +23,12 @@ class _AttachLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx, x, loss):
         ctx.loss_like = (loss.dtype, loss.device)
         return x.clone()  # a view would lose the hooks that FSDP sets on outputs
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         dtype, device = ctx.loss_like
         return grad, torch.ones((), dtype=dtype, device=device)
 

@@ -86,9 +86,9 @@ class _GroupedExperts(torch.autograd.Function):
         up: GroupedProducts,
         down: GroupedProducts,
         sums: GradientSums | None,
-        anchor: Tensor | None,
+        anchor,
         *args,
-    ) -> Tensor:
+    ):
         ctx.activation = activation
         ctx.products = (up, down)
         ctx.sums = sums
@@ -126,7 +126,7 @@ class _GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out_RH: Tensor):
+    def backward(ctx, grad_out_RH):
         *args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]

@@ -144,9 +144,7 @@ class _AdaptedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, scale: float, activation: Activation, mm: GroupedMM, *args: Tensor | None
-    ) -> Tensor:
+    def forward(ctx, scale: float, activation: Activation, mm: GroupedMM, *args):
         ctx.scale = scale
         ctx.activation = activation
         ctx.mm = mm
@@ -176,7 +174,7 @@ class _AdaptedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out_RH: Tensor):
+    def backward(ctx, grad_out_RH):
         *args, gate_up_RJ, low_Rr = ctx.saved_tensors
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         w13_EJH, w2_EHI, _, bias2_EH = args[4:8]

@@ -153,13 +153,13 @@ class _WideProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return F.linear(x.to(weight.dtype), weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = x.flatten(0, -2).to(weight.dtype)
         grad_rows = grad.flatten(0, -2)

@@ -61,8 +61,8 @@ def global_grad_norm(
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             placed = enumerate(parameter.placements)
-            axes = [i for i, place in placed if not place.is_replicate() and mesh.size(i) > 1]
-            sharding = mesh, tuple(axes)
+            axes = [i for i, placement in placed if not placement.is_replicate()]
+            sharding = mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
         gradients = by_sharding.setdefault(sharding, [])
         if parameter.grad is not None:
             gradients.append(_local_gradient(parameter))

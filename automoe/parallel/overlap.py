@@ -148,8 +148,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+        ctx, x, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+    ):
         ctx.splits = output_splits, input_splits
         ctx.group = group
         x = x.contiguous()
@@ -161,7 +161,7 @@ class _Exchange(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         output_splits, input_splits = ctx.splits
         return _Exchange.apply(grad, input_splits, output_splits, ctx.group), None, None, None
 

@@ -86,7 +86,7 @@ class _Ring(torch.autograd.Function):
     """Attention of q [B, N, S, D] to keys and values kv [2, B, G, S, D] of all ranks."""
 
     @staticmethod
-    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)

@@ -131,12 +131,12 @@ class _SumToTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows_MH: Tensor, token_idx_M: Tensor, num_tokens: int) -> Tensor:
+    def forward(ctx, rows_MH, token_idx_M, num_tokens: int):
         ctx.save_for_backward(token_idx_M)
         return sum_rows(rows_MH, token_idx_M, num_tokens)
 
     @staticmethod
-    def backward(ctx, grad_TH: Tensor):
+    def backward(ctx, grad_TH):
         (token_idx_M,) = ctx.saved_tensors
         # An index beyond the tokens is clamped to one that can be read.
         return grad_TH.index_select(0, token_idx_M.clamp(max=grad_TH.shape[0] - 1)), None, None

@@ -98,14 +98,14 @@ class _Pack(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TH: Tensor, words_MC: Tensor, source_B: Tensor, word_MC: Tensor):
+    def forward(ctx, x_TH, words_MC, source_B, word_MC):
         ctx.save_for_backward(source_B, word_MC)
         ctx.num_tokens = x_TH.shape[0]
         ctx.dtype = words_MC.dtype
         return _packed(x_TH, words_MC, source_B, word_MC)
 
     @staticmethod
-    def backward(ctx, grad_BH: Tensor):
+    def backward(ctx, grad_BH):
         source_B, word_MC = ctx.saved_tensors
         grad_BH = grad_BH.contiguous()
         return (
@@ -120,12 +120,12 @@ class _Unpack(torch.autograd.Function):
     """Autograd function that returns received lines [B, H], and the weights that came among them."""
 
     @staticmethod
-    def forward(ctx, lines_BH: Tensor, word_RC: Tensor, dtype: torch.dtype):
+    def forward(ctx, lines_BH, word_RC, dtype: torch.dtype):
         ctx.save_for_backward(word_RC)
         return lines_BH.view_as(lines_BH), _words(lines_BH, dtype)[word_RC]
 
     @staticmethod
-    def backward(ctx, grad_BH: Tensor, grad_RC: Tensor):
+    def backward(ctx, grad_BH, grad_RC):
         (word_RC,) = ctx.saved_tensors
         # Experts read no lines of words, so these lines of the gradient are free to be overwritten.
         grad_BH = grad_BH.contiguous()
@@ -140,7 +140,7 @@ class _ArrivedIn8Bits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TH: Tensor, words_MC: Tensor, lines_BW: Tensor, exchange: RowExchange):
+    def forward(ctx, x_TH, words_MC, lines_BW, exchange: RowExchange):
         ctx.num_tokens, hidden = x_TH.shape
         ctx.dtype = words_MC.dtype
         wide = hidden * x_TH.element_size() // words_MC.element_size()
@@ -152,7 +152,7 @@ class _ArrivedIn8Bits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BH: Tensor, grad_RC: Tensor):
+    def backward(ctx, grad_BH, grad_RC):
         source_B, word_MC, word_RC = ctx.saved_tensors
         grad_BH = grad_BH.contiguous()
         _words(grad_BH, ctx.dtype)[word_RC] = grad_RC

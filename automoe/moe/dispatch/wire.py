@@ -87,13 +87,11 @@ def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx, x_TH, lines_BW, send_back: Callable[[Tensor], Tensor]):
         ctx.send_back = send_back
         return decode_rows(lines_BW, x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BH: Tensor):
+    def backward(ctx, grad_BH):
         return ctx.send_back(grad_BH), None, None
