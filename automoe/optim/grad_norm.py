@@ -57,13 +57,7 @@ def global_grad_norm(
     device = torch.device("cpu")
     for parameter in _distinct(parameters):
         device = parameter.device
-        sharding: _Sharding = None, ()
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            placed = enumerate(parameter.placements)
-            axes = [i for i, placement in placed if not placement.is_replicate()]
-            sharding = mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
-        gradients = by_sharding.setdefault(sharding, [])
+        gradients = by_sharding.setdefault(_sharding(parameter), [])
         if parameter.grad is not None:
             gradients.append(_local_gradient(parameter))
     wide = torch.float32 if device.type == "mps" else torch.float64
@@ -135,6 +129,14 @@ def _distinct(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
         if parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
             yield parameter
+
+
+def _sharding(parameter: Tensor) -> _Sharding:
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    mesh = parameter.device_mesh
+    axes = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

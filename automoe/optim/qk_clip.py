@@ -101,7 +101,7 @@ def take_largest_logits(
     Collective over the ranks of a pipeline stage, which hold other rows and other heads.
     """
     modules = (module for part in model_parts for module in part.modules())
-    watched = [
+    watched: list[Any] = [
         module
         for module in modules
         if isinstance(getattr(module, "attend", None), WatchedAttention)
