@@ -7,8 +7,6 @@ queries, R positions of its keys (the whole row), s positions of this rank betwe
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -154,14 +152,11 @@ class GroupedQueryAttention(nn.Module):
         self.window = window_of(attention, layer)
         self.clip = attention.clip_qkv
         self.over_heads = attention.qk_norm_over_heads
-        norms = [nn.Identity(), nn.Identity()]
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if attention.qk_norm:
-            sizes = sizes_of(config)
-            norm = partial(
-                backend.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norms
-            )
-            norms = [norm(sizes["Yq"]), norm(sizes["Yk"])]
-        self.q_norm, self.k_norm = norms
+            sizes, of_norm = sizes_of(config), (config.norm_eps, config.zero_centered_norms)
+            self.q_norm = backend.norm(sizes["Yq"], *of_norm)
+            self.k_norm = backend.norm(sizes["Yk"], *of_norm)
         self.attend = calls.attend(AttentionSetup.attend)
         self.scale = softmax_scale(config.rope, self.head_dim)
 

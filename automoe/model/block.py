@@ -6,6 +6,7 @@ hidden.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -67,16 +68,15 @@ class Block(nn.Module):
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
-        self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
+        norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
+        self.input_layernorm = norm()
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, layer, backend)
         elif config.attention.kind == "mla":
             self.self_attn = LatentAttention(config, layer, backend)
         else:
             self.self_attn = GroupedQueryAttention(config, layer, backend)
-        self.post_attention_layernorm = backend.norm(
-            hidden, config.norm_eps, config.zero_centered_norms
-        )
+        self.post_attention_layernorm = norm()
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, False, *ranks)

@@ -95,6 +95,16 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
 
 
+def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
+    """Return memory for the gradients of x and of the weight; None for those that nobody needs.
+
+    Many chunks are added to the weight's gradient, so it is wide for any dtype of the weight.
+    """
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grad_x_TH = torch.empty_like(x_TH) if needs_x else None
+    return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+
+
 def _add_gradients(
     grad_TV: Tensor,
     x_TH: Tensor,
@@ -143,13 +153,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hits,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=wide, device=x_TH.device)
-        grad_x_TH = torch.empty_like(x_TH) if needs_x else None
-        # Many chunks are added up, so the sum is kept wide for any dtype of the weight.
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+        grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, wide)
         more = () if hits is None else (hits,)
-        wanted = needs_x or needs_weight
+        wanted = any(ctx.needs_input_grad[:2])
         for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
                 x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, *more
@@ -248,11 +255,7 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x_TH = torch.empty_like(x_TH) if needs_x else None
-        grad_weight_VH = (
-            torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
-        )
+        grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
         temperature_T, _ = ctx.sampled_by
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
@@ -341,19 +344,9 @@ def token_scores(
             normalised; a token with -1 alone has all ids.
         scored_ids_TK: further ids whose log-probabilities are wanted.
     """
-    return TokenScores(
-        *_TokenScores.apply(
-            x_TH,
-            weight_VH,
-            labels_T,
-            first_id,
-            vocab,
-            temperature_T,
-            candidates_TN,
-            scored_ids_TK,
-            wants_entropy,
-        )
-    )
+    head = x_TH, weight_VH, labels_T, first_id, vocab
+    sampler = temperature_T, candidates_TN, scored_ids_TK
+    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy))
 
 
 def greedy_tokens(

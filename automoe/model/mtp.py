@@ -9,6 +9,8 @@ Letters: B rows, S positions, s positions of this rank between two blocks, H hid
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -34,11 +36,10 @@ class MTPBlock(Block):
     ) -> None:
         super().__init__(config, moe, layer, backend)
         hidden = config.hidden_size
-        of_norm = hidden, config.norm_eps, config.zero_centered_norms
-        self.enorm = backend.norm(*of_norm)
-        self.hnorm = backend.norm(*of_norm)
+        norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = Linear(2 * hidden, hidden)
-        self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
+        self.shared_head = torch.nn.ModuleDict({"norm": norm()})
 
     def run(  # type: ignore[override]
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, embedded_BsH: Tensor

@@ -123,10 +123,8 @@ class _NormOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights):
-        xs, weights = (
-            rows_and_weights[: len(rows_and_weights) // 2],
-            rows_and_weights[len(rows_and_weights) // 2 :],
-        )
+        count = len(rows_and_weights) // 2
+        xs, weights = rows_and_weights[:count], rows_and_weights[count:]
         wide = weights[0].dtype
         squares = [x.to(wide).square().sum(-1, keepdim=True) for x in xs]
         totals = ranks.all_reduce(torch.cat(squares, dim=-1)).split(1, dim=-1)

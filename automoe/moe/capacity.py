@@ -106,29 +106,28 @@ def choose_kept(
     """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync."""
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
-    if moe.drop_scope == "rank":
+    of_rank = moe.drop_scope == "rank"
+    if of_rank:
         # Choices queue by position, then by row.
         ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
-        row_size = size
         num_tokens = num_rows * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
         both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
-        ids_GN, weights_GN = (
-            join_row_parts(both, tokens.index, pg_collection).flatten(1, 2).unbind(-1)
-        )
+        joined = join_row_parts(both, tokens.index, pg_collection)
+        ids_GN, weights_GN = joined.flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
-        row_size = num_tokens = size * pg_collection.ranks_per_row
+        num_tokens = size * pg_collection.ranks_per_row
     priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
-    if moe.drop_scope == "rank":
-        fits_BWK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
+    if of_rank:
+        fits_BSK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
     else:
-        fits_BWK = fits_GN.view(num_rows, row_size, top_k)
-    if row_size > size:
-        fits_BWK = fits_BWK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
-    return fits_BWK & (ids_BSK < num_experts)
+        fits_BSK = fits_GN.view(num_rows, num_tokens, top_k)
+        if num_tokens > size:  # only the positions of this rank
+            fits_BSK = fits_BSK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
+    return fits_BSK & (ids_BSK < num_experts)
 
 
 def dispatch_padded(

@@ -87,6 +87,8 @@ class ExpertLora(Adapter):
         product: function that multiplies rows by their experts' matrices.
     """
 
+    NAMES = ("A13", "B13", "A2", "B2")
+
     def __init__(
         self,
         name: str,
@@ -97,7 +99,7 @@ class ExpertLora(Adapter):
     ) -> None:
         super().__init__(name, lora, seed)
         self.product = product
-        for each in ("A13", "B13", "A2", "B2"):
+        for each in self.NAMES:
             self.register_parameter(
                 each, nn.Parameter(torch.empty(shapes[each])) if each in shapes else None
             )
@@ -106,9 +108,9 @@ class ExpertLora(Adapter):
         self, x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation
     ) -> Tensor:
         """Compute the experts as an ``ExpertFn``; their weights and biases get no gradient."""
-        names = ("A13", "B13", "A2", "B2")
         a13, b13, a2, b2 = (
-            None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names
+            None if getattr(self, name) is None else self.weight(name, x_TH.dtype)
+            for name in self.NAMES
         )
         adapters = a13, None if b13 is None else b13.flatten(1, 2), a2, b2
         rows = x_TH, gather_idx_R, offsets_E, probs_R

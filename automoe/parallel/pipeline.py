@@ -155,8 +155,8 @@ class PipelineRunner(StepRunner):
         """Make stages and schedule for steps of these micro-batches, their rows, and positions."""
         self._step_shape = step_shape
         num_micro_batches, rows, seq = step_shape
-        config, shape = self.config, self.meshes.shape
-        num_stages = shape.pp * config.parallel.stages_per_rank
+        config, shape, parallel = self.config, self.meshes.shape, self.config.parallel
+        num_stages = shape.pp * parallel.stages_per_rank
 
         def meta(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(
@@ -180,14 +180,13 @@ class PipelineRunner(StepRunner):
         options: dict[str, Any] = dict(
             n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
         )
-        parallel, pp = self.config.parallel, self.meshes.shape.pp
         name, merged = parallel.schedule, parallel.overlap_all_to_all
         if name in SCHEDULES and not merged:
             self.schedule = SCHEDULES[name](self.stages[0], **options)
         else:
-            order = pipeline_order(name, pp, len(self.stages), num_micro_batches, merged)
+            order = pipeline_order(name, shape.pp, len(self.stages), num_micro_batches, merged)
             self.schedule = ordered_schedule(self.stages, order, TURNS.run, **options)
-        if pp > 1 and starts_sends_one_by_one(self.schedule):
+        if shape.pp > 1 and starts_sends_one_by_one(self.schedule):
             for stage in self.stages:
                 stage.neighbours = self._neighbours(stage.stage_index)
 

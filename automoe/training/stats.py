@@ -72,12 +72,8 @@ def gather_stats(
     if model.attention.index_topk:
         modules = [module for part in model_parts for module in part.modules()]
         indexers = [module for module in modules if isinstance(module, Indexer)]
-        reported = {
-            **reported,
-            "indexer_loss": sum(
-                (indexer.loss_sum for indexer in indexers), loss_share.new_zeros(())
-            ),
-        }
+        losses = (indexer.loss_sum for indexer in indexers)
+        reported = {**reported, "indexer_loss": sum(losses, loss_share.new_zeros(()))}
         for indexer in indexers:
             indexer.reset_buffers()
     num_layers = model.num_moe_layers
@@ -172,9 +168,7 @@ def same_on_all_ranks(value: Any, subject: str) -> None:
     usual = Counter(digests).most_common(1)[0][0]  # on a tie: the first one
     differing = [rank for rank, digest in enumerate(digests) if digest != usual]
     if differing:
-        ranks = ", ".join(str(rank) for rank in differing[:16]) + (
-            ", ..." if len(differing) > 16 else ""
-        )
+        ranks = ", ".join(map(str, differing[:16])) + ", ..." * (len(differing) > 16)
         raise DataError(
             f"{subject} is not the same on all ranks: {len(differing)} of {len(digests)} differ from the others: "
             f"rank {ranks}. Give every node the same files, or a run_dir and data on a disk that all share"
