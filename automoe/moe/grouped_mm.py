@@ -28,38 +28,26 @@ class GroupedProducts:
     computes them too; the products are not collective.
     """
 
-    def scales(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> tuple[Scales, Scales]:
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
         """Return the scales of the rows and of the weight."""
         return None, None
 
-    def grad_scales(self, grad_RN: Tensor, offsets_E: Tensor) -> Scales:
+    def grad_scales(self, grad_RN, offsets_E) -> Scales:
         """Return the scales of the output's gradient."""
         return None
 
-    def output(
-        self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, x_scales: Scales, w_scales: Scales
-    ) -> Tensor:
+    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
         """Return each row times its expert's transposed weight: [R, N]."""
         return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
     def grad_input(
-        self,
-        grad_RN: Tensor,
-        w_ENK: Tensor,
-        offsets_E: Tensor,
-        grad_scales: Scales,
-        w_scales: Scales,
+        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
     ) -> Tensor:
         """Return each gradient row times its expert's weight: [R, K]."""
         return grouped_mm(grad_RN, w_ENK, offsets_E)
 
     def grad_weight(
-        self,
-        grad_RN: Tensor,
-        x_RK: Tensor,
-        offsets_E: Tensor,
-        grad_scales: Scales,
-        x_scales: Scales,
+        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
     ) -> Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K]."""
         return grouped_mm(grad_RN.transpose(0, 1), x_RK, offsets_E)

@@ -45,10 +45,10 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         super().__init__()
         self.scaling = scaling
 
-    def scales(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> tuple[Scales, Scales]:
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
         return self._row_scales(x_RK, offsets_E, X), self.scaling.weight_scales(w_ENK)
 
-    def grad_scales(self, grad_RN: Tensor, offsets_E: Tensor) -> Scales:
+    def grad_scales(self, grad_RN, offsets_E) -> Scales:
         return self._row_scales(grad_RN, offsets_E, GRAD)
 
     def _row_scales(self, rows: Tensor, offsets_E: Tensor, operand: int) -> Scales:

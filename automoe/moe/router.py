@@ -27,10 +27,9 @@ from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
+    balance_loss,
     choices_by_row,
-    lagged_balance_loss,
-    micro_batch_balance_loss,
-    sequence_balance_loss,
+    load_fractions,
     z_loss,
 )
 from automoe.moe.capacity import choose_kept
@@ -227,21 +226,22 @@ class BalancedRouter(nn.Module):
         plain_BE = (
             chosen_BE if same else choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
         )
-        moe = self.moe
+        moe, ranks = self.moe, self.pg_collection
         shares_BSE = scores.shares()
         off = shares_BSE.new_zeros(())
+
+        def loss_over(counts: Tensor) -> Tensor:
+            return balance_loss(load_fractions(counts, shares_BSE.dtype), shares_BSE, tokens)
+
         terms = (
-            (
-                moe.seq_balance_coef,
-                lambda: sequence_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
-            ),
+            (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_row(plain_BE))),
             (
                 moe.global_balance_coef,
-                lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens),
+                lambda: balance_loss(self.load_fractions.to(shares_BSE.dtype), shares_BSE, tokens),
             ),
             (
                 moe.micro_batch_balance_coef,
-                lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
+                lambda: loss_over(ranks.sum_over_data(ranks.sum_over_row(plain_BE.sum(0)))),
             ),
             (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
