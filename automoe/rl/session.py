@@ -38,7 +38,8 @@ from automoe.moe.lora import Adapter
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
-from automoe.parallel.pipeline import StepRunner, build_runner
+from automoe.parallel.pipeline import build_runner
+from automoe.parallel.runner import StepRunner
 from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
 from automoe.rl.losses import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
