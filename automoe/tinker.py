@@ -9,7 +9,6 @@ Letters: n tokens of a datum's input, P of a prompt, A of an answer, L MoE layer
 
 from __future__ import annotations
 
-import copy
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,6 @@ from tinker import APIFuture, types
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from torch import Tensor
 
-from automoe.checkpoint.store import CheckpointStore
 from automoe.config.convert import converted
 from automoe.config.frozen import load_config, save_config
 from automoe.errors import BackendError, CheckpointError, ConfigError, DataError
@@ -32,7 +30,7 @@ from automoe.model.loss import LossInputs
 from automoe.rl.engine import TransformersEngine
 from automoe.rl.weights import WeightStream
 from automoe.run.samples import stop_tokens
-from automoe.session import Sample, Session, open_session
+from automoe.session import Sample, Session, open_session, store_at
 
 # What each loss reads beside target_tokens, the factor of its tokens first.
 READS = {"cross_entropy": ("weights",)}
@@ -223,7 +221,7 @@ class TrainingClient:
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """Load weights and optimizer."""
-        if self._store(Path(path).absolute()).load_latest(self.session.state) is None:
+        if store_at(self.session, Path(path)).load_latest(self.session.state) is None:
             raise CheckpointError(f"{path} holds no state. Give the path that save_state returned")
         self.session.zero_grad()
         return _done(types.LoadWeightsResponse(path=path))
@@ -232,7 +230,7 @@ class TrainingClient:
         if name in ("", "..") or Path(name).name != name:
             raise ConfigError("name", name, "names a folder of the run directory", "Use letters")
         folder = self.session.store.run_dir / kind / name
-        store = self._store(folder)
+        store = store_at(self.session, folder)
 
         def prepare() -> bool:
             if folder.exists() and not overwrite:
@@ -246,13 +244,6 @@ class TrainingClient:
             raise CheckpointError(f"{folder} is there. Give another name, or overwrite=True")
         store.save(self.session.state, stopping=True)
         return str(folder)
-
-    def _store(self, folder: Path) -> CheckpointStore:
-        store = copy.copy(self.session.store)  # a new one would open groups of ranks
-        store.run_dir, store.folder = folder, folder / store.folder.name
-        checkpoint = replace(store.config.checkpoint, resume="auto")
-        store.config = replace(store.config, checkpoint=checkpoint)
-        return store
 
     # ---------------------------------------------------------------- sampling
 
