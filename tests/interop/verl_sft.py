@@ -165,7 +165,9 @@ def main(folder: str, killed_after: str, *overrides: str) -> None:
     said["folders"] = sorted(name for name in os.listdir(f"{folder}/saved") if name.startswith("global_step"))
     if not int(killed_after) and not first:
         said["refused"] = refusals(trainer)
-        said["of the session"] = by_session([*Trainer.overrides, "optim.weight_decay=0.1"], list(range(EPOCHS * STEPS)))
+        said["of the session"] = by_session(
+            [*Trainer.overrides, "optim.betas=[0.9,0.999]"], list(range(EPOCHS * STEPS))
+        )
     if trainer.engine.is_mp_src_rank_with_outputs():
         print("SAID " + json.dumps(said), flush=True)
 

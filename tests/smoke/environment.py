@@ -32,7 +32,8 @@ TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging", "datasets")  # wha
 NEWEST = ("torch", "transformers", "datasets", "peft", "trl", "wandb")
 PYTHONS = {"floor": "3.12", "latest": "3.13"}  # `make test` and `make smoke-pinned` of CI run on 3.11
 MLX = ["mlx-lm", "mlx[cpu]"]  # mlx-lm, and a backend for machines that are no Mac
-# verl declares to take transformers before 5.11 alone, and works with later ones, which the package asks for.
+# verl takes transformers before 5.11 alone. pip refuses to install them with the package, which asks for later ones to
+# read and write checkpoints; sessions of random weights run with them.
 VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi", "torch==2.13.0"]
 KEPT_DAYS = 14
 
@@ -111,7 +112,7 @@ def main() -> None:
     needed = MLX if name == "mlx" else requirements(name)
     newest = NEWEST if name == "latest" else ()
     if name == "verl":
-        newest = tuple(line for line in needed if not line.startswith("torch"))
+        newest = tuple(line for line in needed if not line.startswith(("torch", "transformers", "tokenizers")))
         needed = VERL + needed
     folder = folders / folder_name(name, version, needed, pinned.read_text() if pinned else "")
     with (folders / "lock").open("w") as lock:
