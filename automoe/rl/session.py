@@ -32,7 +32,7 @@ from automoe.config.batch import least_micro_batches
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.optim.adamw import build_optimizer
@@ -120,7 +120,16 @@ class _Recorded:
         self.log_probs.append((places_BS[trained], -nll_BS.detach()[trained]))
         if inputs.entropy is not None:
             self.entropies.append((places_BS[trained], inputs.entropy.detach()[trained]))
-        return nll_BS.sum() if self.loss is None else self.loss(nll_BS, inputs, **self.options)
+        if self.loss is None:
+            return nll_BS.sum()
+        share = self.loss(nll_BS, inputs, **self.options)
+        if not isinstance(share, torch.Tensor) or share.dim():
+            said = list(share.shape) if isinstance(share, torch.Tensor) else type(share).__name__
+            rule = "returns one number, this rank's share of the loss"
+            raise ConfigError(
+                "loss", said, rule, "Sum over tokens, divided by a count of the batch"
+            )
+        return share
 
 
 class Session:
@@ -230,7 +239,8 @@ class Session:
                 parts (``count``) if an update is made of several calls.
 
         Raises:
-            ConfigError: the loss does not take an option, or the temperature is none.
+            ConfigError: the loss does not take an option or returns no scalar, or the temperature or
+                a count is none.
             DataError: as ``check_batch`` and ``check_replay``.
             Exception: whatever the loss raises; the gradients so far are then forgotten, as after
                 ``check_replay``.
@@ -239,7 +249,13 @@ class Session:
             loss, options = loss.func, {**loss.keywords, **options}
         check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
-        counts = counts or own_counts
+        counts = own_counts if counts is None else counts
+        if counts is not own_counts:
+            for name in ("tokens", "samples"):
+                number = converted(int, getattr(counts, name, None), f"counts.{name}")
+                if number < 1:
+                    rule = "divides the loss of the update"
+                    raise ConfigError(f"counts.{name}", number, rule, "Give 1 or more")
         inputs = replace(inputs, counts=self._token_counts(inputs, counts))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
@@ -320,10 +336,11 @@ class Session:
             extra: plain JSON of the caller, equal on every rank, which ``load`` gives back.
 
         Returns:
-            The checkpoint's folder; None if it is being written in the background, or a warning
-            says why it was not written.
+            The checkpoint's folder; None if it is being written in the background
+            (``checkpoint.async_save``).
 
         Raises:
+            SaveError: it could not be written, or the one in the background before it.
             CheckpointError: the run directory has a checkpoint of this step, of other content.
             DataError: ``extra`` is no JSON object.
         """
@@ -341,7 +358,12 @@ class Session:
                 "the next save, or set another run_dir"
             )
         self.store.facts["session"] = extra
-        saved = self.store.save(self.state)
+        failures, saved = self.store.failures, None
+        self.store.poll(wait=True)
+        if self.store.failures == failures:
+            saved = self.store.save(self.state, stopping=not self.config.checkpoint.async_save)
+        if self.store.failures > failures:
+            raise SaveError("a save in the background failed, as a warning says. Save again")
         self._stored = self.state.step, extra
         return saved
 
