@@ -25,16 +25,14 @@ from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
-from automoe.config.train_schema import LoraConfig
-from automoe.errors import BackendError, ConfigError
-from automoe.hf.families.registry import model_config_from_hf
+from automoe.errors import BackendError
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer, Engine, check_gap, gap_by_layer
 from automoe.rl.engines import open_engine
 from automoe.rl.losses import Correction, dapo, distill, group_advantages
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.routes import MAX_DIFFER
-from automoe.rl.session import Session
+from automoe.rl.session import Session, teacher_of
 from automoe.rl.weights import WeightStream
 from automoe.run.run import open_run
 from automoe.run.samples import stop_tokens
@@ -102,19 +100,28 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                     for name, scorer in {"old_log_probs": session, **references}.items():
                         base = scorer is session and name != "old_log_probs"
                         with scorer.adapter_off() if base else nullcontext():
-                            scored = scorer.log_probs(batch, args.temperature)
+                            alike = name != "teacher_log_probs"  # in shape, so in routes
+                            asked = batch if alike else [replace(s, routes=None) for s in batch]
+                            scored = scorer.log_probs(asked, args.temperature)
                         judged[name] = of_answers(scored.log_probs, answers)
                         if scorer is session and scored.first_differing and not base:
                             judged["differing"] = of_answers(scored.first_differing, answers)
                     judged = rollouts.keep(rollout, "judged", judged)
                 rewards = judged.pop("rewards")
                 mean_reward = sum(rewards) / len(rewards)
-                both = both_say(answers, judged["old_log_probs"])
+                both = (
+                    [*chain(*(answer.log_probs for _, answer in answers))],
+                    [*chain(*judged["old_log_probs"])],
+                )
                 gap, largest = check_gap(*both, args.max_gap)
                 gaps = {"engine_gap": gap, "engine_gap_max": largest}
                 if "differing" in judged:
                     gaps |= gap_by_layer(*both, [*chain(*judged.pop("differing"))])
-                if not args.teacher:
+                if args.teacher:  # the mean distance, as a baseline of the tokens' own
+                    pairs = zip(both[1], chain(*judged["teacher_log_probs"]), strict=True)
+                    far = [ours - theirs for ours, theirs in pairs]
+                    judged["advantages"] = [sum(far) / len(far)] * len(answers)
+                else:
                     judged["advantages"] = group_advantages(rewards, args.samples)
                 batch = samples_of(answers, rollouts, args, **judged)
                 drawn = rollout
@@ -203,23 +210,3 @@ def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[li
         values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)
     ]
-
-
-def both_say(
-    answers: Sequence[Numbered], trainer: Sequence[Sequence[float]]
-) -> tuple[list[float], list[float]]:
-    """Return the log-probabilities of all answers' tokens, by the engine and by the trainer."""
-    engine = (answer.log_probs for _, answer in answers)
-    return [*chain(*engine)], [*chain(*trainer)]
-
-
-def teacher_of(config: Config) -> Config:
-    """Return the configuration of the teacher's session: the model of its folder."""
-    path = config.recipe_args.teacher
-    model, ids = model_config_from_hf(path), config.model.vocab_size
-    if model.vocab_size != ids:
-        rule = f"the teacher has {model.vocab_size} ids and the student {ids}: not the same tokens"
-        raise ConfigError(
-            "recipe_args.teacher", path, rule, "Name one with the student's tokenizer"
-        )
-    return replace(config, model=model, lora=LoraConfig())

@@ -37,7 +37,12 @@ class Answer:
 
     tokens: list[int]
     log_probs: list[float]
-    routes: torch.Tensor | None = None
+    routes: torch.Tensor | list[Any] | None = None
+
+    def as_json(self) -> tuple[Any, ...]:
+        """Return the fields as plain JSON."""
+        routes = self.routes.tolist() if isinstance(self.routes, torch.Tensor) else self.routes
+        return self.tokens, self.log_probs, routes
 
 
 class Engine(Protocol):

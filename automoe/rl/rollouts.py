@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from automoe.comm.agreement import Ranks
@@ -92,21 +91,9 @@ class Rollouts:
         groups = self.kept(rollout, "answers")
         if groups is None:
             drawn = sample([self.prompts[number] for number in self.numbers(rollout)])
-            groups = [
-                [
-                    (a.tokens, a.log_probs, None if a.routes is None else a.routes.tolist())
-                    for a in of_prompt
-                ]
-                for of_prompt in drawn
-            ]
-            groups = self.keep(rollout, "answers", groups)
-        return [
-            [
-                Answer(t, p, None if routes is None else torch.tensor(routes))
-                for t, p, routes in group
-            ]
-            for group in groups
-        ]
+            written = [[answer.as_json() for answer in of_prompt] for of_prompt in drawn]
+            groups = self.keep(rollout, "answers", written)
+        return [[Answer(*fields) for fields in of_prompt] for of_prompt in groups]
 
     def kept(self, rollout: int, name: str) -> Any:
         """Return what ``keep`` wrote; None if it wrote nothing for a run like this. Collective."""

@@ -32,7 +32,9 @@ from automoe.config.batch import least_micro_batches
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.config.train_schema import LoraConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.moe.router import BalancedRouter, Routing, watch_routing
@@ -475,6 +477,18 @@ def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
     if shape.pp > 1:
         micro_batches = -(-micro_batches // shape.pp) * shape.pp
     return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
+
+
+def teacher_of(config: Config) -> Config:
+    """Return the configuration of the teacher's session: the model of its folder."""
+    path = config.recipe_args.teacher
+    model, ids = model_config_from_hf(path), config.model.vocab_size
+    if model.vocab_size != ids:
+        rule = f"the teacher has {model.vocab_size} ids and the student {ids}: not the same tokens"
+        raise ConfigError(
+            "recipe_args.teacher", path, rule, "Name one with the student's tokenizer"
+        )
+    return replace(config, model=model, lora=LoraConfig())
 
 
 def without_auxiliary_losses(config: Config) -> Config:

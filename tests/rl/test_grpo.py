@@ -288,11 +288,13 @@ def test_a_student_learns_the_teachers_answers(tmp_path: Path, ranks: RankPool) 
     """On-policy distillation: the reverse KL to the teacher, here of another shape, falls on the student's answers."""
     teacher = replace(config(tmp_path).model, num_layers=1, num_experts=6)
     settings = config(tmp_path / "run")
-    settings.train.steps, settings.recipe_args = 25, GRPOArgs(prompts=3, samples=8, teacher=str(tmp_path / "teacher"))
+    settings.train.steps, settings.optim.lr, settings.observe.sample_tokens = 16, 0.03, 2
+    settings.recipe_args = GRPOArgs(prompts=2, samples=48, teacher=str(tmp_path / "teacher"))
     ranks.run(export_sharp, 1, teacher, tmp_path / "teacher")
     _, records = ranks.run(train, 1, settings)[0]
     far = [one["teacher_kl"] for one in records]
-    assert far[-1] < 0.5 * far[0] and "ref_kl" not in {k for one in records for k, v in one.items() if v}
+    assert sum(far[-4:]) / 4 < 0.75 * far[0], far
+    assert "ref_kl" not in {k for one in records for k, v in one.items() if v}
 
 
 def export_sharp(model: ModelConfig, folder: Path) -> None:
