@@ -37,7 +37,12 @@ class Answer:
 
     tokens: list[int]
     log_probs: list[float]
-    routes: torch.Tensor | None = None
+    routes: torch.Tensor | list[Any] | None = None
+
+    def as_json(self) -> tuple[Any, ...]:
+        """Return the fields as plain JSON."""
+        routes = self.routes.tolist() if isinstance(self.routes, torch.Tensor) else self.routes
+        return self.tokens, self.log_probs, routes
 
 
 class Engine(Protocol):
@@ -79,6 +84,27 @@ def check_gap(
             "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
         )
     return mean, max(gaps)
+
+
+def gap_by_layer(
+    engine: Sequence[float], trainer: Sequence[float], first_differing: Sequence[int]
+) -> dict[str, float]:
+    """Return the mean difference of log-probabilities by what the routes say, for the record.
+
+    Args:
+        first_differing: of each token, as in ``LogProbs``.
+
+    Returns:
+        ``engine_gap.same`` of tokens whose experts all layers would choose, ``engine_gap.layer_N``
+        of those for which MoE layer N is the first that would not.
+    """
+    gaps: dict[int, list[float]] = {}
+    for theirs, ours, layer in zip(engine, trainer, first_differing, strict=True):
+        gaps.setdefault(layer, []).append(abs(theirs - ours))
+    return {
+        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(each) / len(each)
+        for layer, each in sorted(gaps.items())
+    }
 
 
 class TransformersEngine:
