@@ -91,7 +91,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     layers = [] if interval else parallel.recompute_layers or []
     see = Scope(config, config.mesh).knowing(
         unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
-        rerun=[name for name in names if name in (*RERUN, FULL)],
+        rerun=", ".join(name for name in names if name in (*RERUN, FULL)),
         rest=[name for name in names if name not in (*RERUN, FULL)],
         listed=names is parallel.recompute,
         once=list(dict.fromkeys(names)),

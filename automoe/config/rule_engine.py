@@ -136,7 +136,8 @@ class Comparison(NamedTuple):
         step //= gcd(step, see(product) // value)
         below = value // step * step
         near = f"{self.key}={below} or {below + step}" if below else f"{self.key}={step}"
-        alone = len(axes) == 1 and "mesh." not in number
+        # ep_shard follows from the other axes.
+        alone = len(axes) == 1 and axes != ["mesh.ep_shard"] and "mesh." not in number
         return [near, *(self._divisor(see, axes[0]) if alone else [])]
 
     def _divisor(self, see: Scope, key: str) -> list[str]:

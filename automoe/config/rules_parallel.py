@@ -95,7 +95,7 @@ _TOO_FEW = by_stages_or_layout("""
 KEY: parallel.stages_per_rank < 2 | parallel.schedule != SINGLE | {parallel.schedule} runs at least 2 stages a rank
     | {facts.remedy} or parallel.schedule=1F1B
 train.global_batch_size: facts.micro_batches < facts.least |
-    | {parallel.schedule} needs at least {facts.least} micro-batches in flight on mesh.pp={mesh.pp}; DIVIDED micro-batches
+    | {parallel.schedule} needs at least {facts.times}mesh.pp={facts.least} micro-batches in flight; DIVIDED micro-batches
     | Set {facts.more}
 """, "parallel.stages_per_rank")
 _SIZES = by_stages_or_layout("""
@@ -149,6 +149,7 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from refused(see, _STAGES[parallel.layout is not None])
     yield from _stage_rows(see, config, shape)
     shared = config.model.attention.index_shared_layers
+    least = least_micro_batches(config, shape)
     _, *modules = module_sizes(config, pp * stages)
     tied = modules[-1:] > [0] and config.model.tie_embeddings
     see = see.knowing(
@@ -156,7 +157,8 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         orphans=[stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared],
         micro_batches=train.global_batch_size // (shape.dp * train.micro_batch_size),
         more=more_micro_batches(config, shape),
-        least=least_micro_batches(config, shape),
+        least=least,
+        times="2 * " * (least > pp),
         which="a module beside a tied head reads" if tied else "modules of more than one depth in a stage read",
         joined=tied or max(modules, default=0) > 1,
         before=" before the last" * tied,
