@@ -245,24 +245,24 @@ def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
     """
     if mesh.world_size == 1:
         return "one rank: both meshes are the same single cell\n"
-    return "\n".join(_render_view(mesh, view, groups) for view in VIEWS)
-
-
-def _render_view(mesh: MeshShape, view: str, groups: bool) -> str:
-    lines = [f"{view} mesh: {_product(mesh, view)}"]
-    if mesh.world_size <= MAX_GRID_RANKS and mesh.active_axes(view)[-1][1] <= MAX_COLUMNS:
-        lines += ["  " + line for line in _grid(mesh, view)]
-        if not groups:
-            return "\n".join(lines) + "\n"
+    lines = []
+    for view in VIEWS:
+        lines.append(f"{view} mesh: {_product(mesh, view)}")
+        axes = mesh.active_axes(view)
+        has_grid = mesh.world_size <= MAX_GRID_RANKS and axes[-1][1] <= MAX_COLUMNS
+        if has_grid:
+            lines += [f"  {line}" for line in _grid(mesh, view)]
+        if groups or not has_grid:
+            lines += [""] * has_grid
+            lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
+            for axis, size in axes:
+                group = mesh.groups(view, axis)[0]
+                # Long groups are written as ``0 8 16 24 32 40 ... 56``.
+                ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
+                listed = " ".join(map(str, ranks))
+                lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
         lines.append("")
-    lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
-    for axis, size in mesh.active_axes(view):
-        group = mesh.groups(view, axis)[0]
-        # Long groups are written as ``0 8 16 24 32 40 ... 56``.
-        ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
-        listed = " ".join(map(str, ranks))
-        lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _grid(mesh: MeshShape, view: str) -> list[str]:

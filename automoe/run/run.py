@@ -186,7 +186,14 @@ class Run:
             "skipped": state.skipped,
         }
         if update.skipped:
-            record |= self._skip_record(update)
+            first, last, documents = self._loader.last_batch()
+            record |= {
+                "skip_reason": update.skip_reason
+                or "another rank's loss or gradient is not finite",
+                "skipped_rows": [first, last],
+                "skipped_documents": documents[:NAMED_DOCUMENTS],
+                "num_skipped_documents": len(documents),
+            }
             self._record.warn(f"step {state.step} skipped: {_skip_text(record)}")
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
@@ -331,16 +338,6 @@ class Run:
         """Close the record and print the summary, with the ``paths`` of results by their names."""
         self._hooks.call("run.finish", self)
         self._record.finish("preempted" if self.context.preempted else "done", paths)
-
-    def _skip_record(self, update: Update) -> dict[str, Any]:
-        """Return a skipped step's extra record: its reason, and its batch's rows and documents."""
-        first, last, documents = self._loader.last_batch()
-        return {
-            "skip_reason": update.skip_reason or "another rank's loss or gradient is not finite",
-            "skipped_rows": [first, last],
-            "skipped_documents": documents[:NAMED_DOCUMENTS],
-            "num_skipped_documents": len(documents),
-        }
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:
