@@ -231,13 +231,17 @@ class Run:
         )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples``, which ``write`` prints. Collective."""
+        """Generate answers to ``observe.samples``, printed with the step's record. Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self.show_samples(sampler.generate(), time.perf_counter() - began)
 
     def show_samples(self, samples: list[dict[str, str]], seconds: float) -> None:
-        """Hand over pairs of ``prompt`` and ``text`` that took ``seconds``; ``write`` prints them."""
+        """Hand over pairs of ``prompt`` and ``text``, to be printed with the step's record.
+
+        Args:
+            seconds: time that the samples took.
+        """
         self._samples = samples, seconds
 
     def saves(self) -> bool:
@@ -260,11 +264,12 @@ class Run:
         self._save_is_due &= not due
         return due
 
-    def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
-        """Print, write and track a step's record, with its validation and the numbers of plugins.
+    def write_or_go_back(self, record: Mapping[str, Any], stats: StepStats) -> None:
+        """Print, write and track a step's record; load an earlier checkpoint if no step was taken.
 
-        If every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the
-        state goes back to the checkpoint before.
+        The record gets the numbers of plugins. The run goes back to the checkpoint before the one
+        that it resumed if every step since then was skipped, up to ``train.max_skipped`` or the
+        last one; ``state.step`` is then smaller than before.
 
         Raises:
             AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the
@@ -298,6 +303,8 @@ class Run:
                 f"optim.lr ({optim.lr}), raise optim.warmup_steps ({optim.warmup_steps}), or look at that data"
                 f"{gave_up if self.context.fell_back else ''}"
             )
+
+    write = write_or_go_back  # its name in recipes that were copied before version 0.17
 
     def _took_a_step(self) -> bool:
         """Return True if a step was taken since the start, the resume or the last fall back."""
