@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -251,13 +250,7 @@ class Loader:
             for line in self._describe(source)
         ]
         lines += describe_length(self.config, self.rows_per_epoch)
-        lines += describe_unlearned(self.config, self.tokenizer, self.corpora)
-        # With the margin of a note, lines are 80 columns wide.
-        return [
-            part
-            for line in lines
-            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
-        ]
+        return [*lines, *describe_unlearned(self.config, self.tokenizer, self.corpora)]
 
     def _describe(self, source: int) -> list[str]:
         corpus = self.corpora[source]

@@ -48,15 +48,19 @@ class RunRecord:
         self.warn = self._console.warn
         self.show_row = self._console.row
         self._console.start(resume_step=step)
-        for line in (*describe_training(config), *_describe_length(config)):
-            for part in textwrap.wrap(line, 66):  # with a note's margin: 80 columns
-                self.note(part)
+        self.note_wrapped([*describe_training(config), *_describe_length(config)])
         self._log = self._trackers = None
         if context.rank == 0:
             # The record of another run is not continued.
             record_ends = resumed.step if resumed and resumed.of_run else None
             self._log = MetricsLog(context.run_dir, record_ends, self.warn)
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
+
+    def note_wrapped(self, lines: list[str]) -> None:
+        """Print lines for the user, wrapped to 80 columns with a note's margin."""
+        for line in lines:
+            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False):
+                self.note(part)
 
     def show_step(self, record: Mapping[str, Any]) -> None:
         self._console.step(record)

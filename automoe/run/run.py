@@ -57,8 +57,7 @@ def open_run(
         store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, store, resumed, record, hooks)
         # Printed here and not in a recipe, which could leave it out.
-        for line in cast(Loader, state.loader).describe():
-            record.note(line)
+        record.note_wrapped(cast(Loader, state.loader).describe())
         if context.world_size > 1:
             record.note(str(open_groups(exchanges_heads(config, shape))))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
