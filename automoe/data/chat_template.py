@@ -287,7 +287,7 @@ class ChatTemplate(ChatRenderer):
         return Turn([*ids, stop_id], start)
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return the ids of ``text`` as in the middle of a text.
+        """Return the ids that ``text`` has behind other text.
 
         Some tokenizers put a blank before the beginning of a text.
         """

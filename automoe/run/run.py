@@ -310,7 +310,7 @@ class Run:
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Load the checkpoint before the resumed one; return False if there is none."""
+        """Go back to the checkpoint before the one that the run resumed; False if there is none."""
         before = self._resumed
         earlier = self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
