@@ -88,7 +88,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     parallel, names = config.parallel, recomputed_names(config.parallel)
     all_layers = config.model.all_layers
     interval = parallel.recompute_layers if isinstance(parallel.recompute_layers, str) else None
-    layers = [] if interval else parallel.recompute_layers or []
+    layers = parallel.recompute_layers
+    layers = layers if isinstance(layers, list) else []
     see = Scope(config, config.mesh).knowing(
         unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
         rerun=", ".join(name for name in names if name in (*RERUN, FULL)),

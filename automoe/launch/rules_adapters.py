@@ -12,7 +12,7 @@ from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 from automoe.errors import listed
 from automoe.model.adapters import is_target, is_trained, packed_shape, target_names
-from automoe.model.params import LORA_GROUPS, Param, model_params
+from automoe.model.params import LORA_GROUPS, model_params
 
 # fmt: off
 _FROZEN = table("""

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.comm.calls import Wrap, as_it_is
 from automoe.comm.process_groups import ProcessGroupCollection
-from automoe.comm.recompute import counts, is_recomputing, save_for_recompute
+from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from

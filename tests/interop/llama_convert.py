@@ -33,7 +33,11 @@ if __name__ == "__main__":
     find = conversion.get_model_class
     convert_hf_to_gguf.get_model_class = lambda *args, **kwargs: without_vocabulary(find(*args, **kwargs))
     for folder in map(Path, FOLDERS):
-        no_mtp = ["--no-mtp"] if "qwen3_5" in (folder / "config.json").read_text() or "qwen3_next" in (folder / "config.json").read_text() else []
+        no_mtp = (
+            ["--no-mtp"]
+            if "qwen3_5" in (folder / "config.json").read_text() or "qwen3_next" in (folder / "config.json").read_text()
+            else []
+        )
         sys.argv = ["convert", str(folder), "--outtype", "f32", "--outfile", str(folder / "model.gguf"), *no_mtp]
         try:
             convert_hf_to_gguf.main()
