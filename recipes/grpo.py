@@ -142,7 +142,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             if run.validates():
                 shown = dict(zip(prompts, texts, strict=True))
                 run.show_samples([{"prompt": p, "text": t} for p, t in shown.items()], seconds)
-            run.write(record, outcome.stats)
+            run.write_or_go_back(record, outcome.stats)
 
             # save
             if run.saves():
