@@ -433,6 +433,17 @@ def profiler_runs() -> bool:
 # ---- checkpoints ----
 
 
+def stored_place(stream: Any) -> tuple[torch.Tensor, int]:
+    """Return a tensor of ``torch.save`` without its numbers, and where its storage is in the stream.
+
+    The tensor is on the meta device. Publicly ``torch.load`` reads the numbers into memory of its
+    own, from which they are copied. 2.11 to 2.15: ``UntypedStorage._checkpoint_offset``, set by a
+    load to the meta device.
+    """
+    tensor = torch.load(stream, map_location="meta", weights_only=True)
+    return tensor, tensor.untyped_storage()._checkpoint_offset
+
+
 def state_dict_stager(pin_memory: bool) -> Any:
     """Return torch's stager, which copies a state dict to CPU memory and reuses that memory.
 
