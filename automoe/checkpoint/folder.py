@@ -76,7 +76,7 @@ def _delete(path: Path) -> None:
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete steps that ``checkpoint`` does not keep; return a warning if ``newest`` is not sound.
+    """Delete steps that the settings ``checkpoint`` do not keep; return a warning if that is unsafe.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was

@@ -138,7 +138,7 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` have passed since the last save began.
+        """Return True if ``checkpoint.every_minutes`` is set and has passed since a save began.
 
         Each rank answers by its own clock.
         """

@@ -263,7 +263,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization`` in the names of ``source``'s files, its copied parts excepted."""
+    """Return a ``quantization_config`` with module names as in ``source``'s files.
+
+    Parts that are copied from ``source`` are added to the modules that are not quantized.
+    """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [
         name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]
