@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from automoe.comm.agreement import dcp_error
 from automoe.errors import CheckpointError, retried
-from automoe.interop.torch_private import stored_place
+from automoe.interop.torch_private import stored_tensor
 from automoe.storage.files import read_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -74,13 +74,13 @@ class StepReader(dcp.FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             corners = zip(item.storage_offsets, item.lengths, strict=True)
             with self.fs.create_stream(Path(self.path, place.relative_path), "rb") as stream:
-                stored, begin = stored_place(self._slice_file(stream, place))
+                stored, begin = stored_tensor(self, stream, place)
                 part = stored[tuple(slice(at, at + size) for at, size in corners)]
                 whole = part.is_contiguous() and target.is_contiguous() and target.is_cpu
                 if not whole or (part.dtype, part.shape) != (target.dtype, target.shape):
                     others.append(item)
                     continue
-                stream.seek(place.offset + begin + part.storage_offset() * part.itemsize)
+                stream.seek(begin + part.storage_offset() * part.itemsize)
                 numbers = target.view(-1).view(torch.uint8).numpy()
                 if stream.readinto(numbers) < len(numbers):
                     raise CheckpointError(f"{place.relative_path} ends too early")

@@ -15,7 +15,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -347,15 +347,16 @@ def test_the_stager_copies_into_memory_that_it_keeps() -> None:
 def test_the_place_of_a_saved_tensor(saved: torch.Tensor) -> None:
     stream = io.BytesIO()
     torch.save(saved, stream)
-    stream.seek(0)
-    tensor, begin = torch_private.stored_place(stream)
+    whole = b"before" + stream.getvalue() + b"behind"
+    place = SimpleNamespace(offset=6, length=stream.tell())
+    tensor, begin = torch_private.stored_tensor(dcp.FileSystemReader("."), io.BytesIO(whole), place)
     assert (tensor.shape, tensor.stride(), tensor.dtype) == (
         saved.shape,
         saved.stride(),
         saved.dtype,
     ) and tensor.is_meta
     raw = saved.untyped_storage()
-    assert stream.getvalue()[begin : begin + raw.nbytes()] == bytes(raw.tolist())
+    assert whole[begin : begin + raw.nbytes()] == bytes(raw.tolist())
 
 
 def plans_by_key(folder: str) -> list[set[str]]:
