@@ -203,7 +203,7 @@ class ClassFamily(Family):
 class _View(Tensor):
     """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
 
-    def contiguous(self, *_: Any, **__: Any) -> Tensor:
+    def contiguous(self, *_, **__) -> Tensor:
         return self
 
 

@@ -92,8 +92,7 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     ``WHOLE``. Both operands are contiguous along the summed dim, as Hopper's float8 units need.
     """
     if a.codes.is_cuda:
-        num_rows = a.codes.shape[0]
-        num_cols = b.codes.shape[0]
+        num_rows, num_cols = len(a.codes), len(b.codes)
         if 0 in (num_rows, num_cols, a.codes.shape[1]):  # Kernels may refuse empty operands.
             return torch.zeros(num_rows, num_cols, dtype=dtype, device=a.codes.device)
         step = _KERNEL_STEP if a.tile == WHOLE else SIDE
@@ -103,7 +102,7 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         out = F.scaled_mm(
             a.codes, b.codes.T, _kernel_scales(a), recipe_a, _kernel_scales(b), recipe_b, output_dtype=dtype
         )  # fmt: skip
-        return out.narrow(0, 0, num_rows).narrow(1, 0, num_cols)
+        return out[:num_rows, :num_cols]
     wide = torch.promote_types(dtype, torch.float32)  # automoe.verify computes in float64.
     return (dequantize(a).to(wide) @ dequantize(b).to(wide).T).to(dtype)
 
