@@ -42,7 +42,8 @@ _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 def refused(path: object, problem: str, remedy: str = "Choose another checkpoint") -> ConfigError:
     """Return the error for a model that neither a native family nor a class of transformers serves.
 
-    ``what`` names the obstacle.
+    Args:
+        problem: what of the class is in the way, as the end of a sentence.
     """
     rule = (
         f"automoe has no native family for it, and its transformers class cannot serve: {problem}"

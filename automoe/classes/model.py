@@ -107,7 +107,7 @@ def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 class _Narrow(TorchFunctionMode):
-    """Mode that records whether a result that requires a gradient has float32."""
+    """Mode whose ``seen`` becomes True when torch returns float32 numbers that need a gradient."""
 
     seen = False
 
@@ -186,7 +186,7 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """What the passes of ``check_isolation`` share and leave.
+    """Record of two forward passes, which differ in a row's first document alone.
 
     Attributes:
         first: tokens of the first document.

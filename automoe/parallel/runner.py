@@ -131,7 +131,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run the forward passes of ``outputs``."""
+        """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return and reset this rank's contributions to the losses' extra metrics, by name."""

@@ -124,7 +124,7 @@ def _padded(q: Quantized, step: int) -> Quantized:
 
 
 def _kernel_scales(q: Quantized) -> Tensor:
-    """Return the scales in the layout of ``scaled_mm``.
+    """Return the scales of ``q`` in the layout that torch's ``scaled_mm`` reads.
 
     Scales of lines are column-major; scales of blocks are transposed and padded to multiples of 4.
     """
