@@ -131,7 +131,7 @@ class LoadCounter(nn.Module):
             plain_BE: tokens that plain top-k of the scores would give to each expert.
             losses: one scalar for each of ``LOSSES``.
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
-            replayed: see ``Routing``.
+            replayed: [2] repeated choices of an engine, and those that the router lacks.
         """
         if not counts():
             return

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.comm.calls import Wrap, as_it_is
 from automoe.comm.process_groups import ProcessGroupCollection
-from automoe.comm.recompute import counts, is_recomputing, save_for_recompute
+from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
@@ -45,7 +45,8 @@ class Routing(NamedTuple):
         topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
-        replayed: [2] an engine's choices that are repeated, and those that the router lacks.
+        replayed: [B, S] number of a token's repeated choices that the router lacks, -1 where no
+            choice of an engine is repeated; None: nowhere.
     """
 
     topk_expert_ids: Tensor
@@ -260,12 +261,11 @@ class BalancedRouter(nn.Module):
         if forced is None or self.moe_index >= forced.shape[2]:
             return None
         ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
-        if forced.shape[3] > 1 or not counts():  # a repeated training run is not judged
+        if forced.shape[3] > 1:  # a repeated training run is not judged
             return ids_BSK, None
         ours_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
         lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
-        differing = (lacking_BSK & ours_BS.unsqueeze(-1)).sum()
-        return ids_BSK, torch.stack((ours_BS.sum() * ids_BSK.shape[-1], differing))
+        return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
         chosen_BE, plain_BE, losses = self.call_count(
@@ -276,7 +276,11 @@ class BalancedRouter(nn.Module):
                 topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
             )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
-        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, routing.replayed)
+        replayed = None
+        if (lacking_BS := routing.replayed) is not None:
+            repeated = (lacking_BS >= 0).sum() * self.top_k
+            replayed = torch.stack((repeated, lacking_BS.clamp_min(0).sum()))
+        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, replayed)
         return routing
 
 

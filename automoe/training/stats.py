@@ -72,8 +72,8 @@ def gather_stats(
     if model.attention.index_topk:
         modules = [module for part in model_parts for module in part.modules()]
         indexers = [module for module in modules if isinstance(module, Indexer)]
-        losses = (indexer.loss_sum for indexer in indexers)
-        reported = {**reported, "indexer_loss": sum(losses, loss_share.new_zeros(()))}
+        indexer_losses = (indexer.loss_sum for indexer in indexers)
+        reported = {**reported, "indexer_loss": sum(indexer_losses, loss_share.new_zeros(()))}
         for indexer in indexers:
             indexer.reset_buffers()
     num_layers = model.num_moe_layers

@@ -27,7 +27,7 @@ LAYERS = (
         "automoe.export",
         "automoe.convert",
     )
-    + ("automoe.generate", "automoe.upcycle", "automoe.eval", "automoe.session", "automoe.verl"),
+    + ("automoe.generate", "automoe.upcycle", "automoe.eval", "automoe.session", "automoe.tinker", "automoe.verl"),
     ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
