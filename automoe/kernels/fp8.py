@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from automoe.kernels.products import _dot, _load, _rows_of_tile, _store
+from automoe.kernels.products import _block, _dot, _load, _rows_of_tile, _store
 from automoe.kernels.tiling import precision, row_tiles
 
 WARPS = 8
@@ -181,12 +181,7 @@ def rows_by_blocks(
     acc = tl.zeros((BLOCK_M, _SIDE), tl.float32)
     for block in range(0, blocks):
         in_k = k < K - block * _SIDE
-        product = _dot(
-            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
-            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
-            None,
-            PRECISION,
-        )
+        product = _dot(_block(a, real, in_k), _block(w, in_k, inside), None, PRECISION)
         scale = tl.load(a_scales + block, mask=real, other=0.0) * tl.load(w_scales + block)
         acc += product * scale[:, None]
         a += _SIDE

@@ -92,6 +92,12 @@ def _store(at, value, mask, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _block(at, rows, columns):
+    """Return a block of numbers in their dtype, zeros where ``rows`` or ``columns`` is False."""
+    return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
+
+
+@triton.jit
 def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     """Return the activation and its derivatives with respect to gate and up."""
     if CLAMPED:
@@ -260,12 +266,7 @@ def _product(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         in_k = k < K - start
-        acc = _dot(
-            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
-            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
-            acc,
-            PRECISION,
-        )
+        acc = _dot(_block(a, real, in_k), _block(w, in_k, inside), acc, PRECISION)
         a += BLOCK_K
         w += BLOCK_K * stride_w_k
     return acc
@@ -286,9 +287,7 @@ def _described_product(
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in range(0, K, BLOCK_K):
         if GATHERED:
-            rows = tl.load(
-                a + start + k[None, :], mask=real[:, None] & (k < K - start)[None, :], other=0.0
-            )
+            rows = _block(a + start + k[None, :], real, k < K - start)
         else:
             rows = a.load([first.to(tl.int32), start])
         if BY_COLUMNS:
@@ -427,20 +426,9 @@ def grad_weights(
         real = rows < end
         rows = rows.to(tl.int64)
         source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
-        acc = _dot(
-            tl.load(
-                left + rows[None, :] * M + m[:, None],
-                mask=real[None, :] & (m < M)[:, None],
-                other=0.0,
-            ),
-            tl.load(
-                right + source[:, None] * N + n[None, :],
-                mask=real[:, None] & (n < N)[None, :],
-                other=0.0,
-            ),
-            acc,
-            PRECISION,
-        )
+        from_left = _block(left + rows[None, :] * M + m[:, None], m < M, real)
+        from_right = _block(right + source[:, None] * N + n[None, :], real, n < N)
+        acc = _dot(from_left, from_right, acc, PRECISION)
     to = out + expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
     _store(to, acc, (m < M)[:, None] & (n < N)[None, :], PRECISION)
 
