@@ -165,8 +165,8 @@ class SingleStageRunner(StepRunner):
     def _train(self, inputs: MicroBatch) -> Tensor:
         micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
-        for i, micro_batch in enumerate(micro_batches):
-            defer(self.part, self.config.parallel, last=i == len(micro_batches) - 1)
+        for micro_batch in micro_batches:
+            defer(self.part, self.config.parallel, last=micro_batch is micro_batches[-1])
             loss = self.part(batch=micro_batch).sum()
             loss.backward()
             total += loss.detach()

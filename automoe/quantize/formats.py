@@ -135,4 +135,4 @@ def _spread(scales: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
     if tile == WHOLE:
         return scales
     spread = scales.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
-    return spread[..., : shape[-2], : shape[-1]]
+    return spread.narrow(-2, 0, shape[-2]).narrow(-1, 0, shape[-1])

@@ -102,7 +102,7 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         out = F.scaled_mm(
             a.codes, b.codes.T, _kernel_scales(a), recipe_a, _kernel_scales(b), recipe_b, output_dtype=dtype
         )  # fmt: skip
-        return out[:num_rows, :num_cols]
+        return out.narrow(0, 0, num_rows).narrow(1, 0, num_cols)
     wide = torch.promote_types(dtype, torch.float32)  # automoe.verify computes in float64.
     return (dequantize(a).to(wide) @ dequantize(b).to(wide).T).to(dtype)
 
