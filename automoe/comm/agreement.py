@@ -109,7 +109,11 @@ class Ranks:
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
-        """Return the names of this rank's share of the work, balanced by size over the ranks."""
+        """Return the names (of files, for example) that this rank works on.
+
+        Args:
+            sizes: the work of each name; ranks get about the same sum.
+        """
         load = [0] * self.size
         mine: list[str] = []
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
