@@ -135,7 +135,7 @@ class CheckedSample:
         self.number = number
         vocab_size = model.vocab_size
         if not isinstance(sample, Sample) or not isinstance(sample.values, Mapping):
-            raise self._error("values", "expected a Sample, whose values are a dictionary by name")
+            raise self.error("values", "expected a Sample, whose values are a dictionary by name")
         self.tokens = self._tensor("tokens", sample.tokens, torch.int64)
         count = self.tokens.numel()
         self._require(self.tokens.dim() == 1 and count >= 2, "tokens", "two tokens or more")
@@ -170,7 +170,7 @@ class CheckedSample:
                 f"[{count - 1}, MoE layers, K], a line for each token but the last",
             )
             if (wrong := check_routes(self.routes, model)) is not None:
-                raise self._error("routes", wrong)
+                raise self.error("routes", wrong)
             self.routes = self.routes.to(ROUTES_DTYPE)
         self.scored_ids = None
         if sample.scored_ids is not None:
@@ -218,20 +218,21 @@ class CheckedSample:
             self._require(whole, name, "integers")
             return tensor.to(dtype)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self._error(name, f"not numbers of one shape ({error})") from None
+            raise self.error(name, f"not numbers of one shape ({error})") from None
 
     def _check_ids(self, name: str, ids: torch.Tensor, vocab_size: int) -> None:
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):
-            raise self._error(
+            raise self.error(
                 name, f"id {int(wrong[0])}; the model has ids from 0 to {vocab_size - 1}"
             )
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
-            raise self._error(name, f"expected {rule}")
+            raise self.error(name, f"expected {rule}")
 
-    def _error(self, name: str, rule: str) -> DataError:
+    def error(self, name: str, rule: str) -> DataError:
+        """Return the error that a rule of a field is broken."""
         return DataError(f"sample {self.number} of the batch, field {name}: {rule}")
 
 
@@ -277,34 +278,27 @@ def check_batch(
 
 def _check_fields(samples: list[CheckedSample], reads: Sequence[str]) -> None:
     """Raise unless the samples have the same values, of the same shapes, and all that are read."""
-    first = samples[0]
+
+    def shapes(sample: CheckedSample) -> dict[str, list[int]]:
+        fields = sample.fields().items()  # routes are compared with the model
+        return {n: [*t.shape[1:]] for n, t in fields if n not in ("routes", "candidates")}
+
+    expected = shapes(samples[0])
     for sample in samples:
+        shown = shapes(sample)
         for name in reads:
-            if name not in sample.fields():
-                raise DataError(
-                    f"sample {sample.number} of the batch, field {name}: the loss reads it, and it is missing"
-                )
-        unequal = sample.values.keys() ^ first.values.keys()
-        if (sample.scored_ids is None) != (first.scored_ids is None):
-            unequal.add("scored_ids")
-        for name in sorted(unequal):
-            raise DataError(
-                f"sample {sample.number} of the batch, field {name}: it and sample 0 do not both have it"
-            )
-        if "teacher_log_probs" in reads:
-            ids = sample.scored_ids if "scored_ids" in reads else sample.mask
-            if sample.values["teacher_log_probs"].shape != ids.shape:
-                raise DataError(
-                    f"sample {sample.number} of the batch, field teacher_log_probs: expected {list(ids.shape)} numbers"
-                )
-        for name, shape in ((name, value.shape[1:]) for name, value in sample.fields().items()):
-            known = next((s.fields()[name] for s in samples if name in s.fields()), None)
-            assert known is not None
-            if shape != known.shape[1:] and name != "candidates":
-                raise DataError(
-                    f"sample {sample.number} of the batch, field {name}: {list(shape)} numbers a token, "
-                    f"{list(known.shape[1:])} in samples before"
-                )
+            if name not in shown:
+                raise sample.error(name, "the loss reads it, and it is missing")
+        for name in sorted(shown.keys() | expected):
+            both = shown.get(name), expected.get(name)
+            if None in both:
+                raise sample.error(name, "it and sample 0 do not both have it")
+            if both[0] != both[1]:
+                raise sample.error(name, f"{both[0]} numbers a token, {both[1]} in samples before")
+    if "teacher_log_probs" in reads:
+        width = expected["scored_ids" if "scored_ids" in reads else "mask"]
+        if expected["teacher_log_probs"] != width:
+            raise samples[0].error("teacher_log_probs", f"expected {width} numbers a token")
 
 
 def _first_difference(samples: list[CheckedSample]) -> str:

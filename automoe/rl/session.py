@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
-from automoe.comm.tokens import MicroBatch, TokenCounts, Tokens
+from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.batch import least_micro_batches
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
@@ -186,12 +186,13 @@ class Session:
             raise ConfigError(
                 "data.document_mask", False, "a session packs samples into rows", "Set it to true"
             )
-        if not auxiliary_losses:
-            config = without_auxiliary_losses(config)
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
+        # Of the settings as given: those are what a resumed run is compared with.
         store = CheckpointStore(config, shape, context.run_dir)
         store.check()  # before the weights are read
+        if not auxiliary_losses:
+            config = without_auxiliary_losses(config)
         model_parts, _ = first_weights(config, meshes, context.device)
         runner = build_runner(model_parts, meshes, config, context.device)
         parts = list(model_parts.values())
@@ -262,7 +263,9 @@ class Session:
         check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
         counts = counts or own_counts
-        inputs = replace(inputs, counts=self._token_counts(inputs, counts))
+        tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
+        divisors = dict(zip(("trained", "documents"), tensors, strict=True))
+        inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
@@ -434,18 +437,7 @@ class Session:
         inputs, num_tokens = prepare_inputs(
             packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
         )
-        counts = inputs.counts
-        assert counts is not None
-        return packed, inputs, Counts(num_tokens, int(counts.documents))
-
-    def _token_counts(self, inputs: MicroBatch, counts: Counts) -> TokenCounts:
-        assert inputs.counts is not None
-        device = self.device
-        return replace(
-            inputs.counts,
-            trained=torch.tensor(counts.tokens, device=device),
-            documents=torch.tensor(counts.samples, device=device),
-        )
+        return packed, inputs, Counts(num_tokens, int(inputs.known_counts().documents))
 
     def _in_order(self, placed: list[Placed], packed: Packed) -> list[torch.Tensor]:
         """Return the numbers that all ranks recorded, by sample. Collective."""
