@@ -147,7 +147,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             # save
             if run.saves():
                 store.save(state, None, run.stopping)
-                rollouts.forget(state.step // updates)
+                rollouts.forget(store.folder)
 
         # ------------------------------------------------------------ leave
         exports = config.checkpoint.export_hf
