@@ -12,6 +12,7 @@ of a row, L MoE layers, K top-k.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from automoe.comm.tokens import IGNORE, StepBatch
-from automoe.config.schema import ModelConfig
+from automoe.config.batch import least_micro_batches
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, ModelConfig
 from automoe.errors import DataError
 from automoe.rl.routes import ROUTES_DTYPE, check_routes
 
@@ -340,6 +343,27 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
         rows[row].append(item)
         insort(spaces, (free - lengths[item], row))
     return rows
+
+
+def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
+    """Return how samples of these lengths are put into rows, and rows into micro-batches.
+
+    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
+    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
+    positions, and the number of micro-batches is one that the pipeline's schedule can run.
+    """
+    train = config.train
+    unit = math.lcm(8, 2 * shape.cp * shape.tp)
+    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
+    filled = fill_rows(lengths, row_length)
+    least = least_micro_batches(config, shape)
+    rows = -(-len(filled) // shape.dp)
+    most = max(1, train.micro_batch_size * train.seq_len // row_length)
+    step = shape.pp  # what the schedule can run
+    fewest = -(-max(-(-rows // most), least) // step) * step
+    # Some more micro-batches may need less padding.
+    micro_batches = min(range(fewest, 2 * fewest, step), key=lambda n: n * -(-rows // n))
+    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
 
 
 def pack(samples: list[CheckedSample], plan: RowPlan, dp_rank: int, dp_size: int) -> Packed:

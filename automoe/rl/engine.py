@@ -110,7 +110,7 @@ def gap_by_layer(
 class TransformersEngine:
     """``generate`` of transformers in the ranks of the training, each with a whole copy of the model.
 
-    Args:
+    Attributes:
         stops: tokens that end an answer.
     """
 
@@ -125,7 +125,7 @@ class TransformersEngine:
         if (config.model.hidden_size | config.model.moe_intermediate_size) % 4:
             hf_config._experts_implementation = "eager"  # as in automoe.hf.verify
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
-        self._stops = sorted(stops)
+        self.stops = sorted(stops)
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer
         for name, module in self._model.named_modules():
             if name.endswith(".mlp.experts"):
@@ -176,8 +176,8 @@ class TransformersEngine:
             temperature=temperature,
             top_k=0,
             max_new_tokens=max_tokens,
-            eos_token_id=self._stops or None,
-            pad_token_id=self._stops[0] if self._stops else 0,
+            eos_token_id=self.stops or None,
+            pad_token_id=self.stops[0] if self.stops else 0,
             return_dict_in_generate=True,
             output_logits=True,
         )
@@ -200,7 +200,7 @@ class TransformersEngine:
         for row, (tokens, log_probs) in enumerate(
             zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
         ):
-            ends = (at for at, token in enumerate(tokens, 1) if token in self._stops)
+            ends = (at for at, token in enumerate(tokens, 1) if token in self.stops)
             size = next(ends, len(tokens))
             rows = None if routes is None else routes[row, : len(prompt) + size - 1]
             answers.append(Answer(tokens[:size], log_probs[:size], rows))

@@ -28,12 +28,11 @@ import torch.distributed as dist
 from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.tokens import MicroBatch, Tokens
-from automoe.config.batch import least_micro_batches
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.train_schema import LoraConfig
-from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
@@ -41,8 +40,9 @@ from automoe.moe.router import BalancedRouter, Routing, watch_routing
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
-from automoe.parallel.pipeline import StepRunner, build_runner
-from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
+from automoe.parallel.pipeline import build_runner
+from automoe.parallel.runner import StepRunner
+from automoe.rl.batch import Batch, Packed, check_batch, pack, plan_rows
 from automoe.rl.losses import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
@@ -126,7 +126,16 @@ class _Recorded:
         self.log_probs.append((places_BS[trained], -nll_BS.detach()[trained]))
         if inputs.entropy is not None:
             self.entropies.append((places_BS[trained], inputs.entropy.detach()[trained]))
-        return nll_BS.sum() if self.loss is None else self.loss(nll_BS, inputs, **self.options)
+        if self.loss is None:
+            return nll_BS.sum()
+        share = self.loss(nll_BS, inputs, **self.options)
+        if not isinstance(share, torch.Tensor) or share.dim():
+            said = list(share.shape) if isinstance(share, torch.Tensor) else type(share).__name__
+            rule = "returns one number, this rank's share of the loss"
+            raise ConfigError(
+                "loss", said, rule, "Sum over tokens, divided by a count of the batch"
+            )
+        return share
 
 
 class Session:
@@ -253,7 +262,8 @@ class Session:
                 parts (``count``) if an update is made of several calls.
 
         Raises:
-            ConfigError: the loss does not take an option, or the temperature is none.
+            ConfigError: the loss does not take an option or returns no scalar, or the temperature or
+                a count is none.
             DataError: as ``check_batch`` and ``check_replay``.
             Exception: whatever the loss raises; the gradients so far are then forgotten, as after
                 ``check_replay``.
@@ -262,7 +272,13 @@ class Session:
             loss, options = loss.func, {**loss.keywords, **options}
         check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
-        counts = counts or own_counts
+        counts = own_counts if counts is None else counts
+        if counts is not own_counts:
+            for name in ("tokens", "samples"):
+                number = converted(int, getattr(counts, name, None), f"counts.{name}")
+                if number < 1:
+                    rule = "divides the loss of the update"
+                    raise ConfigError(f"counts.{name}", number, rule, "Give 1 or more")
         tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
         divisors = dict(zip(("trained", "documents"), tensors, strict=True))
         inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
@@ -346,10 +362,11 @@ class Session:
             extra: plain JSON of the caller, equal on every rank, which ``load`` gives back.
 
         Returns:
-            The checkpoint's folder; None if it is being written in the background, or a warning
-            says why it was not written.
+            The checkpoint's folder; None if it is being written in the background
+            (``checkpoint.async_save``).
 
         Raises:
+            SaveError: it could not be written, or the one in the background before it.
             CheckpointError: the run directory has a checkpoint of this step, of other content.
             DataError: ``extra`` is no JSON object.
         """
@@ -367,7 +384,12 @@ class Session:
                 "the next save, or set another run_dir"
             )
         self.store.facts["session"] = extra
-        saved = self.store.save(self.state)
+        failures, saved = self.store.failures, None
+        self.store.poll(wait=True)
+        if self.store.failures == failures:
+            saved = self.store.save(self.state, stopping=not self.config.checkpoint.async_save)
+        if self.store.failures > failures:
+            raise SaveError("a save in the background failed, as a warning says. Save again")
         self._stored = self.state.step, extra
         return saved
 
@@ -449,26 +471,6 @@ class Session:
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
         return list(flat.cpu().split(packed.lengths))
-
-
-def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
-    """Return how samples of these lengths are put into rows, and rows into micro-batches.
-
-    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
-    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
-    positions, and the number of micro-batches is one that the pipeline's schedule can run.
-    """
-    train = config.train
-    unit = math.lcm(8, 2 * shape.cp * shape.tp)
-    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
-    filled = fill_rows(lengths, row_length)
-    least = least_micro_batches(config, shape)
-    rows = -(-len(filled) // shape.dp)
-    most = max(1, train.micro_batch_size * train.seq_len // row_length)
-    micro_batches = max(-(-rows // most), least)
-    if shape.pp > 1:
-        micro_batches = -(-micro_batches // shape.pp) * shape.pp
-    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
 
 
 def teacher_of(config: Config) -> Config:

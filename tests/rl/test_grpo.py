@@ -167,6 +167,18 @@ def test_answers_that_were_drawn_are_trained_on_whatever_the_engine_says_now(tmp
     assert all(torch.equal(weights[name], one) for name, one in expected.items())
 
 
+def test_another_reward_function_judges_answers_that_were_drawn(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path / "run")
+    ranks.run(train, 1, settings, "draw", 3)
+    _, records = ranks.run(with_another_reward, 1, settings)[0]
+    assert [one["reward"] for one in records][2:] == [0.5] * (STEPS - 2)
+
+
+def with_another_reward(settings: Config) -> Any:
+    with mock.patch.object(grpo, "reward", lambda prompt, answer, num_tokens: 0.5):
+        return with_another_engine(settings)
+
+
 def with_another_engine(settings: Config) -> Any:
     def sample(*given: Any) -> list[list[Answer]]:
         raise AssertionError("the answers are on disk")
