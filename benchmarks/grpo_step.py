@@ -238,13 +238,13 @@ def measure_memory(who: str, folder: Path, answers: str, micro_batch: int) -> No
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     if who == "trl":
-        theirs = Theirs(folder, drawn, 3, lambda draws: begin(not draws))
+        theirs = Theirs(folder, drawn, 2, lambda draws: begin(not draws))
         base[0] = memory("VmRSS")
         theirs.trainer.train()
     else:
         ours = Ours(folder, drawn, micro_batch)
         base[0] = memory("VmRSS")
-        for number in range(6):
+        for number in range(4):
             begin(number % 2 == 0)
             ours.update(number % 2 == 0)
     print(json.dumps({"loaded": base[0], "peak": memory("VmHWM")}))

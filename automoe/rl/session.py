@@ -31,9 +31,7 @@ from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.config.train_schema import LoraConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
-from automoe.hf.families.registry import model_config_from_hf
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.moe.router import BalancedRouter, Routing, watch_routing
@@ -43,7 +41,7 @@ from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
 from automoe.rl.batch import Batch, Packed, check_batch, pack, plan_rows
-from automoe.rl.losses import check_options, values_read
+from automoe.rl.loss_options import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import first_weights
@@ -471,18 +469,6 @@ class Session:
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
         return list(flat.cpu().split(packed.lengths))
-
-
-def teacher_of(config: Config) -> Config:
-    """Return the configuration of the teacher's session: the model of its folder."""
-    path = config.recipe_args.teacher
-    model, ids = model_config_from_hf(path), config.model.vocab_size
-    if model.vocab_size != ids:
-        rule = f"the teacher has {model.vocab_size} ids and the student {ids}: not the same tokens"
-        raise ConfigError(
-            "recipe_args.teacher", path, rule, "Name one with the student's tokenizer"
-        )
-    return replace(config, model=model, lora=LoraConfig())
 
 
 def without_auxiliary_losses(config: Config) -> Config:
