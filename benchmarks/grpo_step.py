@@ -233,20 +233,23 @@ def measure_memory(who: str, folder: Path, answers: str, micro_batch: int) -> No
     drawn = rollouts(answers)
     base = [0.0]
 
-    def begin(draws: bool) -> None:
-        if draws:
+    updates: list[bool] = []
+
+    def warmed_up(draws: bool) -> None:
+        updates.append(draws)
+        if len(updates) == 2:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     if who == "trl":
-        theirs = Theirs(folder, drawn, 2, lambda draws: begin(not draws))
+        theirs = Theirs(folder, drawn, 2, warmed_up)
         base[0] = memory("VmRSS")
         theirs.trainer.train()
     else:
         ours = Ours(folder, drawn, micro_batch)
         base[0] = memory("VmRSS")
-        for number in range(4):
-            begin(number % 2 == 0)
-            ours.update(number % 2 == 0)
+        for draws in (True, False, True, False):
+            ours.update(draws)
+            warmed_up(draws)
     print(json.dumps({"loaded": base[0], "peak": memory("VmHWM")}))
 
 
