@@ -233,20 +233,23 @@ def measure_memory(who: str, folder: Path, answers: str, micro_batch: int) -> No
     drawn = rollouts(answers)
     base = [0.0]
 
-    def begin(draws: bool) -> None:
-        if draws:
+    updates: list[bool] = []
+
+    def warmed_up(draws: bool) -> None:
+        updates.append(draws)
+        if len(updates) == 2:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     if who == "trl":
-        theirs = Theirs(folder, drawn, 3, lambda draws: begin(not draws))
+        theirs = Theirs(folder, drawn, 2, warmed_up)
         base[0] = memory("VmRSS")
         theirs.trainer.train()
     else:
         ours = Ours(folder, drawn, micro_batch)
         base[0] = memory("VmRSS")
-        for number in range(6):
-            begin(number % 2 == 0)
-            ours.update(number % 2 == 0)
+        for draws in (True, False, True, False):
+            ours.update(draws)
+            warmed_up(draws)
     print(json.dumps({"loaded": base[0], "peak": memory("VmHWM")}))
 
 
@@ -306,6 +309,35 @@ def peaks(folder: Path, answers: str, micro_batch: int, tries: int = 3) -> dict[
     return seen | {"automoe_over_trl": median(seen["automoe"]) / median(seen["trl"])}
 
 
+def weights(folder: Path) -> dict[str, Any]:
+    """CPU seconds to bring new weights into an engine of this process: streamed, and by a verified export that is loaded."""
+    import transformers
+
+    from automoe.hf.write import to_hf
+    from automoe.rl.engine import TransformersEngine
+    from automoe.rl.weights import WeightStream
+
+    ours = Ours(folder, rollouts("uniform"), 4)
+    engine = TransformersEngine(ours.session.config, [], torch.device("cpu"))
+    parts = ours.session.state.model_parts
+    stream = WeightStream(parts, **engine.options)
+    seconds: dict[str, list[float]] = {"streamed": [], "exported and loaded": []}
+    for turn in range(6):
+        start = time.process_time()
+        engine.update(stream)
+        seconds["streamed"].append(time.process_time() - start)
+        with TemporaryDirectory() as out:
+            start = time.process_time()
+            to_hf(parts, Path(out) / "hf")
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(Path(out) / "hf", dtype=torch.float32)
+            seconds["exported and loaded"].append(time.process_time() - start)
+        if turn == 0:
+            state = engine._model.state_dict()
+            assert all(torch.equal(state[name], tensor) for name, tensor in loaded.state_dict().items())
+    timed = {name: median(values[1:]) for name, values in seconds.items()}
+    return timed | {"ratio": timed["exported and loaded"] / timed["streamed"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model: checks the script, not speed")
@@ -345,6 +377,9 @@ def main() -> None:
                     {k: v for k, v in run.items() if k not in ("losses", "grad_norms", "step_seconds")}, indent=1
                 )
             )
+    with TemporaryDirectory() as name:
+        save_model(Path(name) / "model", args.quick)
+        report["weights_into_an_engine_seconds"] = weights(Path(name) / "model")
     result_file(args.out, "grpo_step", args.quick).write_text(json.dumps(report, indent=1) + "\n")
 
 

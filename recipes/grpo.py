@@ -28,11 +28,11 @@ from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer, Engine, check_gap, gap_by_layer
-from automoe.rl.engines import open_engine
+from automoe.rl.engines import open_engine, teacher_of
 from automoe.rl.losses import Correction, dapo, distill, group_advantages
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.routes import MAX_DIFFER
-from automoe.rl.session import Session, teacher_of
+from automoe.rl.session import Session
 from automoe.rl.weights import WeightStream
 from automoe.run.run import open_run
 from automoe.run.samples import stop_tokens
@@ -147,7 +147,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             # save
             if run.saves():
                 store.save(state, None, run.stopping)
-                rollouts.forget(state.step // updates)
+                rollouts.forget(store.folder)
 
         # ------------------------------------------------------------ leave
         exports = config.checkpoint.export_hf

@@ -46,6 +46,7 @@ ANSWERS = (
     ("reward", "Mean reward of the sampled answers", ""),
     ("answer_tokens", "Mean length of the answers", "tokens"),
     ("ref_kl", "Distance from the first weights (k3)", "nats per token"),
+    ("teacher_kl", "Distance from the teacher", "nats per token"),
     ("engine_gap", "Mean gap of engine and trainer", "nats"),
     ("routes_differ", "Share of the engine's choices that the router would not make", ""),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from automoe.checkpoint.steps import committed_steps, step_number
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.data.prompts import encoded_prompts
@@ -54,7 +55,8 @@ class Rollouts:
         self.tokenizer = tokenizer
         self._config = config
         self._folder = run_dir / FOLDER
-        self._per_rollout = config.recipe_args.prompts
+        args = config.recipe_args
+        self._per_rollout, self._updates = args.prompts, args.iterations * args.mini_batches
         self._rollout = 0
         self._ranks = Ranks()
         self.rows_of_last_step = 0.0
@@ -69,7 +71,7 @@ class Rollouts:
         tokenizer = fitting_tokenizer(config)
         rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)
         if config.checkpoint.resume == "never":
-            rollouts.forget()
+            rollouts._ranks.lead(lambda: shutil.rmtree(run_dir / FOLDER, ignore_errors=True))
         return rollouts
 
     def numbers(self, rollout: int) -> list[int]:
@@ -121,13 +123,17 @@ class Rollouts:
         self.rows_of_last_step = tokens / self._config.train.seq_len
         return samples
 
-    def forget(self, before: int | None = None) -> None:
-        """Remove the first ``before`` rollouts, which a checkpoint holds; None: all."""
+    def forget(self, checkpoints: Path) -> None:
+        """Remove the rollouts that no checkpoint of a folder goes on with. Collective.
+
+        A background save is none before it is committed, and a run whose newest checkpoint is
+        damaged goes on from an older one.
+        """
 
         def remove() -> None:
-            if before is None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-            for file in self._folder.glob("*-*.json") if before else ():
+            steps = [step_number(name) for name in committed_steps(checkpoints)]
+            before = min(steps, default=0) // self._updates
+            for file in self._folder.glob("*-*.json"):
                 if int(file.stem.partition("-")[2]) <= before:
                     file.unlink()
 

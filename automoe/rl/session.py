@@ -27,14 +27,11 @@ import torch.distributed as dist
 
 from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
-from automoe.comm.tokens import MicroBatch, TokenCounts, Tokens
-from automoe.config.batch import least_micro_batches
+from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.config.train_schema import LoraConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
-from automoe.hf.families.registry import model_config_from_hf
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.moe.router import BalancedRouter, Routing, watch_routing
@@ -43,8 +40,8 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
-from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
-from automoe.rl.losses import check_options, values_read
+from automoe.rl.batch import Batch, Packed, check_batch, pack, plan_rows
+from automoe.rl.loss_options import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import first_weights
@@ -196,12 +193,13 @@ class Session:
             raise ConfigError(
                 "data.document_mask", False, "a session packs samples into rows", "Set it to true"
             )
-        if not auxiliary_losses:
-            config = without_auxiliary_losses(config)
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
+        # Of the settings as given: those are what a resumed run is compared with.
         store = CheckpointStore(config, shape, context.run_dir)
         store.check()  # before the weights are read
+        if not auxiliary_losses:
+            config = without_auxiliary_losses(config)
         model_parts, _ = first_weights(config, meshes, context.device)
         runner = build_runner(model_parts, meshes, config, context.device)
         parts = list(model_parts.values())
@@ -279,7 +277,9 @@ class Session:
                 if number < 1:
                     rule = "divides the loss of the update"
                     raise ConfigError(f"counts.{name}", number, rule, "Give 1 or more")
-        inputs = replace(inputs, counts=self._token_counts(inputs, counts))
+        tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
+        divisors = dict(zip(("trained", "documents"), tensors, strict=True))
+        inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
@@ -457,18 +457,7 @@ class Session:
         inputs, num_tokens = prepare_inputs(
             packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
         )
-        counts = inputs.counts
-        assert counts is not None
-        return packed, inputs, Counts(num_tokens, int(counts.documents))
-
-    def _token_counts(self, inputs: MicroBatch, counts: Counts) -> TokenCounts:
-        assert inputs.counts is not None
-        device = self.device
-        return replace(
-            inputs.counts,
-            trained=torch.tensor(counts.tokens, device=device),
-            documents=torch.tensor(counts.samples, device=device),
-        )
+        return packed, inputs, Counts(num_tokens, int(inputs.known_counts().documents))
 
     def _in_order(self, placed: list[Placed], packed: Packed) -> list[torch.Tensor]:
         """Return the numbers that all ranks recorded, by sample. Collective."""
@@ -480,38 +469,6 @@ class Session:
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
         return list(flat.cpu().split(packed.lengths))
-
-
-def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
-    """Return how samples of these lengths are put into rows, and rows into micro-batches.
-
-    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
-    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
-    positions, and the number of micro-batches is one that the pipeline's schedule can run.
-    """
-    train = config.train
-    unit = math.lcm(8, 2 * shape.cp * shape.tp)
-    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
-    filled = fill_rows(lengths, row_length)
-    least = least_micro_batches(config, shape)
-    rows = -(-len(filled) // shape.dp)
-    most = max(1, train.micro_batch_size * train.seq_len // row_length)
-    micro_batches = max(-(-rows // most), least)
-    if shape.pp > 1:
-        micro_batches = -(-micro_batches // shape.pp) * shape.pp
-    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
-
-
-def teacher_of(config: Config) -> Config:
-    """Return the configuration of the teacher's session: the model of its folder."""
-    path = config.recipe_args.teacher
-    model, ids = model_config_from_hf(path), config.model.vocab_size
-    if model.vocab_size != ids:
-        rule = f"the teacher has {model.vocab_size} ids and the student {ids}: not the same tokens"
-        raise ConfigError(
-            "recipe_args.teacher", path, rule, "Name one with the student's tokenizer"
-        )
-    return replace(config, model=model, lora=LoraConfig())
 
 
 def without_auxiliary_losses(config: Config) -> Config:

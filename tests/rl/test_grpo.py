@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,25 @@ def test_rewards_rise(tmp_path: Path, ranks: RankPool) -> None:
     assert rewards[0] < 0.15 and rewards[-1] > 0.5
     assert all(one["engine_gap.same"] == one["engine_gap"] for one in records if not one["routes_differ"])
     assert all(one["engine_gap_max"] < 5e-6 and one["ref_kl"] >= 0 and one["answer_tokens"] <= 6 for one in records)
+
+
+def test_answers_stay_until_no_checkpoint_goes_on_with_them(tmp_path: Path) -> None:
+    """A save in the background is no checkpoint yet, and the newest one may turn out to be damaged."""
+    with one_rank("cpu"):
+        rollouts = rollouts_of(tmp_path, [[1], [2]])
+        rollouts._updates = 3
+        for rollout in range(4):
+            rollouts.keep(rollout, "answers", [])
+        kept = {(): 4, (8,): 2, (4, 8): 3, (8, 9): 2, (2,): 4, (12,): 0}
+        for steps, number in kept.items():
+            folder = tmp_path / f"checkpoints-{len(steps)}-{sum(steps)}"
+            for step in steps:
+                (folder / f"step-{step}").mkdir(parents=True)
+                (folder / f"step-{step}" / "manifest.json").write_text(json.dumps({"step": step}))
+            for rollout in range(4):
+                rollouts.keep(rollout, "answers", [])
+            rollouts.forget(folder)
+            assert len([*(tmp_path / "rollouts").iterdir()]) == number, steps
 
 
 def rollouts_of(folder: Path, prompts: list[list[int]], per_step: int = 2) -> Rollouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -402,8 +403,16 @@ def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
     assert resumed == straight[0] and extra == {"samples": [1, 2, 2]}
 
 
+def test_a_checkpoint_has_the_settings_as_given(ranks: RankPool, tmp_path: Path) -> None:
+    """They are what a run that is started again is compared with; a session without balance losses changes its own."""
+    ranks.run(saves_twice, 1, str(tmp_path))
+    manifest = json.loads(next(tmp_path.glob("checkpoints/step-*/manifest.json")).read_text())
+    moe = manifest["config"]["moe"]
+    assert (moe["bias_update_rate"], moe["global_balance_coef"], moe["z_loss_coef"]) == (0.1, 0.1, 0.2)
+
+
 def saves_twice(run_dir: str) -> None:
-    session = open_session([*SMALL, f"run_dir={run_dir}"])
+    session = open_session([*SMALL, f"run_dir={run_dir}", "moe.z_loss_coef=0.2"])
     assert session.save({"a": 1}) == session.save({"a": 1})
     with pytest.raises(CheckpointError, match="step-0 is there, and this session did not write it with this extra"):
         session.save({"a": 2})
