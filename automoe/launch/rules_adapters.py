@@ -12,7 +12,7 @@ from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 from automoe.errors import listed
 from automoe.model.adapters import is_target, is_trained, packed_shape, target_names
-from automoe.model.params import LORA_GROUPS, Param, model_params
+from automoe.model.params import LORA_GROUPS, model_params
 
 # fmt: off
 _FROZEN = table("""
@@ -64,11 +64,12 @@ model.upcycle | lora.base != weights
     | Export the upcycled model first (automoe upcycle), or set lora.base=weights
 """, BACKENDS="grouped_mm|loop", ROW_BYTES=ROW_BYTES)
 _CUT = """
-AXIS: facts.columns % AXIS * facts.block | AXIS > 1
-    | lora.base={lora.base} has a scale for {facts.block} numbers of a row, and AXIS would cut {facts.name} inside them
-    | Set AXIS=1, or lora.base=weights
+mesh.AXIS: facts.inside | mesh.AXIS > 1
+    | lora.base={lora.base} has a scale for {facts.block} numbers of a row, and AXIS would cut {facts.name} inside them:
+    {facts.columns} / {mesh.AXIS} = {facts.share}, not a multiple of {facts.block}
+    | Set mesh.AXIS=1, or lora.base=weights
 """
-_CUTS = {axis: table(_CUT, AXIS=f"mesh.{axis}") for axis in ("tp", "etp")}
+_CUTS = {axis: table(_CUT, AXIS=axis) for axis in ("tp", "etp")}
 # fmt: on
 
 
@@ -118,6 +119,12 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
         axis = "etp" if param.expert else "tp"
         if getattr(param.spec, axis) == len(param.shape) - 1:
             block, _ = BASE_BLOCKS[config.lora.base]
-            columns = param.shape[-1]
-            cut = see.knowing(name=param.name, columns=columns, block=block)
+            columns, ranks = param.shape[-1], getattr(see.mesh, axis)
+            cut = see.knowing(
+                name=param.name,
+                columns=columns,
+                block=block,
+                share=f"{columns / ranks:g}",
+                inside=columns % (ranks * block),
+            )
             yield from refused(cut, _CUTS[axis])
