@@ -221,11 +221,6 @@ def _folding_error(
     )
 
 
-def uses_ring(config: Config, mesh: MeshShape) -> bool:
-    """Return True if attention runs as a ring over cp (``parallel.context=ring`` and cp > 1)."""
-    return config.parallel.context == "ring" and mesh.cp > 1
-
-
 def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
     """Return True if attention exchanges positions for heads over cp (``ulysses`` and cp > 1)."""
     return config.parallel.context == "ulysses" and mesh.cp > 1
