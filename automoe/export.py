@@ -341,6 +341,11 @@ def report(
             80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
         print(layout.fill(f"saved {written}"))
+    folder = user_path("--out", args.out)
+    if (folder / "config.json").is_file():  # an adapter has none
+        from automoe.hf.engines import ignored_keys
+
+        print("".join(f"note: {line}\n" for line in ignored_keys(folder)), end="")
     return 0
 
 

@@ -284,10 +284,10 @@ def head_scale(model: Any, path: str) -> float:
 
 
 class _Outputs:
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, _: object) -> torch.Tensor:
+    def __getitem__(self, _: object) -> Tensor:
         return self.last_hidden_state
 
     def __getattr__(self, _: str) -> None:
@@ -297,7 +297,7 @@ class _Outputs:
 class _Returns(nn.Module):
     """Stand-in for a class's layers; returns given hidden states, and None for other outputs."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
 

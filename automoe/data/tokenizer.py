@@ -124,48 +124,8 @@ class ByteTokenizer(Tokenizer):
 
         ``load_tokenizer`` recognises them too.
         """
-        # GPT-2's alphabet has one letter for each byte.
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = (byte for byte in range(256) if byte not in printable)
-        letters = {byte: chr(byte) for byte in printable} | {
-            byte: chr(256 + n) for n, byte in enumerate(others)
-        }
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        flags["special"] = True
-        eos = "<|endoftext|>"
-        pad = "<|pad|>"
-        by_bytes = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": False,
-            "use_regex": False,
-        }
-        tokenizer = {
-            "version": "1.0",
-            "added_tokens": [
-                {"id": 256, "content": eos} | flags,
-                {"id": 257, "content": pad} | flags,
-            ],
-            "normalizer": None,
-            "pre_tokenizer": by_bytes,
-            "post_processor": None,
-            "decoder": by_bytes,
-            "model": {
-                "type": "BPE",
-                "vocab": {letters[byte]: byte for byte in range(256)},
-                "merges": [],
-            },
-        }
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": eos,
-            "pad_token": pad,
-            "clean_up_tokenization_spaces": False,
-        }
-        return {
-            "tokenizer.json": json.dumps(tokenizer),
-            "tokenizer_config.json": json.dumps(config),
-        }
+        folder = Path(__file__).with_name("byte_tokenizer")
+        return {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.json"))}
 
 
 class HFTokenizer(Tokenizer):

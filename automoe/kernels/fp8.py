@@ -17,6 +17,7 @@ from math import prod
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from automoe.kernels.products import _dot, _narrow, _rows_of_tile
 from automoe.kernels.tiling import precision, row_tiles
@@ -118,8 +119,8 @@ def encode_tiles(
 
 
 def encode_in_one_pass(
-    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, largest: float, height: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, scales: Tensor | None, dtype: torch.dtype, largest: float, height: int
+) -> tuple[Tensor, Tensor]:
     """Return codes [..., R, C] and scales of ``x`` [..., R, C].
 
     Args:
@@ -245,13 +246,8 @@ def weights_by_lines(
 
 
 def block_scaled_product(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    offsets: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Multiply block-scaled operands by expert, with a result in ``dtype``.
 
     Either a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N]. Scales and

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from automoe.kernels.products import _narrow
 from automoe.kernels.served import INTERPRETED
@@ -96,9 +97,7 @@ def _tile(dim: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK_D": width, "num_warps": min(16, max(4, width // 512))}
 
 
-def norm_rows(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_rows(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x / sqrt(mean(x^2) + eps) * weight in the dtype of x, and 1 / sqrt(...) [T, 1].
 
     ``x`` is bfloat16, float16 or float32, with dense rows; ``weight`` is float32.
@@ -116,8 +115,8 @@ def norm_rows(
 
 
 def norm_grads(
-    grad_TD: torch.Tensor, x_TD: torch.Tensor, scales_T1: torch.Tensor, weight_D: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_TD: Tensor, x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x`` and ``weight``; ``norm_rows`` returned ``scales``."""
     num_rows, dim = x_TD.shape
     grad_x_TD = torch.empty_like(grad_TD)

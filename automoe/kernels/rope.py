@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from automoe.kernels.products import _narrow
@@ -170,14 +171,8 @@ def part_heads(
 
 
 def turn_dims(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: int,
-    from_pairs: bool,
-    to_pairs: bool,
-    back: bool,
-) -> torch.Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
+) -> Tensor:
     """Compute ``automoe.model.rope.turn_dims`` in one kernel.
 
     It takes bfloat16, float16 and float32 on CUDA.
@@ -201,9 +196,7 @@ def turn_dims(
     return out
 
 
-def join_keys(
-    kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def join_keys(kv: Tensor, k_rope: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
     """Compute ``automoe.model.rope.join_keys`` in one kernel.
 
     Devices, dtypes and errors are those of ``turn_dims``.
@@ -249,6 +242,6 @@ class _JoinKeys(torch.autograd.Function):
         return grad_kv, grad_k_rope, None
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     """Return ``x`` with its last dim dense, as a copy only if needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from automoe.kernels.served import INTERPRETED
 
@@ -110,9 +111,9 @@ class RowTiles:
         offsets: [E] int32, end of each expert's rows.
     """
 
-    expert: torch.Tensor
-    first_row: torch.Tensor
-    offsets: torch.Tensor
+    expert: Tensor
+    first_row: Tensor
+    offsets: Tensor
     height: int
 
     @property
@@ -120,7 +121,7 @@ class RowTiles:
         return self.expert.numel()
 
 
-def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -> RowTiles:
+def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowTiles:
     """Return tiles of ``height`` rows for ``num_rows`` rows; expert e's end at ``offsets[e]``.
 
     The default height is ``tile_height``, and 16 in the interpreter.

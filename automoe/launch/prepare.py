@@ -7,6 +7,7 @@ load torch; reading a ``config.json`` does.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -35,6 +36,7 @@ from automoe.model.params import count_params
 LARGE = 1e9  # parameters
 # Fields of a model that the configuration sets, whatever the checkpoint has.
 _KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
+_MSCALES = {"model.rope.mscale", "model.rope.mscale_all_dim"}
 _OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
 # Fields that must be those of the checkpoint if an override names the group ``model``.
 _TELLING = ("family", "num_layers", "hidden_size", "num_experts")
@@ -91,7 +93,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
         settings = {key: getattr(mine, key) for key in _KEPT}
         model = replace(model_of_stranger(path), **settings)
         if mine.rope.extends:
-            model = replace(model, rope=_extended(mine.rope, model))
+            model = replace(model, rope=_extended(mine.rope, model, named))
         if mine.num_mtp_layers and not mine.random_weights:
             _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
     unsaid = "model.router.exact_ties" not in named and model.router.exact_ties
@@ -157,14 +159,19 @@ def _named(overrides: list[str]) -> dict[str, str]:
     return named
 
 
-def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
+def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]) -> RopeConfig:
     """Return the rotary embeddings of ``checkpoint`` with the scaling of ``asked``.
+
+    Where DeepSeek's mscales are read and unset, both are 1, as published: engines take no others.
+
+    Args:
+        named: keys that the command line sets, to 0 too.
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already or stand in a wrapper, or
             ``asked`` does not make the rows that they were trained on longer.
     """
-    from automoe.hf.families.registry import read_hf_config
+    from automoe.hf.families.registry import family_of, read_hf_config
 
     rope = checkpoint.rope
     scaled = rope.scaling != "none" and f"are scaled already: {rope.scaling}, factor={rope.factor}"
@@ -196,6 +203,9 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
             f"Set model.rope.factor={2 * longest / original:g}, or leave model.rope.extends out",
         )
     numbers = {name: getattr(rope, name) for name in _OWN_ROPE}
+    stated = asked.mscale or asked.mscale_all_dim or asked.attention_factor
+    if family_of(checkpoint).mscale and not stated and _MSCALES.isdisjoint(named):
+        numbers |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return replace(asked, original_seq_len=original, **numbers)
 
 

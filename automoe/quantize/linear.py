@@ -34,7 +34,7 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    def forward(ctx, x, weight, scaling: Scaling):
         x_scales = scaling.scales(x.flatten(0, -2), X)
         weight_scales = scaling.weight_scales(weight)
         rows = scaling.quantize(x.flatten(0, -2), x_scales, X)
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         x, weight, x_scales, weight_scales = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
         scaling = ctx.scaling

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.schema import ModelConfig
@@ -148,7 +149,7 @@ class CheckedSample:
         self._require(self.mask.shape == (count,), "mask", f"{count} values, one a token")
         self._require(not self.mask[0], "mask", "False for token 0, which has no log-probability")
         self.values: dict[str, torch.Tensor] = {}
-        for name, value in sorted(sample.values.items(), key=str):
+        for name, value in sorted(sample.values.items(), key=lambda item: str(item[0])):
             others = f"another name than {', '.join(RESERVED)}, which the session uses"
             self._require(name not in RESERVED, name, others)
             tensor = self._tensor(name, value, torch.float64)
@@ -349,47 +350,40 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 def pack(samples: list[CheckedSample], plan: RowPlan, dp_rank: int, dp_size: int) -> Packed:
     """Return the rows of one data-parallel rank: every ``dp_size``-th of those that are filled."""
-    rows_per_rank = plan.num_micro_batches * plan.micro_batch_rows
-    shape = (rows_per_rank, plan.row_length)
-    tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    labels, doc_ids = torch.full(shape, IGNORE), torch.full(shape, -1)
+    shape = (plan.num_micro_batches * plan.micro_batch_rows, plan.row_length)
+    packed: dict[str, torch.Tensor] = {}
     lengths = [len(sample.tokens) for sample in samples]
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    values = {"places": torch.full(shape, -1)}
-    routes = None
-    first = samples[0]
-    for name, tensor in first.values.items():
-        values[name] = torch.zeros(*shape, *tensor.shape[1:], dtype=torch.float64)
-    if first.scored_ids is not None:
-        values["scored_ids"] = torch.zeros(*shape, first.scored_ids.shape[1], dtype=torch.int64)
     widest = max((s.candidates.shape[1] for s in samples if s.candidates is not None), default=0)
-    if widest:
-        values["candidates"] = torch.full((*shape, widest), -1)
-    with_routes = next((s.routes for s in samples if s.routes is not None), None)
-    if with_routes is not None:
-        routes = with_routes.new_full((*shape, *with_routes.shape[1:]), -1)
-    for row, items in enumerate(plan.filled[dp_rank::dp_size]):
+
+    def put(name: str, numbers: torch.Tensor, row: int, at: int, filler: int = 0) -> None:
+        if name not in packed:  # also on a rank without a filled row
+            packed[name] = numbers.new_full((*shape, *numbers.shape[1:]), filler)
+        if row % dp_size == dp_rank:
+            packed[name][row // dp_size, at : at + len(numbers)] = numbers
+
+    for row, items in enumerate(plan.filled):
         at = 0
         for document, item in enumerate(items):
-            sample = samples[item]
-            count = lengths[item] - 1
-            here = (row, slice(at, at + count))
+            sample, here = samples[item], (row, at)
             trained = sample.mask[1:]
-            tokens[here] = sample.tokens[:-1]
-            labels[here] = torch.where(trained, sample.tokens[1:], IGNORE)
-            positions[here] = torch.arange(count)
-            doc_ids[here] = document
-            number = torch.arange(1, count + 1) + starts[item]
-            values["places"][here] = torch.where(trained, number, -1)
+            index = torch.arange(len(trained))
+            put("tokens", sample.tokens[:-1], *here)
+            put("labels", torch.where(trained, sample.tokens[1:], IGNORE), *here, IGNORE)
+            put("positions", index, *here)
+            put("doc_ids", torch.full_like(index, document), *here, -1)
+            put("places", torch.where(trained, index + starts[item] + 1, -1), *here, -1)
             for name, tensor in sample.values.items():
-                # A product with zero would keep NaN of tokens that are not trained.
-                values[name][here][trained] = tensor[1:][trained]
+                numbers = tensor[1:].clone()
+                numbers[~trained] = 0  # a product with zero would keep NaN
+                put(name, numbers, *here)
             if sample.scored_ids is not None:
-                values["scored_ids"][here] = sample.scored_ids[1:]
-            if sample.candidates is not None:
-                values["candidates"][here][:, : sample.candidates.shape[1]] = sample.candidates[1:]
-            if routes is not None and sample.routes is not None:
-                routes[here] = sample.routes
-            at += count
-    rows = StepBatch(tokens, labels, positions, doc_ids, 0, dp_rank * rows_per_rank)
-    return Packed(rows, values, routes, lengths)
+                put("scored_ids", sample.scored_ids[1:], *here)
+            if (ids := sample.candidates) is not None:
+                put("candidates", pad(ids[1:], (0, widest - ids.shape[1]), value=-1), *here, -1)
+            if sample.routes is not None:
+                put("routes", sample.routes, *here, -1)
+            at += len(trained)
+    columns = [packed.pop(name) for name in ("tokens", "labels", "positions", "doc_ids")]
+    rows = StepBatch(*columns, 0, dp_rank * shape[0])
+    return Packed(rows, packed, packed.pop("routes", None), lengths)

@@ -30,7 +30,7 @@ KL = Literal["k1", "k2", "k3", "k3_weighted", "k3_by_k2"]
 LENGTHS = (128, 512, 2048, 8192)  # tokens of an answer, by which dropped answers are counted
 BY_LENGTH = (*(f"to_{length}" for length in LENGTHS), "longer")
 METRICS = (
-    *("clipped_share", "ref_kl", "old_kl", "sampler_kl"),
+    *("clipped_share", "ref_kl", "old_kl", "sampler_kl", "teacher_kl"),
     *(f"{name}.{length}" for name in ("answers", "dropped_share") for length in BY_LENGTH),
 )
 
@@ -159,7 +159,7 @@ def cispo(
     """
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
-    _report_share("clipped_share", weight_BS != r_BS, inputs)
+    _report_mean("clipped_share", weight_BS != r_BS, inputs)
     return finish(weight_BS * inputs.given["advantages"] * nll_BS, nll_BS, inputs, mean, **options)
 
 
@@ -211,6 +211,7 @@ def distill(
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
+    _report_mean("teacher_kl", gap_BS, inputs)
     r_BS = log_ratio(nll_BS, inputs).exp()
     return finish(-r_BS * advantages_BS, nll_BS, inputs, mean, **options)
 
@@ -452,7 +453,7 @@ def _clipped(
     if dual_clip is not None:
         limited_BS = torch.minimum(loss_BS, -dual_clip * advantages_BS)
         loss_BS = torch.where(advantages_BS < 0, limited_BS, loss_BS)
-    _report_share("clipped_share", clipped_BS > plain_BS, inputs)
+    _report_mean("clipped_share", clipped_BS > plain_BS, inputs)
     return finish(loss_BS, nll_BS, inputs, mean, **options)
 
 
@@ -463,10 +464,10 @@ def _with_rest(log_probs_BSK: Tensor) -> Tensor:
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
 
 
-def _report_share(name: str, is_BS: Tensor, inputs: LossInputs) -> None:
-    """Report the share of trained tokens for which ``is_BS`` is true."""
-    number = (is_BS & trained(inputs)).sum()
-    inputs.report(name, number / inputs.counts.trained.clamp_min(1))
+def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
+    """Report the mean of x over trained tokens."""
+    total = torch.where(trained(inputs), x_BS, 0).sum()
+    inputs.report(name, total / inputs.counts.trained.clamp_min(1))
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
@@ -481,5 +482,4 @@ def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
     for name, (drawn_BS, other_BS) in pairs.items():
         if drawn_BS is not None and other_BS is not None:
             d_BS = torch.where(trained(inputs), drawn_BS - other_BS, 0.0)
-            share = (torch.expm1(-d_BS) + d_BS).sum() / inputs.counts.trained.clamp_min(1)
-            inputs.report(name, share)
+            _report_mean(name, torch.expm1(-d_BS) + d_BS, inputs)

@@ -26,7 +26,7 @@ from automoe.data.prepare import Split
 from automoe.errors import DataError
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import StepRunner
+from automoe.parallel.runner import StepRunner
 from automoe.storage.files import read_file
 from automoe.storage.sealed import replace_json, unsealed
 from automoe.training.context import RunContext

@@ -40,7 +40,10 @@ def extended(path: Path, *overrides: str) -> Config:
     [
         ("qwen3_moe", {}),
         pytest.param("qwen3_moe", {"attention_factor": 1.1, "beta_fast": 16.0}, marks=pytest.mark.exhaustive),
-        ("dsv3", DEEPSEEK),
+        ("dsv3", {}),
+        pytest.param("dsv3", {"mscale": 0.7, "mscale_all_dim": 0.5}, marks=pytest.mark.exhaustive),
+        pytest.param("dsv3", {"mscale": 0.0, "mscale_all_dim": 0.0}, marks=pytest.mark.exhaustive),
+        pytest.param("glm4_moe_lite", {}, marks=pytest.mark.exhaustive),
         pytest.param("glm4_moe", {"truncate": False}, marks=pytest.mark.exhaustive),
         pytest.param("llama", {}, marks=pytest.mark.exhaustive),
     ],
@@ -55,7 +58,8 @@ def test_a_checkpoint_is_stretched_as_transformers_stretches_it(
     given = [f"model.rope.{key}={str(value).lower()}" for key, value in numbers.items()]
     model = extended(tmp_path / "in", f"model.rope.factor={FACTOR}", "train.seq_len=512", *given).model
     stretched = AutoConfig.from_pretrained(tmp_path / "in")
-    stated = {"rope_type": "yarn", "factor": float(FACTOR), "original_max_position_embeddings": 64} | numbers
+    unsaid = DEEPSEEK if "q_lora_rank" in vars(stretched) else {}  # as published
+    stated = {"rope_type": "yarn", "factor": float(FACTOR), "original_max_position_embeddings": 64} | unsaid | numbers
     stretched.rope_parameters = stretched.rope_parameters | stated
     stretched.max_position_embeddings = 64 * FACTOR
     tokens = torch.randint(90, (2, 300), generator=torch.Generator().manual_seed(1))

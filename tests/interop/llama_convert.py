@@ -1,0 +1,45 @@
+"""Convert checkpoints to f32 GGUF files with llama.cpp's converter, without their tokenizers.
+
+python tests/interop/llama_convert.py LLAMA_CPP FOLDER...     # writes FOLDER/model.gguf, or FOLDER/refused.txt
+
+LLAMA_CPP has ``convert_hf_to_gguf.py``. It knows tokenizers by their hash and refuses others; numbers need none.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+CONVERTER, *FOLDERS = sys.argv[1:]
+sys.path.insert(0, CONVERTER)
+
+import conversion  # noqa: E402
+import convert_hf_to_gguf  # noqa: E402
+
+
+def without_vocabulary(known: type) -> type:
+    """A converter of the same model that writes how many tokens there are, and none of them."""
+
+    def set_vocab(self: Any) -> None:
+        self._set_vocab_none()
+        self.gguf_writer.add_vocab_size(self.hparams["vocab_size"])
+
+    return type(known.__name__, (known,), {"set_vocab": set_vocab, "model_arch": known.model_arch})
+
+
+if __name__ == "__main__":
+    find = conversion.get_model_class
+    convert_hf_to_gguf.get_model_class = lambda *args, **kwargs: without_vocabulary(find(*args, **kwargs))
+    for folder in map(Path, FOLDERS):
+        no_mtp = (
+            ["--no-mtp"]
+            if "qwen3_5" in (folder / "config.json").read_text() or "qwen3_next" in (folder / "config.json").read_text()
+            else []
+        )
+        sys.argv = ["convert", str(folder), "--outtype", "f32", "--outfile", str(folder / "model.gguf"), *no_mtp]
+        try:
+            convert_hf_to_gguf.main()
+        except (Exception, SystemExit):
+            (folder / "refused.txt").write_text(traceback.format_exc())
