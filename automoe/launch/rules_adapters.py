@@ -30,7 +30,10 @@ lora.base != weights | lora.rank == 0 | it packs frozen matrices beside adapters
     | Set lora.rank=16, or lora.base=weights
 train.freeze: not facts.trained | lora.rank == 0 | it leaves nothing to train
     | Name fewer parameters, or set train.trainable=['*.router.*']
-""", NAMES="matches no parameter of the model; its names are {facts.names}", PATTERN="or write a pattern such as '*.router.*'")
+""",
+    NAMES="matches no parameter of the model; its names are {facts.names}",
+    PATTERN="or write a pattern such as '*.router.*'",
+)
 _TARGETS = table("""
 lora.alpha <= 0 | | an adapter's product is multiplied by alpha / rank
 lora.dropout outside 0|1 | | a share in [0, 1)

@@ -20,8 +20,14 @@ from tests.support.hf_models import save_small_hf
     ("preset", "said"),
     [
         ("dsv3_671b", []),
-        ("kimi_k2_1t_a32b", ["llama.cpp (llama-cpp-python 0.3.36) ignores rope.beta_fast=1.0, and computes another model"]),
-        ("gpt_oss_120b", ["llama.cpp (llama-cpp-python 0.3.36) ignores rope.truncate=False, and computes another model"]),
+        (
+            "kimi_k2_1t_a32b",
+            ["llama.cpp (llama-cpp-python 0.3.36) ignores rope.beta_fast=1.0, and computes another model"],
+        ),
+        (
+            "gpt_oss_120b",
+            ["llama.cpp (llama-cpp-python 0.3.36) ignores rope.truncate=False, and computes another model"],
+        ),
         ("olmoe_7b_a1b", []),
         ("qwen3_5_35b_a3b", []),
     ],

