@@ -273,7 +273,9 @@ class StagePlan:
             # Modules for multi-token prediction come before the main loss.
             held = below + self.head_kept * (self.last and place < self.mtp)
             held += 0.0 if merged is None else merged.grown(place + 1)
-            common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
+            common = dict[str, Any](
+                gathered_weights=weights, unsharded_gradients=whole, gradients=sharded
+            )
             for work in layer.workspaces:
                 yield Moment(
                     "backward", activations=held - work.done,
