@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from automoe.comm.agreement import dcp_error
+from automoe.checkpoint.errors import dcp_error
 from automoe.errors import CheckpointError, retried
 from automoe.interop.torch_private import stored_tensor
 from automoe.storage.files import read_file

@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
+from automoe.checkpoint.errors import dcp_error, save_error
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.hashed_files import HashingFileSystem
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
@@ -46,7 +47,7 @@ from automoe.checkpoint.saved_state import (
     optional_names,
     tensors_of,
 )
-from automoe.comm.agreement import Ranks, dcp_error, save_error
+from automoe.comm.agreement import Ranks
 from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
