@@ -31,11 +31,15 @@ from automoe.session import Sample, Session, open_session, resolved, store_at
 ALL = ["extra", "model", "optimizer"]
 # settings of verl of which the engine follows one value
 FOLLOWED = {
-    **{"engine.param_offload": False, "engine.optimizer_offload": False},
-    **{"optim.lr_scheduler_type": "constant", "optim.optimizer": "AdamW"},
-    **{"optim.override_optimizer_config": None},
-    **{"checkpoint.save_contents": ALL, "checkpoint.load_contents": ALL},
-    **{"checkpoint.async_save": False, "checkpoint.save_lora_only": False},
+    "engine.param_offload": False,
+    "engine.optimizer_offload": False,
+    "optim.lr_scheduler_type": "constant",
+    "optim.optimizer": "AdamW",
+    "optim.override_optimizer_config": None,
+    "checkpoint.save_contents": ALL,
+    "checkpoint.load_contents": ALL,
+    "checkpoint.async_save": False,
+    "checkpoint.save_lora_only": False,
 }
 
 
@@ -72,13 +76,9 @@ class AutomoeEngine(BaseEngine):
         path = model_config.get("local_path", None) or model_config.get("path", None)
         if path and not any(word.startswith("model.hf_path=") for word in overrides):
             overrides.append(f"model.hf_path={path}")
-        sections = {
-            "engine": engine_config,
-            "optim": optimizer_config,
-            "checkpoint": checkpoint_config,
-        }
+        sections = dict(engine=engine_config, optim=optimizer_config, checkpoint=checkpoint_config)
         for key, followed in FOLLOWED.items():
-            section, _, name = key.partition(".")
+            section, name = key.split(".")
             value = getattr(sections[section], name, followed)
             if (sorted(value) if isinstance(followed, list) else value) != followed:
                 rule = f"the engine follows {followed} alone"
