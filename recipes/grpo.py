@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +27,7 @@ from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.rl.batch import Sample
-from automoe.rl.engine import Answer, Engine, check_gap, gap_by_layer
+from automoe.rl.engine import Answer, Engine, gaps_of
 from automoe.rl.engines import open_engine, teacher_of
 from automoe.rl.losses import Correction, dapo, distill, group_advantages
 from automoe.rl.rollouts import Rollouts
@@ -59,14 +59,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     state, store = session.state, session.store
     state.loader = rollouts
     resumed = store.load_latest(state)
-    # Who else scores the answers: a teacher, or the weights that training began with, which are a
-    # session of their own, or this one without adapters.
-    references: dict[str, Session] = {}
-    if args.teacher:
-        references["teacher_log_probs"] = Session.open(teacher_of(config), shape, context)
-    if args.kl:
-        apart = not config.lora.rank
-        references["ref_log_probs"] = Session.open(config, shape, context) if apart else session
+    references = references_of(config, shape, context, session)
     engine = open_engine(config, stop_tokens(config), context)
     stream = WeightStream(state.model_parts, **engine.options)
     loss = distill if args.teacher else dapo
@@ -91,39 +84,17 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 prompts = [rollouts.texts[number] for number, _ in answers]
 
                 # their rewards, and what trainer, teacher and reference say of them
-                judged = rollouts.kept(rollout, "judged")
-                if judged is None:
-                    most = config.observe.sample_tokens
-                    pairs = zip(prompts, texts, strict=True)
-                    judged = {"rewards": [reward(*pair, num_tokens=most) for pair in pairs]}
-                    batch = samples_of(answers, rollouts, args)
-                    for name, scorer in {"old_log_probs": session, **references}.items():
-                        base = scorer is session and name != "old_log_probs"
-                        with scorer.adapter_off() if base else nullcontext():
-                            alike = name != "teacher_log_probs"  # in shape, so in routes
-                            asked = batch if alike else [replace(s, routes=None) for s in batch]
-                            scored = scorer.log_probs(asked, args.temperature)
-                        judged[name] = of_answers(scored.log_probs, answers)
-                        if scorer is session and scored.first_differing and not base:
-                            judged["differing"] = of_answers(scored.first_differing, answers)
-                    judged = rollouts.keep(rollout, "judged", judged)
-                rewards = judged.pop("rewards")
+                most = config.observe.sample_tokens
+                rewards = [reward(*pair, most) for pair in zip(prompts, texts, strict=True)]
                 mean_reward = sum(rewards) / len(rewards)
-                both = (
-                    [*chain(*(answer.log_probs for _, answer in answers))],
-                    [*chain(*judged["old_log_probs"])],
-                )
-                gap, largest = check_gap(*both, args.max_gap)
-                gaps = {"engine_gap": gap, "engine_gap_max": largest}
-                if "differing" in judged:
-                    gaps |= gap_by_layer(*both, [*chain(*judged.pop("differing"))])
-                if args.teacher:  # the mean distance, as a baseline of the tokens' own
-                    pairs = zip(both[1], chain(*judged["teacher_log_probs"]), strict=True)
-                    far = [ours - theirs for ours, theirs in pairs]
-                    judged["advantages"] = [sum(far) / len(far)] * len(answers)
-                else:
-                    judged["advantages"] = group_advantages(rewards, args.samples)
-                batch = samples_of(answers, rollouts, args, **judged)
+                said = scores_of(answers, session, references, rollouts, rollout, args)
+                gaps = gaps_of([answer for _, answer in answers], said, args.max_gap)
+                advantages = group_advantages(rewards, args.samples)
+                if args.teacher:  # the mean distance to it, a baseline of the tokens' own
+                    scores = said["old_log_probs"], said["teacher_log_probs"]
+                    ours, theirs = (list(chain(*values)) for values in scores)
+                    advantages = [(sum(ours) - sum(theirs)) / len(ours)] * len(answers)
+                batch = samples_of(answers, rollouts, args, advantages=advantages, **said)
                 drawn = rollout
 
             # one update
@@ -142,7 +113,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             if run.validates():
                 shown = dict(zip(prompts, texts, strict=True))
                 run.show_samples([{"prompt": p, "text": t} for p, t in shown.items()], seconds)
-            run.write(record, outcome.stats)
+            run.write_or_go_back(record, outcome.stats)
 
             # save
             if run.saves():
@@ -162,6 +133,22 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
 
 Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
+
+
+def references_of(
+    config: Config, shape: MeshShape, context: RunContext, session: Session
+) -> dict[str, Session]:
+    """Return who else scores the answers: a teacher, and the weights that training began with.
+
+    These are a session of their own, or this one without adapters.
+    """
+    references = {}
+    if config.recipe_args.teacher:
+        references["teacher_log_probs"] = Session.open(teacher_of(config), shape, context)
+    if config.recipe_args.kl:
+        apart = not config.lora.rank
+        references["ref_log_probs"] = Session.open(config, shape, context) if apart else session
+    return references
 
 
 def sampled(
@@ -202,6 +189,34 @@ def samples_of(
         )
         for place, (number, answer) in enumerate(answers)
     ]
+
+
+def scores_of(
+    answers: Sequence[Numbered],
+    session: Session,
+    references: Mapping[str, Session],
+    rollouts: Rollouts,
+    rollout: int,
+    args: GRPOArgs,
+) -> dict[str, list[list[Any]]]:
+    """Return what trainer, teacher and reference say of the answers' tokens, by name.
+
+    They are asked once a rollout: later updates, and a run that goes on, read it from the disk.
+    """
+    said = rollouts.kept(rollout, "scores")
+    if said is not None:
+        return said
+    said, batch = {}, samples_of(answers, rollouts, args)
+    for name, scorer in {"old_log_probs": session, **references}.items():
+        base = scorer is session and name != "old_log_probs"
+        with scorer.adapter_off() if base else nullcontext():
+            alike = name != "teacher_log_probs"  # in shape, so in routes
+            asked = batch if alike else [replace(s, routes=None) for s in batch]
+            scored = scorer.log_probs(asked, args.temperature)
+        said[name] = of_answers(scored.log_probs, answers)
+        if scorer is session and scored.first_differing and not base:
+            said["differing"] = of_answers(scored.first_differing, answers)
+    return rollouts.keep(rollout, "scores", said)
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:

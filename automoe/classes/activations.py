@@ -91,13 +91,13 @@ def _run(part: TransformersModel, index: Tensor, tokens: Tokens, alive: AliveByt
     most: list[int] = []
     inputs: list[int] = []
 
-    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(_, args, kwargs) -> None:
         x = args[0] if args else kwargs["hidden_states"]
         marks.append(alive.now)
         inputs.append(x.untyped_storage().nbytes())
         x.register_hook(end)
 
-    def end(_: Tensor) -> None:
+    def end(_) -> None:
         most.append(alive.most)
         alive.most = alive.now
 
@@ -150,7 +150,7 @@ def _run_once(layer: Any, like: Any) -> None:
     original = layer.forward
 
     @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args, **kwargs):
         if layer is not like and like.returns_one:
             return args[0] if args else kwargs["hidden_states"]
         out = original(*args, **kwargs)

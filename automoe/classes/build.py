@@ -42,7 +42,8 @@ _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 def refused(path: object, problem: str, remedy: str = "Choose another checkpoint") -> ConfigError:
     """Return the error for a model that neither a native family nor a class of transformers serves.
 
-    ``what`` names the obstacle.
+    Args:
+        problem: what of the class is in the way, as the end of a sentence.
     """
     rule = (
         f"automoe has no native family for it, and its transformers class cannot serve: {problem}"
@@ -227,7 +228,7 @@ class _WithoutNumbers(TorchFunctionMode):
     Every value that is read is one, and ``nonzero`` finds no element.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
             return func(torch.ones((), dtype=args[0].dtype, device="cpu"))
         if func in (torch.nonzero, Tensor.nonzero):
@@ -301,5 +302,5 @@ class _Returns(nn.Module):
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, **_: Any) -> Any:
+    def forward(self, **_):
         return _Outputs(self.hidden)

@@ -6,7 +6,6 @@ Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this ra
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +90,7 @@ class OwnCode(nn.Module):
         self.module = module  # registered, so that functional_call finds its parameters
         self.own_forward = module.forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args, **kwargs) -> Tensor:
         return self.own_forward(*args, **kwargs)
 
 
@@ -108,7 +107,7 @@ class RoutedCall(OwnCode):
         self.dispatcher = dispatcher
         self.signature = inspect.signature(module.forward)
 
-    def route(self, *args: Any, **kwargs: Any) -> Tensor:
+    def route(self, *args, **kwargs) -> Tensor:
         """Return [T, H], the weighted sum of each token's experts on all ranks.
 
         Raises:

@@ -203,7 +203,7 @@ class ClassFamily(Family):
 class _View(Tensor):
     """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
 
-    def contiguous(self, *_: Any, **__: Any) -> Tensor:
+    def contiguous(self, *_, **__) -> Tensor:
         return self
 
 
@@ -245,7 +245,10 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
 
 
 def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Piece, ...]] | None:
-    """Return the published pieces of each parameter; None if one is no slice of a parameter."""
+    """Return the slices of each parameter that published files hold, with their keys in the files.
+
+    None: a published tensor is no slice of a parameter.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     views = {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}

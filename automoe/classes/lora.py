@@ -8,7 +8,6 @@ weights, so experts compute with the sum of their weights and the adapters' prod
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
     code = OwnCode(experts)
 
     @wraps(code.own_forward)  # ``experts_modules`` reads the signature
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args, **kwargs) -> Tensor:
         weights = {}
         for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
             if getattr(adapters, f"A{number}") is not None:

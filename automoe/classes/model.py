@@ -107,11 +107,11 @@ def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 class _Narrow(TorchFunctionMode):
-    """Mode that records whether a result that requires a gradient has float32."""
+    """Mode whose ``seen`` becomes True when torch returns float32 numbers that need a gradient."""
 
     seen = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.requires_grad and out.dtype == torch.float32:
             self.seen = True
@@ -165,7 +165,7 @@ class _Repeated(TorchFunctionMode):
         self._router, self._tokens = router, tokens
         router.live = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         router, shape = self._router, self._tokens.index.shape
         if getattr(func, "__name__", "") != "topk" or args[0].shape[-1] != router.num_experts:
@@ -186,7 +186,7 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """What the passes of ``check_isolation`` share and leave.
+    """Record of two forward passes, which differ in a row's first document alone.
 
     Attributes:
         first: tokens of the first document.
@@ -425,7 +425,7 @@ class TransformersModel(CausalLM):
         """Return ``forward`` of the module around a layer's experts, which repeats given routes."""
 
         @wraps(forward)
-        def repeating(*args: Any, **kwargs: Any) -> Any:
+        def repeating(*args, **kwargs):
             if self._tokens is None or self._tokens.forced_ids is None:
                 return forward(*args, **kwargs)
             with _Repeated(router, self._tokens):

@@ -16,7 +16,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """Return the index in the full tensor of the first element of ``local_shard(tensor)``."""
+    """Return where this rank's shard begins in the full ``tensor``: an index for each dim."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return offset_of_shard(tensor)

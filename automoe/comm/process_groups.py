@@ -55,7 +55,7 @@ class Communicator:
         return x
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """Return the maximum over the ranks; not differentiable."""
+        """Return the element-wise maximum of x over the ranks; not differentiable."""
         return x
 
 

@@ -87,9 +87,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     """Yield rules of ``parallel.recompute``: names and layers must exist and have an effect."""
     parallel, names = config.parallel, recomputed_names(config.parallel)
     all_layers = config.model.all_layers
-    interval = parallel.recompute_layers if isinstance(parallel.recompute_layers, str) else None
-    layers = parallel.recompute_layers
-    layers = layers if isinstance(layers, list) else []
+    chosen = parallel.recompute_layers
+    layers = chosen if isinstance(chosen, list) else []
     see = Scope(config, config.mesh).knowing(
         unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
         rerun=", ".join(name for name in names if name in (*RERUN, FULL)),
@@ -97,7 +96,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         listed=names is parallel.recompute,
         once=list(dict.fromkeys(names)),
         others=len(names) > 1,
-        no_interval=interval is not None and not _EVERY.fullmatch(interval),
+        no_interval=isinstance(chosen, str) and not _EVERY.fullmatch(chosen),
         outside=next((layer for layer in layers if layer not in all_layers), None),
         last=len(all_layers) - 1,
         inside=sorted(set(layers).intersection(all_layers)),

@@ -225,15 +225,21 @@ def table(text: str, **words: object) -> Table:
     )
 
 
-def refused(see: Scope, *tables: Table) -> Iterator[Row]:
-    """Yield the broken rules of ``tables`` in order."""
+def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of ``tables`` whose conditions both hold, in order."""
     for rows in tables:
         for row in rows:
             for part in _both(row[0], row[1]):
                 if not part.compared(part.reader(see), part.values(see)):
                     break
             else:
-                yield _row(see, *row)
+                yield row
+
+
+def refused(see: Scope, *tables: Table) -> Iterator[Row]:
+    """Yield the broken rules of ``tables`` in order."""
+    for row in holding(see, *tables):
+        yield _row(see, *row)
 
 
 @cache

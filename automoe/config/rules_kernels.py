@@ -86,7 +86,8 @@ kernels.attention == te | model.attention.sinks and launch.device == cuda
 _HEADS = table("""
 kernels.attention == flex | facts.unfit | it has heads of LEAST to MOST dims, and MINE
 kernels.attention == cudnn|te | facts.wide | it has heads of up to CUDNN dims, and MLA_QUERY with values of MLA_VALUE; MINE
-kernels.attention == cudnn|te | facts.odd | it has heads of multiples of UNIT dims: {facts.query} % UNIT = {facts.query % UNIT},
+kernels.attention == cudnn|te | facts.odd
+    | it has heads of multiples of UNIT dims: {facts.query} % UNIT = {facts.query % UNIT},
     {facts.value} % UNIT = {facts.value % UNIT}
 kernels.attention == flash | launch.device == cuda and facts.widest > MOST
     | it has heads of up to MOST dims, and this model's have {facts.widest}

@@ -39,7 +39,8 @@ model.first_k_dense > model.num_layers | | there are {model.num_layers} layers i
     BY_CROSS_ENTROPY=BY_CROSS_ENTROPY, NO_MODULES=NO_MODULES)
 _EXPERTS = table("""
 model.num_experts % mesh.ep | | mesh.ep={mesh.ep} ranks hold equal numbers of experts
-model.moe_intermediate_size % mesh.etp * mesh.ep_shard | | etp and FSDP cut the width of the experts evenly over mesh.etp and mesh.ep_shard
+model.moe_intermediate_size % mesh.etp * mesh.ep_shard |
+    | etp and FSDP cut the width of the experts evenly over mesh.etp and mesh.ep_shard
     | , or {facts.width_fits}
 model.hidden_size % mesh.ep_shard | | FSDP cuts the rows of the experts' down projection evenly | , or {facts.rows_fit}
 """)

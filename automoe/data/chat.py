@@ -155,7 +155,7 @@ class _Reader:
         self.roles = _ROLES | roles | (self.chat.roles or {})
 
     def read(self, record: Record) -> tuple[list[list[Message]], int]:
-        """Return the conversations of a record, system prompt first, and the size of their prompt.
+        """Return a record's conversations, and how many of their first messages are not trained.
 
         A pair has two, the preferred one first; other records have one.
         """

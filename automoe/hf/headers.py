@@ -30,7 +30,7 @@ from automoe.hf.keys import (
     Shape,
 )
 from automoe.model.params import count_params
-from automoe.storage.files import named
+from automoe.storage.files import explained, named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
 
 SINGLE_FILE = "model.safetensors"
@@ -40,6 +40,7 @@ HEAD = "lm_head.weight"
 ADAPTER = "adapter_config.json"
 # Options that keep ``from_pretrained`` from loading an adapter: this subfolder cannot exist.
 NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
+COPY_AGAIN = "Make it readable, or copy it again"  # remedy for a file that cannot be read
 _PART = 16 << 20  # bytes read at once
 MANY = 10_000  # a configuration may have so many layers or experts, whatever the files hold
 # Bits per number, by the dtype's name in safetensors.
@@ -181,11 +182,8 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
         raise CheckpointError(
             f"{folder}: no such directory. Name a HuggingFace checkpoint directory"
         )
-    try:
+    with explained(folder, COPY_AGAIN):
         return retried(lambda: _read_all(folder, last))
-    except OSError as error:
-        reason = f"{error.filename or folder}: {error.strerror}"
-        raise CheckpointError(f"{reason}. Make it readable, or copy it again") from error
 
 
 def _read_all(folder: Path, last: bool) -> Contents:
@@ -276,18 +274,13 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
         CheckpointError: the file cannot be read, or became shorter since its header was read.
     """
     file, end = folder / tensor.file, tensor.start + tensor.num_bytes
-    try:
-        with os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
-            for at in range(tensor.start, end, _PART):
-                size = min(_PART, end - at)
-                part = retried(partial(os.pread, stream.fileno(), size, at))
-                if len(part) < size:
-                    raise CheckpointError(f"{file} was shortened. Copy the file again")
-                yield part
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}). Make it readable, or copy it again"
-        ) from error
+    with explained(file, COPY_AGAIN), os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
+        for at in range(tensor.start, end, _PART):
+            size = min(_PART, end - at)
+            part = retried(partial(os.pread, stream.fileno(), size, at))
+            if len(part) < size:
+                raise CheckpointError(f"{file} was shortened. Copy the file again")
+            yield part
 
 
 def complete_headers(folder: Path) -> Contents:
@@ -317,7 +310,8 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap, tensors: Conten
         ConfigError: the model has more layers or experts than the files have tensors, or more than
             twice as many parameters as the files have numbers.
     """
-    fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
+    gate = f".{FUSED.gate}"
+    fused = keys.fused or any(name.endswith(gate) for name in tensors)
     layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
     counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
     for kind, count in counts.items():

@@ -96,7 +96,7 @@ class LocalShard:
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
-        """Return the numbers at ``index`` with the adapter added, those of packed bytes widened.
+        """Return the numbers at ``index`` of this shard, unpacked, and with its adapter added.
 
         ``index`` must leave the columns of a packed matrix whole.
         """

@@ -140,9 +140,7 @@ def attend(
             *_with_sink_key(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N), scale, None, kernel
         )
         return out[:, out.shape[1] - q_BSND.shape[1] :, :, : v_BRGD.shape[-1]]
-    q_BNSD = q_BSND.transpose(1, 2)
-    k_BGRD = k_BRGD.transpose(1, 2)
-    v_BGRD = v_BRGD.transpose(1, 2)
+    q_BNSD, k_BGRD, v_BGRD = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
     value_dim = v_BGRD.shape[-1]
     device = q_BNSD.device.type
     num_heads = q_BNSD.shape[1]

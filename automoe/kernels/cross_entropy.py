@@ -43,7 +43,7 @@ def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexpr):
-    """Replace a token's logits by exp(logit - largest) * factor, minus 1 at its label."""
+    """Replace logits of a token by gradients: exp(logit - largest) * factor, less 1 at the label."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * vocabulary + at

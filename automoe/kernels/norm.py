@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from automoe.kernels.products import _narrow
+from automoe.kernels.products import _load, _store
 from automoe.kernels.served import INTERPRETED
 from automoe.kernels.tiling import precision
 
@@ -41,13 +41,11 @@ def _norm_rows(
     column = tl.arange(0, BLOCK_D)
     real = row < num_rows
     mask = real[:, None] & (column < dim)[None, :]
-    number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    number = number.to(tl.float32)
+    number = _load(x + row[:, None] * stride + column[None, :], mask)
     scale = 1.0 / tl.sqrt(tl.sum(number * number, axis=1) / dim + eps)
     factor = tl.load(weight + column, mask=column < dim, other=0.0)
     normed = number * scale[:, None] * factor[None, :]
-    normed = _narrow(normed, out.dtype.element_ty, PRECISION)
-    tl.store(out + row[:, None] * dim + column[None, :], normed, mask=mask)
+    _store(out + row[:, None] * dim + column[None, :], normed, mask, PRECISION)
     tl.store(scales + row, scale, mask=real)
 
 
@@ -76,16 +74,14 @@ def _norm_grads(
         real = row < num_rows
         mask = real[:, None] & in_row[None, :]
         at = row[:, None] * dim + column[None, :]
-        number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-        number = number.to(tl.float32)
-        incoming = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        number = _load(x + row[:, None] * stride + column[None, :], mask)
+        incoming = _load(grad + at, mask)
         scale = tl.load(scales + row, mask=real, other=0.0)[:, None]
         normed = number * scale
         share += incoming * normed
         incoming *= factor
         shrink = tl.sum(incoming * normed, axis=1)[:, None] / dim
-        result = _narrow((incoming - normed * shrink) * scale, grad_x.dtype.element_ty, PRECISION)
-        tl.store(grad_x + at, result, mask=mask)
+        _store(grad_x + at, (incoming - normed * shrink) * scale, mask, PRECISION)
     share = tl.sum(share, axis=0)
     tl.store(shares + tl.program_id(0) * dim + column, share, mask=in_row)
 

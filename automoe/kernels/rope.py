@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from automoe.kernels.products import _narrow
+from automoe.kernels.products import _load, _store
 from automoe.kernels.served import check_served
 from automoe.kernels.tiling import precision
 
@@ -62,21 +62,20 @@ def turn_heads(
     target = out + (token * num_heads + head[:, None]) * DIM
     i = tl.arange(0, BLOCK_HALF)
     in_half = i < HALF
-    c = tl.load(cos + token * HALF + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * HALF + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    c = _load(cos + token * HALF + i, in_half)[None, :]
+    s = _load(sin + token * HALF + i, in_half)[None, :]
     if BACK:
         s = -s
     i = i[None, :]
     mask = real & (i < HALF)
     first = START + (2 * i if FROM_PAIRS else i)
     second = START + (2 * i + 1 if FROM_PAIRS else i + HALF)
-    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    a = _load(source + first, mask)
+    b = _load(source + second, mask)
     first = START + (2 * i if TO_PAIRS else i)
     second = START + (2 * i + 1 if TO_PAIRS else i + HALF)
-    to = out.dtype.element_ty
-    tl.store(target + first, _narrow(a * c - b * s, to, PRECISION), mask=mask)
-    tl.store(target + second, _narrow(b * c + a * s, to, PRECISION), mask=mask)
+    _store(target + first, a * c - b * s, mask, PRECISION)
+    _store(target + second, b * c + a * s, mask, PRECISION)
     if DIM > 2 * HALF:
         columns = tl.arange(0, BLOCK_KEPT)[None, :]
         mask = real & (columns < DIM - 2 * HALF)
@@ -164,10 +163,8 @@ def part_heads(
         read = tl.load(grad_v + head * v_stride_n + value[None, :], mask=mask)
         tl.store(target + KEEP + value[None, :], read, mask=mask)
         mask = real & (turn < TURN)[None, :]
-        read = tl.load(grad_k + head * k_stride_n + KEEP + turn[None, :], mask=mask, other=0.0)
-        acc += tl.sum(read.to(tl.float32), axis=0)
-    acc = _narrow(acc, grad_k_rope.dtype.element_ty, PRECISION)
-    tl.store(grad_k_rope + token * TURN + turn, acc, mask=turn < TURN)
+        acc += tl.sum(_load(grad_k + head * k_stride_n + KEEP + turn[None, :], mask), axis=0)
+    _store(grad_k_rope + token * TURN + turn, acc, turn < TURN, PRECISION)
 
 
 def turn_dims(

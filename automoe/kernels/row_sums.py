@@ -20,7 +20,9 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
 
 
 def sum_in_order(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
-    """Compute ``sum_rows`` by ``embedding_bag``: one thread per column sums a bag, without atomics.
+    """Sum the rows of each index as ``sum_rows`` does, on any device and in the order of the rows.
+
+    ``embedding_bag`` does it: one thread per column sums the rows of an index, without atomics.
 
     CUDA's kernel accumulates narrow rows in float32. No host sync.
     """

@@ -39,9 +39,10 @@ class Blocks:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies operands of ``dtype``: float32 in full ("ieee").
+    """Return the ``input_precision`` of Triton's products of ``dtype``: ieee for float32, else tf32.
 
-    Narrower dtypes are multiplied in only one way on a GPU.
+    Narrower dtypes are multiplied in only one way on a GPU, whatever the word; the interpreter
+    needs ieee.
     """
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 

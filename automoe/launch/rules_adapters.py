@@ -30,7 +30,10 @@ lora.base != weights | lora.rank == 0 | it packs frozen matrices beside adapters
     | Set lora.rank=16, or lora.base=weights
 train.freeze: not facts.trained | lora.rank == 0 | it leaves nothing to train
     | Name fewer parameters, or set train.trainable=['*.router.*']
-""", NAMES="matches no parameter of the model; its names are {facts.names}", PATTERN="or write a pattern such as '*.router.*'")
+""",
+    NAMES="matches no parameter of the model; its names are {facts.names}",
+    PATTERN="or write a pattern such as '*.router.*'",
+)
 _TARGETS = table("""
 lora.alpha <= 0 | | an adapter's product is multiplied by alpha / rank
 lora.dropout outside 0|1 | | a share in [0, 1)
@@ -64,11 +67,12 @@ model.upcycle | lora.base != weights
     | Export the upcycled model first (automoe upcycle), or set lora.base=weights
 """, BACKENDS="grouped_mm|loop", ROW_BYTES=ROW_BYTES)
 _CUT = """
-AXIS: facts.columns % AXIS * facts.block | AXIS > 1
-    | lora.base={lora.base} has a scale for {facts.block} numbers of a row, and AXIS would cut {facts.name} inside them
-    | Set AXIS=1, or lora.base=weights
+mesh.AXIS: facts.inside | mesh.AXIS > 1
+    | lora.base={lora.base} has a scale for {facts.block} numbers of a row, and AXIS would cut {facts.name} inside them:
+    {facts.columns} / {mesh.AXIS} = {facts.share}, not a multiple of {facts.block}
+    | Set mesh.AXIS=1, or lora.base=weights
 """
-_CUTS = {axis: table(_CUT, AXIS=f"mesh.{axis}") for axis in ("tp", "etp")}
+_CUTS = {axis: table(_CUT, AXIS=axis) for axis in ("tp", "etp")}
 # fmt: on
 
 
@@ -118,6 +122,12 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
         axis = "etp" if param.expert else "tp"
         if getattr(param.spec, axis) == len(param.shape) - 1:
             block, _ = BASE_BLOCKS[config.lora.base]
-            columns = param.shape[-1]
-            cut = see.knowing(name=param.name, columns=columns, block=block)
+            columns, ranks = param.shape[-1], getattr(see.mesh, axis)
+            cut = see.knowing(
+                name=param.name,
+                columns=columns,
+                block=block,
+                share=f"{columns / ranks:g}",
+                inside=columns % (ranks * block),
+            )
             yield from refused(cut, _CUTS[axis])

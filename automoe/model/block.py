@@ -104,9 +104,11 @@ class Block(nn.Module):
         return self.call(self, *args)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H].
+        """Return x plus attention's and the feed-forward's outputs: [B, s, H].
 
-        ``tokens`` belongs to the positions of x, ``setup`` to all positions.
+        Args:
+            setup: angles, masks and kernel of attention, for all S positions.
+            tokens: tensors of the tokens at the s positions of x.
         """
         x_BsH, h_BsH = self.call_mix(self, x_BsH, setup)
         if isinstance(self.mlp, MoE):

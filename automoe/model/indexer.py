@@ -33,7 +33,7 @@ CHUNK = 128  # queries whose scores by every head are in memory at once
 
 
 class IndexInputs(NamedTuple):
-    """Inputs of the scores: queries [B, s, J, D], keys [B, R, D], weights of heads [B, s, J].
+    """Inputs of an indexer's scores: queries [B, s, J, D], keys [B, R, D], head weights [B, s, J].
 
     Queries are scaled by 1/sqrt(D) and weights by 1/sqrt(J), as in ``transformers``.
     """

@@ -123,7 +123,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return the ``ChunkLoss`` that ``kernels.loss`` names.
+    """Return the function that computes the loss of a chunk of tokens by ``kernel``: torch or triton.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.
@@ -334,7 +334,7 @@ def token_scores(
     scored_ids_TK: Tensor | None = None,
     wants_entropy: bool = False,
 ) -> TokenScores:
-    """Return what losses of single tokens are made of, with p = softmax(x @ weight.T / temperature).
+    """Return log p(label) of each token, and its entropy, for p = softmax(x @ weight.T / temperature).
 
     The first five arguments are those of ``cross_entropy_sum``. The backward recomputes logits, so
     a step computes four products with the head instead of three.

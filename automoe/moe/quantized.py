@@ -20,7 +20,7 @@ from automoe.quantize.scaling import GRAD, Blockwise, Scaling, X
 
 
 class QuantizedExperts(nn.Module):
-    """An ``ExpertFn`` with separate scalings for the gate and up projection and for down.
+    """Expert backend whose products are in 8 bits; gate and up have one scaling, down another.
 
     Activation, routing weights and biases are applied in the dtype of x.
     """

@@ -365,11 +365,11 @@ class Router(BalancedRouter):
         return select_experts(choice_BSE, self.expert_bias, self.config, self.top_k), plain_ids_BSK
 
     def weigh(self, choice_BSE: Tensor, topk_ids_BSK: Tensor) -> Tensor:
-        """Return the weights [B, S, K] of the chosen experts."""
+        """Return the factors [B, S, K] of the chosen experts' outputs, from the scores of all experts."""
         return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
     def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
-        """Return random factors around one: [B, S, H].
+        """Return the factors around one that jitter multiplies the router's input by: [B, S, H].
 
         A factor depends on (seed, layer, row of the training stream, index, dimension) alone.
         """

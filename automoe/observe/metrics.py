@@ -97,6 +97,7 @@ class AppendLog:
 
     Attributes:
         steps: the steps of the file's records.
+        waiting: bytes of the lines that did not fit on the disk yet.
 
     Args:
         resume_step: last step to keep in an existing file. None renames an existing file and
@@ -110,7 +111,7 @@ class AppendLog:
     ) -> None:
         self.path = path
         self.steps: list[int] = []
-        self.disk_is_full = False
+        self.waiting = 0
         self._warn = warn
         if resume_step is None and path.exists() and path.stat().st_size:
             set_aside(path, path.stem)
@@ -121,21 +122,21 @@ class AppendLog:
     def append(self, record: Mapping[str, Any]) -> None:
         self.steps.append(record["step"])
         line = _bytes(record)
+        self.waiting += len(line)
         try:
-            with named(self.path, len(line)):
+            with named(self.path, self.waiting):
                 self._file.write(line)
                 retried(self._file.flush)
-            self.disk_is_full = False
+            self.waiting = 0
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if not self.disk_is_full:
+            if self.waiting == len(line):  # the first line that did not fit
                 self._warn(f"{self.path}: {error.strerror}; kept in memory until it fits")
-            self.disk_is_full = True
 
     def close(self) -> None:
         """Write what was kept in memory. Raises ``OSError`` if it does not fit."""
-        with named(self.path):
+        with named(self.path, self.waiting):
             self._file.close()
 
     def _truncate_after(self, step: int, every_step: bool) -> None:
@@ -232,7 +233,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             return
         self._last_load = None
         self._load.append(snapshot)
-        if len(self._load.steps) > MAX_LOAD_SNAPSHOTS and not self._load.disk_is_full:
+        if len(self._load.steps) > MAX_LOAD_SNAPSHOTS and not self._load.waiting:
             self._thin(record["step"])
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:

@@ -348,17 +348,17 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
         {"tokens_per_second": job.get("tokens_per_second")} | (job.get("measured") or {})
         for job, _ in runs
     ]
-    others = [
+    keys = [
         key
         for key in COMPARED
-        if key != "tokens_per_second"
-        and any(measured_job.get(key) is not None for measured_job in measured)
+        if key == "tokens_per_second" or any(job.get(key) is not None for job in measured)
     ]
     height = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels)))
-    widths = [5, 5] + [2] * len(others)
-    figure, (loss, speed, *rest) = new_figure(
+    widths = [5, 5] + [2] * (len(keys) - 1)
+    figure, (loss, *bars) = new_figure(
         1.1 * sum(widths), height, columns=len(widths), width_ratios=widths
     )
+    speed = bars[0]
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
     speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")
     if not runs:
@@ -366,7 +366,7 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
         say_empty(speed, "")
         return save(figure, directory / SWEEP_PLOT)
     colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
-    panels = dict(zip(("tokens_per_second", *others), (speed, *rest), strict=True))
+    panels = dict(zip(keys, bars, strict=True))
     place = 0.0
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))

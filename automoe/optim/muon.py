@@ -317,7 +317,10 @@ def _indices(block: _Block) -> list[tuple[int, ...]]:
 
 
 def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:
-    """Orthogonalise every matrix, those of one shape in one batch; empties ``whole``."""
+    """Return the matrices of a round orthogonalised, those of one shape in one batch.
+
+    ``whole`` is emptied meanwhile, to free its matrices.
+    """
     by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
     for matrix, values in whole.items():
         by_shape[values.shape].append(matrix)

@@ -52,7 +52,7 @@ def apply_data_parallel(
     reduce = PARAM_DTYPES[dtype]
     # Inputs are cast at the layer: the experts need routing weights in full precision, and the loss
     # its inputs.
-    dense = MixedPrecisionPolicy(compute, reduce)
+    dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     as_is = replace(dense, cast_forward_inputs=False)
     wide = replace(as_is, param_dtype=reduce)
     shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")

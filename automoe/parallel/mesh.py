@@ -19,7 +19,7 @@ _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
 
 @dataclass(frozen=True)
 class Meshes:
-    """Both views of this rank's world.
+    """Device meshes of a run: one for experts, one for all other parameters, over the same ranks.
 
     Attributes:
         default: pp x dp_replicate x dp_shard x cp x tp, axes of size one left out (dp_shard stays).

@@ -31,7 +31,10 @@ class _OtherPassFailed(Exception):
 
 
 class Turns:
-    """Turn-taking of the two passes that this process merges; ``TURNS`` is the only instance."""
+    """Turns of two threads that run a forward and a backward pass, one thread at a time.
+
+    ``TURNS`` is the only instance.
+    """
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``

@@ -2,11 +2,11 @@
 
 A rank's queries attend to the keys of one rank at a time (arXiv 2310.01889), its own first, and
 softmaxes over parts are merged. Each rank holds a chunk from the head of a row and its mirror from
-the tail, so all ranks have equally many pairs of chunks (``automoe.model.rows.head_tail_index``;
-torch's load balancer cuts rows in the same way). On CUDA torch's own ring runs, which has no mask
-but causality; validation refuses other settings. On the CPU documents of a row are masked by their
-ids, which all ranks know. With the other values of ``parallel.context`` attention gets whole rows
-(``automoe.model.rows``) and calls an ordinary kernel (``automoe.kernels.attention``).
+the tail, so ranks have equally many pairs of chunks (``automoe.model.rows``; torch cuts rows in
+the same way). On CUDA torch's own ring runs, which has no mask but causality; rules refuse
+other settings. On the CPU documents are masked by their ids, which all ranks know. With
+other values of ``parallel.context`` attention gets whole rows (``automoe.model.rows``) and calls an
+ordinary kernel (``automoe.kernels.attention``).
 
 Letters: P ranks, R positions of the whole row, C = R / 2P positions of a chunk, and those of
 ``automoe.model.attention``.

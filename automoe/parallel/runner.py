@@ -131,7 +131,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run the forward passes of ``outputs``."""
+        """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return and reset this rank's contributions to the losses' extra metrics, by name."""
@@ -165,8 +165,8 @@ class SingleStageRunner(StepRunner):
     def _train(self, inputs: MicroBatch) -> Tensor:
         micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
-        for i, micro_batch in enumerate(micro_batches):
-            defer(self.part, self.config.parallel, last=i == len(micro_batches) - 1)
+        for micro_batch in micro_batches:
+            defer(self.part, self.config.parallel, last=micro_batch is micro_batches[-1])
             loss = self.part(batch=micro_batch).sum()
             loss.backward()
             total += loss.detach()

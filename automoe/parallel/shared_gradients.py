@@ -18,7 +18,10 @@ from automoe.parallel.mesh import Meshes
 
 
 def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of these parts so that all stages together yield each one once."""
+    """Yield the parameters of these parts, but no copy of an embedding that the first stage counts.
+
+    All stages together yield each parameter of the model once.
+    """
     for part in model_parts:
         # The first stage counts the embedding.
         copies = part.embedding is not None and not part.embeds

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,6 +106,25 @@ def gap_by_layer(
         "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(each) / len(each)
         for layer, each in sorted(gaps.items())
     }
+
+
+def gaps_of(
+    answers: Sequence[Answer], said: dict[str, list[list[Any]]], bound: float
+) -> dict[str, float]:
+    """Return how far the engine's log-probabilities are from the trainer's, for the record.
+
+    Args:
+        said: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
+            ``LogProbs.first_differing``, if there are routes.
+        bound: as for ``check_gap``, which raises.
+    """
+    theirs = list(chain(*(answer.log_probs for answer in answers)))
+    ours = list(chain(*said["old_log_probs"]))
+    mean, largest = check_gap(theirs, ours, bound)
+    gaps = {"engine_gap": mean, "engine_gap_max": largest}
+    if "differing" in said:
+        gaps |= gap_by_layer(theirs, ours, list(chain(*said.pop("differing"))))
+    return gaps
 
 
 class TransformersEngine:

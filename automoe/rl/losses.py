@@ -399,10 +399,10 @@ def finish(
     if correction is not None:
         loss_BS = loss_BS * corrected(inputs, correction)
     if max_drift is not None:
-        given = inputs.given
-        drawn_BS = given["sampler_log_probs" if "sampler_log_probs" in given else "old_log_probs"]
+        values = inputs.given
+        drawn_BS = values["sampler_log_probs" if "sampler_log_probs" in values else "old_log_probs"]
         drift_BS = mean_of_sample(drawn_BS + nll_BS, inputs)
-        far_BS = (drift_BS > max_drift) & (given["advantages"] < 0) & trained(inputs)
+        far_BS = (drift_BS > max_drift) & (values["advantages"] < 0) & trained(inputs)
         report_dropped(far_BS, inputs)
         loss_BS = loss_BS.masked_fill(far_BS, 0.0)
     if "weights" in inputs.given:

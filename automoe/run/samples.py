@@ -127,14 +127,13 @@ class Sampler:
             answers = self.engine.generate(
                 self._prompts, self.config.observe.sample_tokens, self._stops
             )
-        texts = map(self._decode, answers)
-        return [
-            {"prompt": prompt, "text": text} for prompt, text in zip(self.texts, texts, strict=True)
-        ]
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NAN_TOKEN) else ids)
-        return f"{text}[NaN: no next token]" if ids[-1] == NAN_TOKEN else text
+        samples = []
+        for prompt, ids in zip(self.texts, answers, strict=True):
+            text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NAN_TOKEN) else ids)
+            if ids[-1] == NAN_TOKEN:
+                text += "[NaN: no next token]"
+            samples.append({"prompt": prompt, "text": text})
+        return samples
 
 
 def stop_tokens(config: Config) -> list[int]:

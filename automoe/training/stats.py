@@ -5,19 +5,15 @@ Shapes: L MoE layers of the whole model, E experts.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automoe.config.schema import Config
-from automoe.errors import DataError
 from automoe.model.causal_lm import CausalLM
 from automoe.model.indexer import Indexer
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
@@ -147,29 +143,3 @@ def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
     maxima = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return dict(zip(values, maxima.tolist(), strict=True))
-
-
-def same_on_all_ranks(value: Any, subject: str) -> None:
-    """Raise unless ``value`` is equal on all ranks. Collective over the CPU backend.
-
-    Each rank sends a digest of 16 characters.
-
-    Args:
-        value: plain JSON values.
-        subject: subject of the error's sentence, for example "the corpus".
-
-    Raises:
-        DataError: on every rank alike. The message lists the ranks whose value differs from the
-            most frequent one, or from rank 0's value if none is more frequent.
-    """
-    mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, mine)
-    usual = Counter(digests).most_common(1)[0][0]  # on a tie: the first one
-    differing = [rank for rank, digest in enumerate(digests) if digest != usual]
-    if differing:
-        ranks = ", ".join(map(str, differing[:16])) + ", ..." * (len(differing) > 16)
-        raise DataError(
-            f"{subject} is not the same on all ranks: {len(differing)} of {len(digests)} differ from the others: "
-            f"rank {ranks}. Give every node the same files, or a run_dir and data on a disk that all share"
-        )

@@ -71,7 +71,7 @@ class Update:
 
 
 class ValidationSource(Protocol):
-    """What ``validate`` asks of a loader: batches of each source, and the sources' shares."""
+    """Validation data of one or more sources: their names, weights in the mean, and batches."""
 
     names: Sequence[str]
     weights: Sequence[float]

@@ -16,9 +16,9 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.rule_engine import Scope, Table, filled, is_key, parsed, refused, table
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
-from automoe.launch import rules_adapters
+from automoe.launch import hardware, rules_adapters
 
-MODULES = (recompute, rules, rules_adapters, rules_kernels, rules_model, rules_parallel, rules_settings)
+MODULES = (hardware, recompute, rules, rules_adapters, rules_kernels, rules_model, rules_parallel, rules_settings)
 SETTING = re.compile(r"(?<![\w.{])((?:[a-z_]+\.)+[a-z_]\w*)=")
 
 

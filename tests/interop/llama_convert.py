@@ -7,6 +7,7 @@ LLAMA_CPP has ``convert_hf_to_gguf.py``. It knows tokenizers by their hash and r
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -33,12 +34,9 @@ if __name__ == "__main__":
     find = conversion.get_model_class
     convert_hf_to_gguf.get_model_class = lambda *args, **kwargs: without_vocabulary(find(*args, **kwargs))
     for folder in map(Path, FOLDERS):
-        no_mtp = (
-            ["--no-mtp"]
-            if "qwen3_5" in (folder / "config.json").read_text() or "qwen3_next" in (folder / "config.json").read_text()
-            else []
-        )
-        sys.argv = ["convert", str(folder), "--outtype", "f32", "--outfile", str(folder / "model.gguf"), *no_mtp]
+        sys.argv = ["convert", str(folder), "--outtype", "f32", "--outfile", str(folder / "model.gguf")]
+        if json.loads((folder / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next")):
+            sys.argv.append("--no-mtp")  # else it looks for a module for multi-token prediction
         try:
             convert_hf_to_gguf.main()
         except (Exception, SystemExit):

@@ -34,7 +34,7 @@ from mutants import MUTANTS, Mutant  # noqa: E402
 RESULTS = ROOT / "tests" / "mutation" / "results.json"
 LIMIT_S = 900  # of one mutant; only a hang reaches it
 BASELINE_LIMIT_S = 3600  # of all tests without a mutant
-HERE = "not gpu and not gpus and not tokenizers and not mlx and not smoke"  # what runs on any machine
+HERE = "not gpu and not gpus and not tokenizers and not mlx and not llama and not vllm and not smoke"  # what runs on any machine
 QUICK = f"{HERE} and not exhaustive and not faults"  # what `make test` runs
 FOLDERS = ("automoe", "recipes", "conf", "tests", "benchmarks", "docs")
 LOG = "pytest.log"

