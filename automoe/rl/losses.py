@@ -29,16 +29,18 @@ KL = Literal["k1", "k2", "k3", "k3_weighted", "k3_by_k2"]
 LENGTHS = (128, 512, 2048, 8192)  # tokens of an answer, by which dropped answers are counted
 BY_LENGTH = (*(f"to_{length}" for length in LENGTHS), "longer")
 METRICS = (
-    *("clipped_share", "ref_kl", "old_kl", "sampler_kl", "teacher_kl"),
+    *("clipped_share", "ref_kl", "old_kl", "sampler_kl"),
     *(f"{name}.{length}" for name in ("answers", "dropped_share") for length in BY_LENGTH),
 )
 
 
-def policy_loss(reads: Sequence[str] = ("advantages", "old_log_probs")) -> Callable[[Any], Any]:
+def policy_loss(
+    reads: Sequence[str] = ("advantages", "old_log_probs"), *more: str
+) -> Callable[[Any], Any]:
     """Return a decorator that notes what a loss reads and reports."""
 
     def note(loss: Any) -> Any:
-        loss.reads, loss.metrics = tuple(reads), METRICS
+        loss.reads, loss.metrics = tuple(reads), (*METRICS, *more)
         return loss
 
     return note
@@ -223,7 +225,7 @@ def cross_entropy(
     return finish(nll_BS, nll_BS, inputs, mean, **options)
 
 
-@policy_loss(reads=("old_log_probs", "teacher_log_probs"))
+@policy_loss(("old_log_probs", "teacher_log_probs"), "teacher_kl")
 def distill(
     nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0, mean: Mean = "tokens", **options: Any
 ) -> Tensor:
