@@ -25,7 +25,7 @@ NEWEST_PACKAGES := tests/data/test_mixture.py::test_a_saved_data_set_is_read_by_
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx test-llama test-vllm test-verl smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config tuned-meshes clean demo dist site site-search lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx test-llama test-vllm test-verl smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-grpo bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config tuned-meshes clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -96,6 +96,9 @@ test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an envi
 test-llama: $(SETUP) ## Convert exports to GGUF, load them with llama.cpp, compiled once in ~/.cache, and compare logits
 	@LLAMA_PYTHON="$$($(PYTHON) tests/smoke/environment.py llama)" && export LLAMA_PYTHON && $(PYTEST) -n0 -m llama tests/interop/test_llama_cpp.py $(ARGS)
 
+test-vllm: $(SETUP) ## Serve weights in training with vLLM on the CPU, in an environment in ~/.cache (3 GB), and compare
+	@VLLM_PYTHON="$$($(PYTHON) tests/smoke/environment.py vllm)" && export VLLM_PYTHON && $(PYTEST) -n0 -m vllm tests/interop/test_vllm.py $(ARGS)
+
 test-verl: $(SETUP) ## Drive sessions by verl 0.9's workers on the CPU, in an environment in ~/.cache
 	@VERL_PYTHON="$$($(PYTHON) tests/smoke/environment.py verl)" && export VERL_PYTHON && $(PYTEST) -n0 -m verl tests/interop/test_verl.py $(ARGS)
 
@@ -127,6 +130,9 @@ bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, compared w
 
 bench-sft: $(SETUP) ## Fine-tuning beside TRL's SFTTrainer: losses, tokens per CPU second, how full packed rows are
 	@$(PY) benchmarks/run.py sft_step $(ARGS)
+
+bench-grpo: $(SETUP) ## A step of reinforcement learning beside TRL's GRPOTrainer: losses, tokens per CPU second, memory
+	@$(PY) benchmarks/run.py grpo_step $(ARGS)
 
 bench-main-job: $(SETUP) ## Seconds to help, errors, plans, the first step and a trained default model
 	@$(PY) benchmarks/run.py starts --job $(ARGS)

@@ -169,15 +169,12 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     from automoe.model.lora import adapt
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
+    from automoe.storage.files import explained
 
     exported, adapter = run_dir / "hf", run_dir / "adapter"
     name = export_name(config)
-    try:
+    with explained(run_dir / FOLDER, "Check its permissions", "cannot be read"):
         steps = committed_steps(run_dir / FOLDER)
-    except OSError as error:
-        raise CheckpointError(
-            f"{run_dir / FOLDER} cannot be read: {error.strerror}. Check its permissions"
-        ) from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
     print(end=misnamed(run_dir / FOLDER, steps), file=sys.stderr)
     if newest is not None:

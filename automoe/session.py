@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
+from automoe.checkpoint.store import CheckpointStore
 from automoe.config.compose import DEFAULT_PRIMARY
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
@@ -108,6 +110,17 @@ def resolved(
             f"torchrun with {shape.world_size} processes, or set another mesh"
         )
     return checked, shape, device
+
+
+def store_at(session: Session, folder: Path) -> CheckpointStore:
+    """Return a store for another folder than the run directory, over the same groups of ranks."""
+    store = copy(session.store)
+    store.run_dir = folder.absolute()
+    store.folder = store.run_dir / session.store.folder.name
+    # resume=never would set the folder's checkpoints aside
+    checkpoint = replace(store.config.checkpoint, resume="auto")
+    store.config = replace(store.config, checkpoint=checkpoint)
+    return store
 
 
 def close() -> None:

@@ -7,9 +7,10 @@ on every mesh, over all samples of a step at once.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,25 @@ from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func
 
-from automoe.checkpoint.store import CheckpointStore
-from automoe.errors import ConfigError
+from automoe.errors import CheckpointError, ConfigError
 from automoe.model.loss import LossInputs
 from automoe.optim.adamw import learning_rate
 from automoe.rl.routes import read_vllm
-from automoe.session import Sample, Session, open_session, resolved
+from automoe.session import Sample, Session, open_session, resolved, store_at
+
+ALL = ["extra", "model", "optimizer"]
+# settings of verl of which the engine follows one value
+FOLLOWED = {
+    "engine.param_offload": False,
+    "engine.optimizer_offload": False,
+    "optim.lr_scheduler_type": "constant",
+    "optim.optimizer": "AdamW",
+    "optim.override_optimizer_config": None,
+    "checkpoint.save_contents": ALL,
+    "checkpoint.load_contents": ALL,
+    "checkpoint.async_save": False,
+    "checkpoint.save_lora_only": False,
+}
 
 
 @dataclass
@@ -62,18 +76,18 @@ class AutomoeEngine(BaseEngine):
         path = model_config.get("local_path", None) or model_config.get("path", None)
         if path and not any(word.startswith("model.hf_path=") for word in overrides):
             overrides.append(f"model.hf_path={path}")
+        sections = dict(engine=engine_config, optim=optimizer_config, checkpoint=checkpoint_config)
+        for key, followed in FOLLOWED.items():
+            section, name = key.split(".")
+            value = getattr(sections[section], name, followed)
+            if (sorted(value) if isinstance(followed, list) else value) != followed:
+                rule = f"the engine follows {followed} alone"
+                raise ConfigError(key, value, rule, f"Set it to {followed}")
         if optimizer_config is not None:
-            if (kind := getattr(optimizer_config, "lr_scheduler_type", "constant")) != "constant":
-                rule = "the engine's rate is constant after its warm-up"
-                raise ConfigError("optim.lr_scheduler_type", kind, rule, "Set it to constant")
-            steps, warmup = optimizer_config.total_training_steps, optimizer_config.lr_warmup_steps
-            if warmup < 0:
-                warmup = int(optimizer_config.lr_warmup_steps_ratio * max(steps, 0))
             overrides += [
                 f"optim.lr={optimizer_config.lr}",
                 f"optim.weight_decay={optimizer_config.weight_decay}",
                 f"optim.betas=[{','.join(map(str, optimizer_config.betas))}]",
-                f"optim.warmup_steps={warmup}",
                 "optim.schedule=constant",
                 f"train.grad_clip={optimizer_config.clip_grad}",
             ]
@@ -81,10 +95,18 @@ class AutomoeEngine(BaseEngine):
         if self.shape.dp_replicate > 1 < self.shape.dp_shard:
             rule = "verl knows one data-parallel axis"
             raise ConfigError("mesh.dp_replicate", self.shape.dp_replicate, rule, "Set it to 1")
+        self._optimizer_config = optimizer_config
+        self._saved: list[str] = []  # folders, the oldest first
         self.session: Session
         self.mode: str | None = None
 
     def initialize(self) -> None:
+        if (optim := self._optimizer_config) is not None:  # trainers now know their steps
+            warmup = optim.lr_warmup_steps
+            if warmup is None or warmup < 0:
+                warmup = int(optim.lr_warmup_steps_ratio * max(optim.total_training_steps, 0))
+            warmed = replace(self.config.optim, warmup_steps=warmup)
+            self.config = replace(self.config, optim=warmed)
         self.session = open_session(self.config)
         self.optimizer = self.session.state.optimizer
         self.lr_scheduler_step()
@@ -96,7 +118,11 @@ class AutomoeEngine(BaseEngine):
         return BaseEngineCtx(self, "eval", **options)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
-        """Leave everything where it is: the engine does not offload."""
+        """Leave everything where it is, which is the device that it is asked for."""
+        here = self.session.device.type
+        if (model or optimizer) and device.partition(":")[0] != here:
+            rule = f"the engine does not offload, it stays on {here}"
+            raise ConfigError("to", device, rule, "Give it devices of its own")
 
     def get_data_parallel_size(self) -> int:
         return self.shape.dp
@@ -228,9 +254,6 @@ class AutomoeEngine(BaseEngine):
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         return self.session.weights(), None
 
-    def _store(self, local_path: str) -> CheckpointStore:
-        return CheckpointStore(self.session.config, self.shape, Path(local_path).absolute())
-
     def save_checkpoint(
         self,
         local_path: str,
@@ -242,7 +265,12 @@ class AutomoeEngine(BaseEngine):
         if hdfs_path is not None:
             rule = "the engine writes to local_path alone"
             raise ConfigError("hdfs_path", hdfs_path, rule, "Leave it out")
-        self._store(local_path).save(self.session.state, stopping=True)
+        store = store_at(self.session, Path(local_path))
+        store.save(self.session.state, stopping=True)
+        self._saved = [path for path in self._saved if path != local_path] + [local_path]
+        while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
+            oldest = self._saved.pop(0)
+            store.ranks.lead(lambda path=oldest: shutil.rmtree(path, ignore_errors=True))
 
     def load_checkpoint(
         self,
@@ -251,5 +279,9 @@ class AutomoeEngine(BaseEngine):
         del_local_after_load: bool = True,
         **options: Any,
     ) -> None:
-        self._store(local_path).load_latest(self.session.state)
+        if store_at(self.session, Path(local_path)).load_latest(self.session.state) is None:
+            raise CheckpointError(
+                f"{local_path} has no checkpoint of this engine. Correct the path"
+            )
+        self.session.zero_grad()
         self.lr_scheduler_step()

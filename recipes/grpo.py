@@ -11,11 +11,13 @@ Every rank runs this file with the same batch; the session packs it and gives ea
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
@@ -25,10 +27,11 @@ from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.rl.batch import Sample
-from automoe.rl.engine import Answer, Engine, check_gap
-from automoe.rl.engines import open_engine
-from automoe.rl.losses import Correction, dapo, group_advantages
+from automoe.rl.engine import Answer, Engine, gaps_of
+from automoe.rl.engines import open_engine, teacher_of
+from automoe.rl.losses import Correction, dapo, distill, group_advantages
 from automoe.rl.rollouts import Rollouts
+from automoe.rl.routes import MAX_DIFFER
 from automoe.rl.session import Session
 from automoe.rl.weights import WeightStream
 from automoe.run.run import open_run
@@ -56,60 +59,66 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     state, store = session.state, session.store
     state.loader = rollouts
     resumed = store.load_latest(state)
-    # The weights that training began with are a session of their own, or this one without adapters.
-    apart = args.kl > 0 and not config.lora.rank
-    reference = Session.open(config, shape, context) if apart else session
+    references = references_of(config, shape, context, session)
     engine = open_engine(config, stop_tokens(config), context)
     stream = WeightStream(state.model_parts, **engine.options)
+    loss = distill if args.teacher else dapo
+    options = {"correction": Correction("truncate"), "kl_coef": args.kl}
 
     # ---------------------------------------------------------------- the loop
+    updates = args.iterations * args.mini_batches  # of a rollout
+    drawn = -1  # the rollout that the names below are of
     mean_reward: float | None = None
     with open_run(config, shape, context, state, store, resumed) as run:
         while state.step < train.steps and not run.stopping:
             run.begin_step()
+            rollout, part = divmod(state.step, updates)
 
-            # answers of the weights as they are now, and their rewards
-            began = time.perf_counter()
-            with phase("sample", state.step + 1):
-                engine.update(stream)
-                answers = sampled(engine, rollouts, state.step, config)
-            seconds = time.perf_counter() - began
-            texts = [rollouts.tokenizer.decode(answer.tokens) for _, answer in answers]
-            prompts = [rollouts.texts[number] for number, _ in answers]
-            rewards = list(
-                map(partial(reward, num_tokens=config.observe.sample_tokens), prompts, texts)
-            )
-            mean_reward = sum(rewards) / len(rewards)
+            if rollout != drawn:
+                # answers of the weights as they are now
+                began = time.perf_counter()
+                with phase("sample", state.step + 1):
+                    answers = sampled(engine, stream, rollouts, rollout, config)
+                seconds = time.perf_counter() - began
+                texts = [rollouts.tokenizer.decode(answer.tokens) for _, answer in answers]
+                prompts = [rollouts.texts[number] for number, _ in answers]
 
-            # what the trainer says of the answers, before the update and when training began
-            batch = samples_of(answers, group_advantages(rewards, args.samples), rollouts, args)
-            old = session.log_probs(batch, args.temperature).log_probs
-            gaps = check_gap(*both_say(answers, old), args.max_gap)
-            batch = with_values(batch, "old_log_probs", old)
-            if args.kl:
-                with reference.adapter_off() if reference is session else nullcontext():
-                    first = reference.log_probs(batch, args.temperature).log_probs
-                batch = with_values(batch, "ref_log_probs", first)
+                # their rewards, and what trainer, teacher and reference say of them
+                most = config.observe.sample_tokens
+                rewards = [reward(*pair, most) for pair in zip(prompts, texts, strict=True)]
+                mean_reward = sum(rewards) / len(rewards)
+                said = scores_of(answers, session, references, rollouts, rollout, args)
+                gaps = gaps_of([answer for _, answer in answers], said, args.max_gap)
+                advantages = group_advantages(rewards, args.samples)
+                if args.teacher:  # the mean distance to it, a baseline of the tokens' own
+                    scores = said["old_log_probs"], said["teacher_log_probs"]
+                    ours, theirs = (list(chain(*values)) for values in scores)
+                    advantages = [(sum(ours) - sum(theirs)) / len(ours)] * len(answers)
+                batch = samples_of(answers, rollouts, args, advantages=advantages, **said)
+                drawn = rollout
 
             # one update
             with phase("step", state.step + 1):
-                options = {"correction": Correction("truncate"), "kl_coef": args.kl}
-                outcome = session.forward_backward(batch, dapo, args.temperature, **options)
+                samples = rollouts.part(batch, part)
+                # After an update the routers may choose otherwise than the engine did.
+                session.max_routes_differ = math.inf if part else MAX_DIFFER
+                outcome = session.forward_backward(samples, loss, args.temperature, **options)
                 update = session.optim_step(report=run.report)
 
             # record
             record = run.end_step(outcome.stats, update)
-            record |= {"reward": mean_reward, "engine_gap": gaps[0], "engine_gap_max": gaps[1]}
+            record |= {"rollout": rollout + 1, "update_tokens": outcome.counts.tokens}
+            record |= {"reward": mean_reward, **gaps}
             record["answer_tokens"] = sum(len(a.tokens) for _, a in answers) / len(answers)
             if run.validates():
                 shown = dict(zip(prompts, texts, strict=True))
                 run.show_samples([{"prompt": p, "text": t} for p, t in shown.items()], seconds)
-            run.write(record, outcome.stats)
+            run.write_or_go_back(record, outcome.stats)
 
             # save
             if run.saves():
                 store.save(state, None, run.stopping)
-                rollouts.forget(state.step)
+                rollouts.forget(store.folder)
 
         # ------------------------------------------------------------ leave
         exports = config.checkpoint.export_hf
@@ -126,58 +135,93 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
 
 
-def sampled(engine: Engine, rollouts: Rollouts, step: int, config: Config) -> list[Numbered]:
-    """Return the answers of a step, those to one prompt after the other."""
+def references_of(
+    config: Config, shape: MeshShape, context: RunContext, session: Session
+) -> dict[str, Session]:
+    """Return who else scores the answers: a teacher, and the weights that training began with.
+
+    These are a session of their own, or this one without adapters.
+    """
+    references = {}
+    if config.recipe_args.teacher:
+        references["teacher_log_probs"] = Session.open(teacher_of(config), shape, context)
+    if config.recipe_args.kl:
+        apart = not config.lora.rank
+        references["ref_log_probs"] = Session.open(config, shape, context) if apart else session
+    return references
+
+
+def sampled(
+    engine: Engine, stream: WeightStream, rollouts: Rollouts, rollout: int, config: Config
+) -> list[Numbered]:
+    """Return the answers of a rollout, those to one prompt after the other."""
     args = config.recipe_args
-    seed = config.train.seed * 1_000_003 + 1009 * step  # of the step: a resumed run draws the same
-    groups = rollouts.draw(
-        step,
-        lambda prompts: engine.sample(
-            prompts, args.samples, config.observe.sample_tokens, args.temperature, seed
-        ),
-    )
+    # Of the rollout: a resumed run draws the same.
+    seed = config.train.seed * 1_000_003 + 1009 * rollout
+
+    def sample(prompts: list[list[int]]) -> list[list[Answer]]:
+        engine.update(stream)
+        most = config.observe.sample_tokens
+        return engine.sample(prompts, args.samples, most, args.temperature, seed)
+
+    groups = rollouts.draw(rollout, sample)
     routed = args.replay and config.model.num_moe_layers > 0
     if routed and any(answer.routes is None for group in groups for answer in group):
         raise BackendError(
             "the engine returned no routes. Start SGLang with --enable-return-routed-experts, or set "
             "recipe_args.replay=false"
         )
-    numbers = rollouts.of_step(step)
+    numbers = rollouts.numbers(rollout)
     return [(n, answer) for n, group in zip(numbers, groups, strict=True) for answer in group]
 
 
 def samples_of(
-    answers: Sequence[Numbered], advantages: Sequence[float], rollouts: Rollouts, args: GRPOArgs
+    answers: Sequence[Numbered], rollouts: Rollouts, args: GRPOArgs, **values: Sequence[Any]
 ) -> list[Sample]:
-    """Return the training samples of answers, with the engine's log-probabilities and routes."""
+    """Return the training samples of answers, with what is known of each, by name."""
     return [
         Sample.of_answer(
             rollouts.prompts[number],
             answer.tokens,
             routes=answer.routes if args.replay else None,
             sampler_log_probs=answer.log_probs,
-            advantages=advantage,
+            **{name: of_all[place] for name, of_all in values.items()},
         )
-        for (number, answer), advantage in zip(answers, advantages, strict=True)
+        for place, (number, answer) in enumerate(answers)
     ]
 
 
-def with_values(batch: Sequence[Sample], name: str, values: Sequence[Tensor]) -> list[Sample]:
-    """Return the batch with a further value of every token."""
+def scores_of(
+    answers: Sequence[Numbered],
+    session: Session,
+    references: Mapping[str, Session],
+    rollouts: Rollouts,
+    rollout: int,
+    args: GRPOArgs,
+) -> dict[str, list[list[Any]]]:
+    """Return what trainer, teacher and reference say of the answers' tokens, by name.
+
+    They are asked once a rollout: later updates, and a run that goes on, read it from the disk.
+    """
+    said = rollouts.kept(rollout, "scores")
+    if said is not None:
+        return said
+    said, batch = {}, samples_of(answers, rollouts, args)
+    for name, scorer in {"old_log_probs": session, **references}.items():
+        base = scorer is session and name != "old_log_probs"
+        with scorer.adapter_off() if base else nullcontext():
+            alike = name != "teacher_log_probs"  # in shape, so in routes
+            asked = batch if alike else [replace(s, routes=None) for s in batch]
+            scored = scorer.log_probs(asked, args.temperature)
+        said[name] = of_answers(scored.log_probs, answers)
+        if scorer is session and scored.first_differing and not base:
+            said["differing"] = of_answers(scored.first_differing, answers)
+    return rollouts.keep(rollout, "scores", said)
+
+
+def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
+    """Return what a session says of the answers' tokens, without those of prompts."""
     return [
-        replace(sample, values={**sample.values, name: value})
-        for sample, value in zip(batch, values, strict=True)
+        values[-len(answer.tokens) :].tolist()
+        for values, (_, answer) in zip(scored, answers, strict=True)
     ]
-
-
-def both_say(
-    answers: Sequence[Numbered], trainer: Sequence[Tensor]
-) -> tuple[list[float], list[float]]:
-    """Return the log-probabilities of all answers' tokens, by the engine and by the trainer."""
-    theirs = [number for _, answer in answers for number in answer.log_probs]
-    ours = [
-        number
-        for (_, answer), values in zip(answers, trainer, strict=True)
-        for number in values[-len(answer.tokens) :].tolist()
-    ]
-    return theirs, ours

@@ -69,7 +69,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             if run.validates():
                 record |= validate(config, runner, loader, meshes, device, optimizer)
                 run.sample(sampler)
-            run.write(record, stats)  # may go back to the checkpoint before
+            run.write_or_go_back(record, stats)
 
             # save
             if run.saves():

@@ -14,7 +14,14 @@ from automoe.checkpoint.steps import FOLDER, MANIFEST, committed_steps, is_misna
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
-from automoe.storage.files import flush, read_file, replace_durably, set_aside, write_durably
+from automoe.storage.files import (
+    explained,
+    flush,
+    read_file,
+    replace_durably,
+    set_aside,
+    write_durably,
+)
 
 LATEST = "LATEST"
 
@@ -69,7 +76,7 @@ def _delete(path: Path) -> None:
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete steps that ``checkpoint`` does not keep; return a warning if ``newest`` is not sound.
+    """Delete steps that the settings ``checkpoint`` do not keep; return a warning if that is unsafe.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
@@ -168,14 +175,12 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
     token = ranks.lead(lambda: uuid.uuid4().hex)
     mine = folder / f".tmp-probe-{token}-{ranks.rank}"
     remedy = "Name a run_dir that can be written, or train without saving: checkpoint.every=0"
-    try:
+    with explained(folder, remedy, "cannot be written"):
         ranks.lead(lambda: folder.mkdir(parents=True, exist_ok=True))
         ranks.all(lambda: write_durably(mine, token))
         ranks.lead(lambda: flush(folder))
         seen = all(ranks.all((folder / f".tmp-probe-{token}-0").exists))
         ranks.all(mine.unlink)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}. {remedy}") from None
     if not seen:
         raise CheckpointError(
             f"{folder} is not the same directory on every rank. Checkpoints need one that all ranks share. "

@@ -19,9 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
-from automoe.comm.agreement import dcp_error
+from automoe.checkpoint.errors import dcp_error
 from automoe.errors import CheckpointError, retried
+from automoe.interop.torch_private import stored_tensor
 from automoe.storage.files import read_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -59,6 +62,30 @@ class StepReader(dcp.FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors straight into their places where both are contiguous, others as torch does.
+
+        Torch reads every tensor into new memory first.
+        """
+        others = []
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            target = planner.resolve_tensor(item).detach()
+            corners = zip(item.storage_offsets, item.lengths, strict=True)
+            with self.fs.create_stream(Path(self.path, place.relative_path), "rb") as stream:
+                stored, begin = stored_tensor(self, stream, place)
+                part = stored[tuple(slice(at, at + size) for at, size in corners)]
+                whole = part.is_contiguous() and target.is_contiguous() and target.is_cpu
+                if not whole or (part.dtype, part.shape) != (target.dtype, target.shape):
+                    others.append(item)
+                    continue
+                stream.seek(begin + part.storage_offset() * part.itemsize)
+                numbers = target.view(-1).view(torch.uint8).numpy()
+                if stream.readinto(numbers) < len(numbers):
+                    raise CheckpointError(f"{place.relative_path} ends too early")
+                planner.commit_tensor(item, target)
+        return super().read_data(replace(plan, items=others), planner)
 
     def load(self, tensors: dict[str, torch.Tensor], **ranks: Any) -> None:
         """Fill ``tensors`` with the step's tensors of the same names.

@@ -19,7 +19,7 @@ import uuid
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
+from automoe.checkpoint.errors import dcp_error, save_error
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.hashed_files import HashingFileSystem
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
@@ -46,7 +47,7 @@ from automoe.checkpoint.saved_state import (
     optional_names,
     tensors_of,
 )
-from automoe.comm.agreement import Ranks, dcp_error, save_error
+from automoe.comm.agreement import Ranks
 from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
@@ -54,7 +55,7 @@ from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
-from automoe.storage.files import flush, set_aside
+from automoe.storage.files import explained, flush, set_aside
 from automoe.storage.folder import name_folder
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` have passed since the last save began.
+        """Return True if ``checkpoint.every_minutes`` is set and has passed since a save began.
 
         Each rank answers by its own clock.
         """
@@ -439,14 +440,10 @@ class CheckpointStore:
                 check_base(step_dir, manifest, self.config, self.base)
         return self._found
 
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Convert a disk error into a ``CheckpointError`` with advice."""
-        try:
-            yield
-        except OSError as error:
-            reason = f"{error.strerror}. Its content is left as it is. Check the disk, or its permissions"
-            raise CheckpointError(f"{self.folder} cannot be used: {reason}") from None
+    def _readable(self) -> AbstractContextManager[None]:
+        """Return a context that turns a disk error into a ``CheckpointError`` with advice."""
+        remedy = "Its content is left as it is. Check the disk, or its permissions"
+        return explained(self.folder, remedy, "cannot be used")
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
         """Set aside the step that ``state`` was ``resumed`` from and load the step before it.

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.classes.build import experts_modules
 from automoe.classes.expert_parallel import RoutedCall
@@ -62,7 +62,7 @@ def _count(
         part = TransformersModel(model, MoEConfig(experts=experts))
     num_local = max(1, model.num_experts // ep)
 
-    def dispatch(x_TH, topk_ids_TK, weights_TK, experts) -> torch.Tensor:
+    def dispatch(x_TH, topk_ids_TK, weights_TK, experts) -> Tensor:
         """Stand for a dispatcher by which ``expert_rows`` rows reach this rank's experts."""
         token_R = topk_ids_TK.new_zeros(expert_rows)
         received_RH = x_TH.index_select(0, token_R)
@@ -85,21 +85,19 @@ def _count(
             return _run(part, index, tokens, alive)
 
 
-def _run(
-    part: TransformersModel, index: torch.Tensor, tokens: Tokens, alive: AliveBytes
-) -> Counted:
+def _run(part: TransformersModel, index: Tensor, tokens: Tokens, alive: AliveBytes) -> Counted:
     marks: list[int] = []  # alive before each layer, and after the last
     # in the backward pass behind the last layer, then of each layer from the last
     most: list[int] = []
     inputs: list[int] = []
 
-    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(_, args, kwargs) -> None:
         x = args[0] if args else kwargs["hidden_states"]
         marks.append(alive.now)
         inputs.append(x.untyped_storage().nbytes())
         x.register_hook(end)
 
-    def end(_: torch.Tensor) -> None:
+    def end(_) -> None:
         most.append(alive.most)
         alive.most = alive.now
 
@@ -152,11 +150,11 @@ def _run_once(layer: Any, like: Any) -> None:
     original = layer.forward
 
     @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args, **kwargs):
         if layer is not like and like.returns_one:
             return args[0] if args else kwargs["hidden_states"]
         out = original(*args, **kwargs)
-        layer.returns_one = isinstance(out, torch.Tensor)
+        layer.returns_one = isinstance(out, Tensor)
         return out
 
     layer.forward = forward

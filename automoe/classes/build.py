@@ -42,7 +42,8 @@ _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 def refused(path: object, problem: str, remedy: str = "Choose another checkpoint") -> ConfigError:
     """Return the error for a model that neither a native family nor a class of transformers serves.
 
-    ``what`` names the obstacle.
+    Args:
+        problem: what of the class is in the way, as the end of a sentence.
     """
     rule = (
         f"automoe has no native family for it, and its transformers class cannot serve: {problem}"
@@ -227,7 +228,7 @@ class _WithoutNumbers(TorchFunctionMode):
     Every value that is read is one, and ``nonzero`` finds no element.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
             return func(torch.ones((), dtype=args[0].dtype, device="cpu"))
         if func in (torch.nonzero, Tensor.nonzero):
@@ -284,10 +285,10 @@ def head_scale(model: Any, path: str) -> float:
 
 
 class _Outputs:
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, _: object) -> torch.Tensor:
+    def __getitem__(self, _: object) -> Tensor:
         return self.last_hidden_state
 
     def __getattr__(self, _: str) -> None:
@@ -297,9 +298,9 @@ class _Outputs:
 class _Returns(nn.Module):
     """Stand-in for a class's layers; returns given hidden states, and None for other outputs."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, **_: Any) -> Any:
+    def forward(self, **_):
         return _Outputs(self.hidden)

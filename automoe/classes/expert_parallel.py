@@ -6,10 +6,9 @@ Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this ra
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -91,7 +90,7 @@ class OwnCode(nn.Module):
         self.module = module  # registered, so that functional_call finds its parameters
         self.own_forward = module.forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args, **kwargs) -> Tensor:
         return self.own_forward(*args, **kwargs)
 
 
@@ -108,7 +107,7 @@ class RoutedCall(OwnCode):
         self.dispatcher = dispatcher
         self.signature = inspect.signature(module.forward)
 
-    def route(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def route(self, *args, **kwargs) -> Tensor:
         """Return [T, H], the weighted sum of each token's experts on all ranks.
 
         Raises:
@@ -143,16 +142,14 @@ class RoutedCall(OwnCode):
         # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
 
-        def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
+        def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:
             return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
 
         routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
         # The caller may add to the result in place; FSDP's hook would be lost with a view.
         return routed.clone()
 
-    def _run_local(
-        self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
-    ) -> torch.Tensor:
+    def _run_local(self, rows_RH: Tensor, offsets_E: Tensor, probs_R: Tensor) -> Tensor:
         shards = {name: local_shard(tensor) for name, tensor in self.named_parameters()}
         if not len(rows_RH):
             # Modules may skip experts without rows, and other ranks wait for this one in the

@@ -6,7 +6,7 @@ from functools import wraps
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.classes.build import ADAPTED_STACKS
 from automoe.moe.dispatch.base import run_choices
@@ -38,13 +38,11 @@ def compute_by(experts: nn.Module, backend: ExpertFn) -> None:
     """Replace the forward of ``experts``, which must be plain SwiGLU, by ``backend``."""
 
     @wraps(experts.forward)  # ``experts_modules`` reads the signature
-    def forward(
-        x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(x_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         gate_up_E2IH = experts.gate_up_proj.unflatten(1, (2, -1))
         weights = ExpertWeights(gate_up_E2IH, experts.down_proj)
 
-        def multiply(*rows: torch.Tensor) -> torch.Tensor:
+        def multiply(*rows: Tensor) -> Tensor:
             return backend(*rows, weights)
 
         chosen = top_k_index, top_k_weights

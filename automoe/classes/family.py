@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.classes.build import (
     build_causal_lm,
@@ -200,10 +200,10 @@ class ClassFamily(Family):
         return class_layers(config, ep, expert_rows)
 
 
-class _View(torch.Tensor):
+class _View(Tensor):
     """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
 
-    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
+    def contiguous(self, *_, **__) -> Tensor:
         return self
 
 
@@ -244,10 +244,11 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
     return replace(layouts[0], layouts=tuple(layouts))
 
 
-def _published(
-    model: nn.Module, tensors: dict[str, torch.Tensor]
-) -> dict[str, tuple[Piece, ...]] | None:
-    """Return the published pieces of each parameter; None if one is no slice of a parameter."""
+def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Piece, ...]] | None:
+    """Return the slices of each parameter that published files hold, with their keys in the files.
+
+    None: a published tensor is no slice of a parameter.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     views = {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
@@ -270,7 +271,7 @@ def _published(
     return {name: tuple(pieces) for name, pieces in table.items()} if whole else None
 
 
-def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
+def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:
     """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
     at = view.storage_offset()
     start = []

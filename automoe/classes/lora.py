@@ -8,10 +8,9 @@ weights, so experts compute with the sum of their weights and the adapters' prod
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from automoe.classes.expert_parallel import OwnCode
@@ -24,7 +23,7 @@ def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
     """Make ``linear`` add the adapter's output to its own; the adapter becomes its ``lora``."""
     linear.add_module("lora", adapter)
 
-    def add(_: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    def add(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         adapter.called = True
         return out + adapter(args[0], None)
 
@@ -37,7 +36,7 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
     code = OwnCode(experts)
 
     @wraps(code.own_forward)  # ``experts_modules`` reads the signature
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(*args, **kwargs) -> Tensor:
         weights = {}
         for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
             if getattr(adapters, f"A{number}") is not None:

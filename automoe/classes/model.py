@@ -15,7 +15,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from automoe.classes.build import (
@@ -74,7 +74,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
         if hasattr(module, "_init_weights")
         for part in module.modules()
     }
-    values: list[dict[Any, torch.Tensor]] = []
+    values: list[dict[Any, Tensor]] = []
     for fill in (0, 1):
         for (module, kind, key), buffer in held.items():
             made = torch.full_like(buffer, fill, device="cpu")
@@ -88,7 +88,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
                     raise refused(path, f"it cannot initialise {name}: {error}") from error
         values.append({place: vars(place[0])[place[1]][place[2]].detach() for place in held})
     names = {module: name for name, module in modules}
-    initial: dict[nn.Module, dict[str, dict[str, torch.Tensor]]] = {}
+    initial: dict[nn.Module, dict[str, dict[str, Tensor]]] = {}
     for place, buffer in held.items():
         module, kind, key = place
         if not torch.equal(values[0][place], values[1][place]):
@@ -101,19 +101,19 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
         module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
 
 
-def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
     for key, value in values.items():
         module._buffers[key].copy_(value)
 
 
 class _Narrow(TorchFunctionMode):
-    """Mode that records whether a result that requires a gradient has float32."""
+    """Mode whose ``seen`` becomes True when torch returns float32 numbers that need a gradient."""
 
     seen = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.requires_grad and out.dtype == torch.float32:
+        if isinstance(out, Tensor) and out.requires_grad and out.dtype == torch.float32:
             self.seen = True
         return out
 
@@ -137,8 +137,8 @@ class ClassRouter(BalancedRouter):
         live: choices that the class's code would make, where it repeats routes (``_Repeated``).
     """
 
-    logits: torch.Tensor | None = None
-    live: torch.Tensor | None = None
+    logits: Tensor | None = None
+    live: Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
         """Count the choices of a micro-batch; return ``routing`` with balance losses attached."""
@@ -165,7 +165,7 @@ class _Repeated(TorchFunctionMode):
         self._router, self._tokens = router, tokens
         router.live = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         router, shape = self._router, self._tokens.index.shape
         if getattr(func, "__name__", "") != "topk" or args[0].shape[-1] != router.num_experts:
@@ -186,7 +186,7 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """What the passes of ``check_isolation`` share and leave.
+    """Record of two forward passes, which differ in a row's first document alone.
 
     Attributes:
         first: tokens of the first document.
@@ -195,10 +195,10 @@ class _Probe(NamedTuple):
     """
 
     first: int
-    choices: dict[nn.Module, torch.Tensor]
-    states: list[torch.Tensor]
+    choices: dict[nn.Module, Tensor]
+    states: list[Tensor]
 
-    def choose(self, experts: nn.Module, ids_TK: torch.Tensor) -> torch.Tensor:
+    def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
         """Return the choices of this pass, in which the first document keeps those of the first."""
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
@@ -332,7 +332,7 @@ class TransformersModel(CausalLM):
         return self._class[0].get_input_embeddings()
 
     @property
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         head = self._class[0].get_output_embeddings()
         return (self.embedding if head is None else head).weight
 
@@ -346,7 +346,7 @@ class TransformersModel(CausalLM):
             experts = [module for module in layer.modules() if module in self._moe]
             yield Unit(number, layer, None, *experts)
 
-    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
         self._tokens = tokens
         # transformers starts a new span of attention wherever positions start again.
         positions = tokens.index if tokens.doc_ids is None else tokens.positions
@@ -416,7 +416,7 @@ class TransformersModel(CausalLM):
             )
         reshard([self])
 
-    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+    def last_norm(self, x_BsH: Tensor) -> Tensor:
         if self._probe is not None:
             self._probe.states.append(x_BsH)
         return x_BsH if self.scale == 1 else x_BsH * self.scale
@@ -425,7 +425,7 @@ class TransformersModel(CausalLM):
         """Return ``forward`` of the module around a layer's experts, which repeats given routes."""
 
         @wraps(forward)
-        def repeating(*args: Any, **kwargs: Any) -> Any:
+        def repeating(*args, **kwargs):
             if self._tokens is None or self._tokens.forced_ids is None:
                 return forward(*args, **kwargs)
             with _Repeated(router, self._tokens):

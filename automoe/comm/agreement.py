@@ -7,16 +7,14 @@ for that rank in the next collective, or treat a failed save as complete.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.config.facts import SAVES
-from automoe.errors import AutomoeError, CheckpointError, SaveError, retried
+from automoe.errors import AutomoeError, CheckpointError, retried
 
 T = TypeVar("T")
 
@@ -37,14 +35,6 @@ def worst(errors: Iterable[Exception]) -> Exception:
     ``errors`` are in rank order.
     """
     return min(errors, key=lambda error: isinstance(error, OSError))
-
-
-def dcp_error(error: CheckpointException) -> Exception:
-    """Return the error that torch.distributed.checkpoint wraps, the same on every rank.
-
-    ``CheckpointException`` itself is not an ``Exception``.
-    """
-    return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
 
 class Ranks:
@@ -109,7 +99,11 @@ class Ranks:
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
-        """Return the names of this rank's share of the work, balanced by size over the ranks."""
+        """Return the names (of files, for example) that this rank works on.
+
+        Args:
+            sizes: the work of each name; ranks get about the same sum.
+        """
         load = [0] * self.size
         mine: list[str] = []
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -127,18 +121,3 @@ def _attempt(
         return retried(action) if again else action(), None
     except Exception as error:  # Other ranks wait for an outcome.
         return for_all(rank, error), error
-
-
-def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
-    """Return a save's write error as a user message; ``newest`` is the newest existing step."""
-    reason = error.strerror or os.strerror(error.errno or errno.EIO)
-    if error.filename is not None:
-        reason += f" ({error.filename})"
-    if newest == f"step-{step}":
-        outcome = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"
-    else:
-        newest_text = (
-            f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
-        )
-        outcome = f"the checkpoint of step {step} was not saved: {reason}; {newest_text}"
-    return SaveError(f"{outcome}. Free space or repair the disk")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import automoe.interop.torch_private as torch_private
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
@@ -30,18 +31,18 @@ class _ExchangeParts(torch.autograd.Function):
     """All-to-all of x_P [P, ...]: part r goes to rank r; part r of the result is from rank r."""
 
     @staticmethod
-    def forward(ctx, x_P: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, x_P, group: dist.ProcessGroup):
         ctx.group = group
         out_P = torch.empty_like(x_P, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out_P, x_P.contiguous(), group=group)
         return out_P
 
     @staticmethod
-    def backward(ctx, grad_P: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad_P):
         return _ExchangeParts.apply(grad_P, ctx.group), None
 
 
-def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate every rank's ``x`` (equal shapes) along ``dim``; backward is a reduce-scatter."""
     if x.requires_grad and over_gloo(group):
         parts = _ExchangeParts.apply(x.expand(dist.get_world_size(group), *x.shape), group)
@@ -56,7 +57,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     return torch.cat(parts, dim)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum ``x`` over ranks, keep this rank's equal part of ``dim``; backward is an all-gather."""
     if over_gloo(group):
         return _ExchangeParts.apply(
@@ -71,15 +72,13 @@ class GlooReduceScatter:
     It is set by ``FSDPModule.set_custom_reduce_scatter``.
     """
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
@@ -93,11 +92,11 @@ class GlooReduceScatter:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: AsyncTensor) -> torch.Tensor:
+    def forward(ctx, x: AsyncTensor):
         return x.trigger_wait()
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         return grad
 
 
@@ -111,12 +110,12 @@ def wait_tensor(x: Any) -> Any:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+    def forward(ctx, x, communicator: Communicator):
         ctx.communicator = communicator
         return communicator.all_reduce(x)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad):
         return ctx.communicator.all_reduce(grad), None
 
 
@@ -130,10 +129,10 @@ class _Group:
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return all_gather(x, self.dim, self.group)
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         return reduce_scatter(x, self.dim, self.group)
 
 
@@ -142,22 +141,22 @@ class GroupCommunicator(_Group, Communicator):
 
     dim = 1
 
-    def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x_P: Tensor) -> Tensor:
         return _ExchangeParts.apply(x_P, self.group)
 
-    def local_shard(self, x: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, x: Tensor) -> Tensor:
         return x.chunk(self.num_ranks, dim=1)[self.rank]
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return self._all_reduce(x, dist.ReduceOp.SUM)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         return _Sum.apply(x, self)
 
-    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return self._all_reduce(x, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         x = x.clone()
         dist.all_reduce(x, op, group=self.group)
         return x
@@ -178,17 +177,15 @@ class ProcessGroupDispatch(_Group):
         super().__init__(group)
         self.in_8_bits = in_8_bits
 
-    def all_to_all(
-        self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
         return torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
 
-    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, counts: Tensor) -> Tensor:
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         return received
 
-    def wait(self, x: torch.Tensor) -> torch.Tensor:
+    def wait(self, x: Tensor) -> Tensor:
         return wait_tensor(x)
 
     def __deepcopy__(self, memo: dict) -> ProcessGroupDispatch:

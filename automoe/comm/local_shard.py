@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from copy import copy
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automoe.interop.torch_private import offset_of_shard
 
 
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, differentiably; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def global_offset(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the index in the full tensor of the first element of ``local_shard(tensor)``."""
+def global_offset(tensor: Tensor) -> tuple[int, ...]:
+    """Return where this rank's shard begins in the full ``tensor``: an index for each dim."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return offset_of_shard(tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 
 class Communicator:
@@ -21,41 +21,41 @@ class Communicator:
     rank = 0
     num_ranks = 1
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Gather [B, S, ...] of all ranks in order: [B, P S, ...].
 
         Gradients are reduce-scattered.
         """
         return x
 
-    def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x_P: Tensor) -> Tensor:
         """Send part p of [P, ...] to rank p; part r of the result [P, ...] is from rank r.
 
         Gradients travel back.
         """
         return x_P
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum the ranks' terms [B, P S, ...] and return this rank's shard [B, S, ...]."""
         return x
 
-    def local_shard(self, x: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, x: Tensor) -> Tensor:
         """Return this rank's part [B, S, ...] of x [B, P S, ...], which all ranks have."""
         return x
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks; not differentiable."""
         return x
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks, differentiably.
 
         The gradient is the sum over ranks of the gradients of their results.
         """
         return x
 
-    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over the ranks; not differentiable."""
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Return the element-wise maximum of x over the ranks; not differentiable."""
         return x
 
 
@@ -98,14 +98,14 @@ class ProcessGroupCollection:
         """Number of ranks that share the tokens of a row between two blocks."""
         return self.context.num_ranks * self.sequence.num_ranks
 
-    def sum_over_row(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_row(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks that share a row's tokens between two blocks.
 
         Not differentiable.
         """
         return self.context.all_reduce(self.sequence.all_reduce(x))
 
-    def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_data(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks with other rows of the micro-batch.
 
         Not differentiable.

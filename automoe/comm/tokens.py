@@ -117,15 +117,15 @@ class StepBatch:
     global batch.
     """
 
-    tokens: torch.Tensor  # [R, S] int64
-    labels: torch.Tensor  # [R, S] int64: the next token of the same document, or IGNORE
-    positions: torch.Tensor  # [R, S] int64: index within the document, for rotary embeddings
-    doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
+    tokens: Tensor  # [R, S] int64
+    labels: Tensor  # [R, S] int64: the next token of the same document, or IGNORE
+    positions: Tensor  # [R, S] int64: index within the document, for rotary embeddings
+    doc_ids: Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
     num_bytes: int  # UTF-8 bytes that the trained labels stand for; bits per byte needs them.
     first_row: int  # index of row 0 in the whole training stream
     # [R, P] int64 for preference data, else None: the number of each pair of a row. Pair p of a row
     # is its documents 2 p and 2 p + 1; -1 fills up rows with fewer pairs.
-    pairs: torch.Tensor | None = None
+    pairs: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Compute and traffic of context parallelism, shared by the model and the plan. No torch.
 
-The P ranks of a cp group shard a row as ``automoe.parallel.context.head_tail_index`` does: the row
+The P ranks of a cp group shard a row as ``automoe.model.rows.head_tail_index`` does: the row
 has 2 P chunks, and each rank holds one chunk from the head and its mirror from the tail.
 """
 

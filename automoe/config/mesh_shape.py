@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 from automoe.config.layout import module_sizes
@@ -95,10 +95,12 @@ class MeshShape:
 
     def ep_per_node(self, gpus_per_node: int) -> int:
         """Return the number of ranks that an ep group has per node; 0 if nodes differ."""
-        groups = self.groups("moe", "ep")
-        counts = {
-            n for group in groups for n in Counter(rank // gpus_per_node for rank in group).values()
-        }
+        stride = self.stride("moe", "ep")
+        block = stride * self.ep  # ranks of groups that lie between each other
+        period = lcm(gpus_per_node, block)  # after which nodes cut groups as before
+        ranks = range(self.world_size if self.world_size % period else period)
+        members = Counter((rank // gpus_per_node, rank // block, rank % stride) for rank in ranks)
+        counts = set(members.values())
         return counts.pop() if len(counts) == 1 else 0
 
     def process_groups(self) -> list[tuple[str, int]]:
@@ -219,11 +221,6 @@ def _folding_error(
         f"ep_replicate*ep_shard*ep*etp = {mesh.ep_replicate}*{shown}*{mesh.ep}*{mesh.etp}{chosen}",
         remedy,
     )
-
-
-def uses_ring(config: Config, mesh: MeshShape) -> bool:
-    """Return True if attention runs as a ring over cp (``parallel.context=ring`` and cp > 1)."""
-    return config.parallel.context == "ring" and mesh.cp > 1
 
 
 def uses_ulysses(config: Config, mesh: MeshShape) -> bool:

@@ -24,18 +24,11 @@ SINGLE = ("GPipe", "1F1B")  # one stage per rank
 V_SHAPED = {"ZBVZeroBubble": zero_bubble_v, "DualPipeV": dual_pipe_v}
 # Micro-batches run in equal rounds of mesh.pp or more.
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-NAMES = (*SINGLE, *IN_ROUNDS, "LoopedBFS", *V_SHAPED)
 # Every backward pass runs in halves. DualPipeV runs some of its passes so, at the ends of a step.
 IN_HALVES = ("InterleavedZeroBubble", "ZBVZeroBubble")
 ALL_FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 # Orders that run passes in pairs with parallel.overlap_all_to_all.
 MERGES = ("Interleaved1F1B", "DualPipeV")
-
-
-def nearest(schedule: str) -> str:
-    """Return the sentence of remedy for an unknown schedule name: the nearest one."""
-    same = [name for name in NAMES if schedule.lower() in name.lower()]
-    return f"Nearest valid choice: {KEY}={(same or NAMES)[0]}"
 
 
 def runs_halves(schedule: str) -> bool:

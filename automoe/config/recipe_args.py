@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from automoe.config.hub import local_folder
 from automoe.config.paths import PathText
 from automoe.config.schema import Config
 from automoe.config.shipped import find_recipe, import_recipe, own_recipe, source_of
@@ -60,9 +61,13 @@ class GRPOArgs:
 
     reads_data: ClassVar[bool] = False  # no corpus is prepared
 
-    prompts: int = 8  # prompts of a step
+    prompts: int = 8  # prompts of a rollout
     samples: int = 8  # answers to each of them, whose rewards are compared
     temperature: float = 1.0
+    iterations: int = 1  # passes over the answers of a rollout
+    mini_batches: int = 1  # updates of a pass, each by as many of the answers
+    # a checkpoint, whose log-probabilities of the answers are learned instead of rewards
+    teacher: PathText | None = None
     kl: float = 0.0  # weight of the distance (k3) from the weights that training began with
     # routes of the engine: repeated by the training step, or chosen anew
     replay: bool = True
@@ -73,7 +78,7 @@ class GRPOArgs:
     max_gap: float = 0.1  # largest mean difference of the engine's log-probabilities, in nats
 
     def check(self, config: Config) -> None:
-        for key in ("prompts", "temperature", "max_gap"):
+        for key in ("prompts", "iterations", "mini_batches", "temperature", "max_gap"):
             if not (value := getattr(self, key)) > 0:
                 raise ConfigError(f"{SECTION}.{key}", value, "must be larger than 0", "Set 1")
         if self.kl < 0:
@@ -82,6 +87,14 @@ class GRPOArgs:
         if self.samples < 2:
             rule = "the answers to a prompt are compared with one another"
             raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set 2 or more")
+        if self.mini_batches > (answers := self.prompts * self.samples):
+            rule = f"a rollout has prompts * samples = {answers} answers"
+            raise ConfigError(
+                f"{SECTION}.mini_batches", self.mini_batches, rule, f"Set at most {answers}"
+            )
+        if self.teacher and not (local_folder(self.teacher) / "config.json").is_file():
+            rule = "is no folder of a checkpoint with a config.json"
+            raise ConfigError(f"{SECTION}.teacher", self.teacher, rule, "Name an export")
         if not config.observe.samples:
             rule = f"recipe={config.recipe} answers the prompts of observe.samples"
             raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from automoe.config.pipeline import runs_halves
+from automoe.config.pipeline import IN_HALVES, V_SHAPED
 from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import Config, ParallelConfig
 
@@ -45,6 +45,16 @@ def recomputed_names(parallel: ParallelConfig) -> list[str]:
 
 
 # fmt: off
+_NAMES = table("""
+parallel.recompute: facts.unknown | | no module '{facts.unknown}': the modules are MODULES, or FULL for the whole layer
+    | Set parallel.recompute=[FIRST], or FULL
+parallel.recompute: facts.rerun | mesh.pp > 1 and parallel.schedule == HALVED
+    | {facts.rerun}: the halves of a backward pass ({parallel.schedule}) each repeat the forward pass, and the second half
+    repeats it for each weight | Set parallel.recompute={facts.rest}, or parallel.schedule=Interleaved1F1B
+parallel.recompute: facts.once != parallel.recompute | facts.listed | names a module twice
+    | Set parallel.recompute={facts.once}
+parallel.recompute has FULL | facts.others | FULL covers all modules by itself | Set parallel.recompute=FULL
+""", MODULES=", ".join(MODULES), FULL=FULL, FIRST=MODULES[2], HALVED="|".join((*IN_HALVES, *V_SHAPED)))
 _NO_EFFECT = table("""
 SELECTED mlp | model.first_k_dense == 0 | mlp: no layer has a dense FFN
 SELECTED moe | model.num_moe_layers == 0
@@ -59,42 +69,37 @@ SELECTED shared_experts | model.shared_width == 0 | shared_experts: the model ha
 SELECTED mla_up_proj | model.attention.kind != mla | mla_up_proj: attention has no latents
 """, SELECTED="parallel.recompute has", EXPERTS="|".join(RECOMPUTING_EXPERTS), NAMES=", ".join(RECOMPUTING_EXPERTS))
 
+_LAYERS = table("""
+parallel.recompute_layers != null | not parallel.recompute | parallel.recompute names nothing to recompute
+    | Set parallel.recompute=full
+parallel.recompute_layers: facts.no_interval |
+    | null (all layers), a list of layer numbers, or 'every N': layers 0, N, 2N, ...
+    | Set 'parallel.recompute_layers=every 2', or [0,1]
+parallel.recompute_layers: facts.outside != null |
+    | layer {facts.outside} is outside 0..{facts.last} (model.num_layers={model.num_layers} and
+    num_mtp_layers={model.num_mtp_layers}) | Set parallel.recompute_layers={facts.inside}
+parallel.recompute_layers: facts.twice | | names a layer twice | Set parallel.recompute_layers={facts.inside}
+""")
+# fmt: on
+
+
 def recompute_rows(config: Config) -> Iterator[Row]:
     """Yield rules of ``parallel.recompute``: names and layers must exist and have an effect."""
-    key = "parallel.recompute"
-    names = recomputed_names(config.parallel)
-    model = config.model
-    for name in names:
-        yield (key, name not in (*MODULES, FULL),
-               f"no module {name!r}: the modules are {', '.join(MODULES)}, or {FULL} for the whole layer",
-               f"Set {key}=[{MODULES[2]}], or {FULL}")
-    schedule = config.parallel.schedule
-    if config.mesh.pp > 1 and runs_halves(schedule):
-        rerun = [name for name in names if name in (*RERUN, FULL)]
-        rest = ",".join(name for name in names if name not in rerun)
-        yield (key, bool(rerun),
-               f"{', '.join(rerun)}: the halves of a backward pass ({schedule}) each repeat the forward pass, "
-               "and the second half repeats it for each weight",
-               f"Set {key}=[{rest}], or parallel.schedule=Interleaved1F1B")
-    once = list(dict.fromkeys(names))
-    yield key, once != names, "names a module twice", f"Set {key}=[{','.join(once)}]"
-    yield key, FULL in names and len(names) > 1, f"{FULL} covers all modules by itself", f"Set {key}={FULL}"
-    yield from refused(Scope(config, config.mesh), _NO_EFFECT)
-    key = "parallel.recompute_layers"
-    num_layers = len(model.all_layers)
-    layers = config.parallel.recompute_layers
-    yield (key, layers is not None and not names,
-           "parallel.recompute names nothing to recompute", f"Set parallel.recompute={FULL}")
-    if isinstance(layers, str):
-        yield (key, not _EVERY.fullmatch(layers),
-               "null (all layers), a list of layer numbers, or 'every N': layers 0, N, 2N, ...",
-               "Set 'parallel.recompute_layers=every 2', or [0,1]")
-        return
-    layers = layers or []
-    numbers = sorted({layer for layer in layers if 0 <= layer < num_layers})
-    nearest = f"Nearest valid choice: {key}=[{','.join(map(str, numbers))}]"
-    for layer in layers:
-        modules = f" and num_mtp_layers={model.num_mtp_layers}" * bool(model.num_mtp_layers)
-        rule = f"layer {layer} is outside 0..{num_layers - 1} (model.num_layers={model.num_layers}{modules})"
-        yield key, not 0 <= layer < num_layers, rule, nearest
-    yield key, len(set(layers)) < len(layers), "names a layer twice", nearest
+    parallel, names = config.parallel, recomputed_names(config.parallel)
+    all_layers = config.model.all_layers
+    chosen = parallel.recompute_layers
+    layers = chosen if isinstance(chosen, list) else []
+    see = Scope(config, config.mesh).knowing(
+        unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
+        rerun=", ".join(name for name in names if name in (*RERUN, FULL)),
+        rest=[name for name in names if name not in (*RERUN, FULL)],
+        listed=names is parallel.recompute,
+        once=list(dict.fromkeys(names)),
+        others=len(names) > 1,
+        no_interval=isinstance(chosen, str) and not _EVERY.fullmatch(chosen),
+        outside=next((layer for layer in layers if layer not in all_layers), None),
+        last=len(all_layers) - 1,
+        inside=sorted(set(layers).intersection(all_layers)),
+        twice=len(set(layers)) < len(layers),
+    )
+    yield from refused(see, _NAMES, _NO_EFFECT, _LAYERS)

@@ -10,7 +10,8 @@ A condition compares keys with words or with other keys::
 
 ``a % b`` holds if b does not divide a; the arithmetic and the nearest valid numbers are derived.
 Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before. ``KEY: a % b``
-is refused under KEY. Texts have values in braces, such as ``{mesh.cp * mesh.tp}``.
+is refused under KEY. Texts have values in braces, such as ``{mesh.cp * mesh.tp}``. ``facts.NAME``
+is a value that the caller computed (``Scope.knowing``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from math import gcd
 from operator import attrgetter, floordiv, mod, mul
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
@@ -50,11 +52,16 @@ _GIVEN = ("model.", "mesh.", "launch.", "recipe")
 
 
 class Scope(NamedTuple):
-    """Where names get their values: a configuration, its resolved mesh, and its run's device."""
+    """Where names get their values: configuration, resolved mesh, the run's device, and facts."""
 
     config: Config
     mesh: MeshShape | MeshConfig
     device: str = "auto"
+    facts: SimpleNamespace = SimpleNamespace()
+
+    def knowing(self, **facts: object) -> Scope:
+        """Return a scope in which ``facts.NAME`` has the value of the argument NAME."""
+        return self._replace(facts=SimpleNamespace(**facts))
 
     def __call__(self, text: str) -> Any:
         """Return the value of a key or a number, or of a product, quotient or remainder of such."""
@@ -72,7 +79,7 @@ def _reader(text: str) -> Callable[[Scope], Any]:
         return lambda see: int(text)
     if text == "launch.device":
         return attrgetter("device")
-    return attrgetter(text if text.startswith("mesh.") else f"config.{text}")
+    return attrgetter(text if text.startswith(("mesh.", "facts.")) else f"config.{text}")
 
 
 _PLAIN = Scope(Config(), MeshShape.of(MeshConfig(dp_shard=1, ep_shard=1)))
@@ -129,7 +136,8 @@ class Comparison(NamedTuple):
         step //= gcd(step, see(product) // value)
         below = value // step * step
         near = f"{self.key}={below} or {below + step}" if below else f"{self.key}={step}"
-        alone = len(axes) == 1 and "mesh." not in number
+        # ep_shard follows from the other axes.
+        alone = len(axes) == 1 and axes != ["mesh.ep_shard"] and "mesh." not in number
         return [near, *(self._divisor(see, axes[0]) if alone else [])]
 
     def _divisor(self, see: Scope, key: str) -> list[str]:
@@ -163,7 +171,7 @@ class Comparison(NamedTuple):
 def is_key(name: str) -> bool:
     """Return True if ``name`` is a setting, not a number or a fact that settings imply."""
     section, _, field = name.rpartition(".")
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name.startswith("facts."):
         return False
     return field in vars(_PLAIN(section) if section else _PLAIN.config)
 
@@ -217,15 +225,21 @@ def table(text: str, **words: object) -> Table:
     )
 
 
-def refused(see: Scope, *tables: Table) -> Iterator[Row]:
-    """Yield the broken rules of ``tables`` in order."""
+def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of ``tables`` whose conditions both hold, in order."""
     for rows in tables:
         for row in rows:
             for part in _both(row[0], row[1]):
                 if not part.compared(part.reader(see), part.values(see)):
                     break
             else:
-                yield _row(see, *row)
+                yield row
+
+
+def refused(see: Scope, *tables: Table) -> Iterator[Row]:
+    """Yield the broken rules of ``tables`` in order."""
+    for row in holding(see, *tables):
+        yield _row(see, *row)
 
 
 @cache

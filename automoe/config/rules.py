@@ -41,22 +41,6 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
             raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)
 
 
-def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> Row:
-    """Return the row for the rule ``value % divisor == 0``.
-
-    The remedy names the nearest multiples, and ``other``, a remedy under another key.
-    """
-    below = value // divisor * divisor
-    above = (value // divisor + 1) * divisor
-    choices = f"{key}={below} or {above}" if below else f"{key}={above}"
-    return (
-        key,
-        value % divisor != 0,
-        rule,
-        f"Nearest valid choices: {choices}" + (f", or {other}" if other else ""),
-    )
-
-
 # Smallest valid value -> the keys that it bounds.
 _AT_LEAST = {
     0: (

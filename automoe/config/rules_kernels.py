@@ -56,24 +56,24 @@ def chunk_tokens(tokens: int, hidden: int) -> int:
 
 # fmt: off
 _RING = "parallel.context == ring and mesh.cp > 1"
-_SDPA = "Nearest valid choice: kernels.attention=sdpa"
+_SDPA = "Set kernels.attention=sdpa"
 _HAS_EXPERTS = "model.num_moe_layers > 0"
 _ATTENTION = table("""
-kernels.attention != sdpa | RING | ring attention (parallel.context=ring) calls its own kernels | SDPA
+kernels.attention != sdpa | RING | ring attention (parallel.context=ring) calls its own kernels
 kernels.attention == te|flash|flex | model.attention.index_topk > 0 and train.indexer == sparse
-    | a query sees the keys that an indexer chooses, and {kernels.attention} has no such mask | SDPA
+    | a query sees the keys that an indexer chooses, and {kernels.attention} has no such mask
 kernels.attention == flex | launch.device == cpu
-    | FlexAttention has no backward pass on the CPU, and this run is on cpu | SDPA
+    | FlexAttention has no backward pass on the CPU, and this run is on cpu
 kernels.attention == flex | launch.device == cuda and train.dtype == float64
-    | FlexAttention has no float64 on CUDA, and train.dtype=float64 | SDPA
-kernels.attention == cudnn | launch.device == cpu | cuDNN needs CUDA, and this run is on cpu | SDPA
-kernels.attention == te | launch.device == cpu | transformer-engine needs CUDA, and this run is on cpu | SDPA
+    | FlexAttention has no float64 on CUDA, and train.dtype=float64
+kernels.attention == cudnn | launch.device == cpu | cuDNN needs CUDA, and this run is on cpu
+kernels.attention == te | launch.device == cpu | transformer-engine needs CUDA, and this run is on cpu
 kernels.attention == cudnn|flash|te | launch.device == cuda and train.dtype != bfloat16
     | on CUDA it computes only in half precision, and train.dtype={train.dtype} | SDPA, or train.dtype=bfloat16
 kernels.attention == flash|te | data.document_mask and launch.device == cuda
     | CAUSAL data.document_mask=true masks documents | SDPA, or data.document_mask=false
 kernels.attention == flash|te | model.attention.sliding_window > 0 and launch.device == cuda
-    | CAUSAL model.attention.sliding_window={model.attention.sliding_window} masks keys further back | SDPA
+    | CAUSAL model.attention.sliding_window={model.attention.sliding_window} masks keys further back
 kernels.attention == flash|te
     | launch.device == cuda and mesh.cp > 1 and parallel.context != ulysses and model.attention.num_heads %
     mesh.tp * mesh.cp == 0 | CAUSAL with mesh.cp={mesh.cp} keys are masked by their position
@@ -81,26 +81,35 @@ kernels.attention == flash|te
 kernels.attention == flash|te | launch.device == cuda and mesh.cp > 1 and parallel.context != ulysses
     | CAUSAL with mesh.cp={mesh.cp} keys are masked by their position | SDPA
 kernels.attention == te | model.attention.sinks and launch.device == cuda
-    | CAUSAL model.attention.sinks=true adds a key | SDPA
+    | CAUSAL model.attention.sinks=true adds a key
 """, RING=_RING, SDPA=_SDPA, CAUSAL="on CUDA its only mask is the causal one, and")
+_HEADS = table("""
+kernels.attention == flex | facts.unfit | it has heads of LEAST to MOST dims, and MINE
+kernels.attention == cudnn|te | facts.wide | it has heads of up to CUDNN dims, and MLA_QUERY with values of MLA_VALUE; MINE
+kernels.attention == cudnn|te | facts.odd
+    | it has heads of multiples of UNIT dims: {facts.query} % UNIT = {facts.query % UNIT},
+    {facts.value} % UNIT = {facts.value % UNIT}
+kernels.attention == flash | launch.device == cuda and facts.widest > MOST
+    | it has heads of up to MOST dims, and this model's have {facts.widest}
+kernels.attention == cudnn | launch.device == cuda and facts.masked and facts.wrong
+    | with a mask its gradient may be NaN if the number of keys modulo 128 is 64: train.seq_len={train.seq_len} on
+    mesh.cp={mesh.cp} has {facts.wrong}
+    | Set kernels.attention=sdpa, which avoids cuDNN there, or a train.seq_len that {facts.unit} divides
+""", LEAST=MIN_FLEX_DIM, MOST=MAX_FLASH_DIM, CUDNN=MAX_CUDNN_DIM, MLA_QUERY=MLA_DIMS[0], MLA_VALUE=MLA_DIMS[1],
+    UNIT=DIM_UNIT, MINE="this model's have {facts.query}, its values {facts.value}")
 _KERNELS = table("""
-kernels.rope == triton | train.dtype == float64 | it has no float64, and train.dtype=float64
-    | Set kernels.rope=torch
-kernels.loss == triton | train.dtype == float64 | it has no float64, and train.dtype=float64
-    | Set kernels.loss=torch
+kernels.rope == triton; kernels.loss == triton | train.dtype == float64 | it has no float64, and train.dtype=float64
 kernels.loss == triton | train.loss != cross_entropy; recipe == dpo
     | its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token
 kernels.norm == te | launch.device == cpu | transformer-engine computes on CUDA, and launch.device=cpu
 kernels.norm == te | train.dtype == float64
-    | transformer-engine computes in float32 and narrower, and train.dtype=float64 | Set kernels.norm=torch
+    | transformer-engine computes in float32 and narrower, and train.dtype=float64
 kernels.norm == te | parallel.recompute has layernorm
     | transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others
     read it too | Set kernels.norm=torch, or leave layernorm out of parallel.recompute
 moe.experts == te | EXPERTS and launch.device == cpu | transformer-engine needs CUDA, and this run is on cpu
-    | Nearest valid choice: moe.experts=grouped_mm
 moe.experts == te | EXPERTS and model.biased_experts
     | it has experts without biases, and model.biased_experts=true
-    | Nearest valid choice: moe.experts=grouped_mm
 """, EXPERTS=_HAS_EXPERTS)
 _INTERPRETED = table("""
 kernels.rope == triton | launch.device == cpu | Triton's kernels need CUDA, and this run is on cpu
@@ -161,10 +170,8 @@ model.hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.et
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``kernels`` and of expert backends from other packages."""
-    see = Scope(config, shape, device)
-    yield from refused(see, _ATTENTION)
-    yield from _head_rows(config, shape, device)
-    yield from refused(see, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
+    see = Scope(config, shape, device).knowing(**_heads(config, shape))
+    yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
 
 
 def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
@@ -177,39 +184,29 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     return refused(Scope(config, shape), _COMPILE)
 
 
-def _head_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the rules for the dims of heads, and for numbers of keys."""
-    key, kernel = "kernels.attention", config.kernels.attention
-    if kernel in ("sdpa", "math"):
-        return
-    attention = config.model.attention
-    query, value = head_dims(replace(attention, sinks=attention.sinks and kernel != "flex"))
-    these = f"this model's have {query}, its values {value}"
-    yield (key, kernel == "flex" and (min(query, value) < MIN_FLEX_DIM or max(query, value) > MAX_FLASH_DIM),
-           f"it has heads of {MIN_FLEX_DIM} to {MAX_FLASH_DIM} dims, and {these}", _SDPA)
-    foreign = kernel in ("cudnn", "te")  # te's fused attention runs on cuDNN, so it has the same limits
-    yield (key, foreign and (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM,
-           f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; {these}", _SDPA)
-    yield (key, foreign and (query % DIM_UNIT != 0 or value % DIM_UNIT != 0),
-           f"it has heads of multiples of {DIM_UNIT} dims: {query} % {DIM_UNIT} = {query % DIM_UNIT}, "
-           f"{value} % {DIM_UNIT} = {value % DIM_UNIT}", _SDPA)
-    dim = max(query, value)
-    yield (key, kernel == "flash" and device == "cuda" and dim > MAX_FLASH_DIM,
-           f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}", _SDPA)
-    if kernel == "cudnn" and device == "cuda":
-        # A fault of cuDNN (pytorch#196678): with a mask, its gradient of queries may be NaN if the
-        # number of keys is 64 modulo 128. The keys of a cp rank end where one of its chunks of the
-        # row ends. A sink is one more key.
-        sparse = attention.index_topk > 0 and config.train.indexer == "sparse"
-        cp = 1 if uses_ulysses(config, shape) else shape.cp
-        seq_len = config.train.seq_len
-        chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
-        wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
-        masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1 or sparse
-        yield (key, bool(wrong) and masked,
-               "with a mask its gradient may be NaN if the number of keys modulo 128 is 64: "
-               f"train.seq_len={seq_len} on mesh.cp={shape.cp} has {wrong and wrong[0]}",
-               f"{_SDPA}, which avoids cuDNN there, or a train.seq_len that {128 * ends} divides")
+def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
+    """Return the facts of ``_HEADS``: the dims of heads, and numbers of keys."""
+    attention, seq_len = config.model.attention, config.train.seq_len
+    sinks = attention.sinks and config.kernels.attention != "flex"
+    query, value = dims = head_dims(replace(attention, sinks=sinks))
+    # A fault of cuDNN (pytorch#196678): with a mask, its gradient of queries may be NaN if the
+    # number of keys is 64 modulo 128. The keys of a cp rank end where one of its chunks of the
+    # row ends. A sink is one more key.
+    sparse = attention.index_topk > 0 and config.train.indexer == "sparse"
+    cp = 1 if uses_ulysses(config, shape) else shape.cp
+    chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
+    wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
+    return {
+        "query": query,
+        "value": value,
+        "widest": max(dims),
+        "unfit": min(dims) < MIN_FLEX_DIM or max(dims) > MAX_FLASH_DIM,
+        "wide": dims != MLA_DIMS and max(dims) > MAX_CUDNN_DIM,
+        "odd": query % DIM_UNIT or value % DIM_UNIT,
+        "masked": config.data.document_mask or attention.sliding_window > 0 or cp > 1 or sparse,
+        "wrong": min(wrong, default=0),
+        "unit": 128 * ends,
+    }
 
 
 def head_dims(attention: AttentionConfig) -> tuple[int, int]:
@@ -232,12 +229,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         yield ("mesh.tp", size % BLOCK != 0,
                f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
                f"{matrix} inside one: {whole} / {shape.tp} = {size}, {size} % {BLOCK} = {size % BLOCK}",
-               f"Nearest valid choice: mesh.tp={_largest_cut(whole, shape.tp)}, or train.fp8=tensorwise")
-
-
-def _largest_cut(size: int, ranks: int) -> int:
-    """Return the largest divisor of ``ranks`` that cuts ``size`` at block boundaries, or 1."""
-    return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
+               f"Set mesh.tp={1 if whole % BLOCK else gcd(whole // BLOCK, shape.tp)}, or train.fp8=tensorwise")
 
 
 def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:

@@ -10,8 +10,7 @@ from automoe.config.facts import BLOCK
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import registered_names
 from automoe.config.rule_engine import Row, Scope, refused, table
-from automoe.config.rules import divides
-from automoe.config.schema import Config, ModelConfig
+from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa")
@@ -40,6 +39,25 @@ model.first_k_dense > model.num_layers | | there are {model.num_layers} layers i
     BY_CROSS_ENTROPY=BY_CROSS_ENTROPY, NO_MODULES=NO_MODULES)
 _EXPERTS = table("""
 model.num_experts % mesh.ep | | mesh.ep={mesh.ep} ranks hold equal numbers of experts
+model.moe_intermediate_size % mesh.etp * mesh.ep_shard |
+    | etp and FSDP cut the width of the experts evenly over mesh.etp and mesh.ep_shard
+    | , or {facts.width_fits}
+model.hidden_size % mesh.ep_shard | | FSDP cuts the rows of the experts' down projection evenly | , or {facts.rows_fit}
+""")
+_BIASES = table("""
+model.hidden_size % mesh.etp * mesh.ep_shard | model.biased_experts and model.num_moe_layers > 0
+    | etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp and mesh.ep_shard
+    | Set {facts.times} times more ranks on mesh.ep
+model.attention.index_shared_layers: facts.outside |
+    | {facts.outside}: layers 1 to {facts.last} can use the choice of a layer before them | Leave them out
+""")
+_NODES = table("""
+cluster.gpus_per_node: facts.uneven | moe.dispatcher == hierarchical and mesh.ep * mesh.etp > 1
+    and model.num_moe_layers > 0
+    | moe.dispatcher=hierarchical needs equal numbers of an ep group's ranks on its nodes of {cluster.gpus_per_node}, and
+    mesh.ep*mesh.etp = {mesh.ep}*{mesh.etp} = {mesh.ep * mesh.etp} consecutive ranks form a group
+    | Set cluster.gpus_per_node={facts.per_node}, a mesh.ep*mesh.etp that divides {cluster.gpus_per_node} or is its
+    multiple, or moe.dispatcher=alltoall
 """)
 _ROUTING = table("""
 model.num_experts_per_token > model.num_experts |
@@ -49,11 +67,20 @@ model.router.topk_groups > model.router.num_groups |
     | there are only {model.router.num_groups} groups (model.router.num_groups)
 """)
 _SCORES = table("""
+model.router.topk_groups: facts.chosen < model.num_experts_per_token |
+    | {model.router.topk_groups} groups of {model.num_experts // model.router.num_groups} experts hold {facts.chosen},
+    fewer than model.num_experts_per_token={model.num_experts_per_token} | Set model.router.topk_groups={facts.needed}
 model.router.group_score_topk: model.router.group_score_topk * model.router.num_groups > model.num_experts
     | model.router.num_groups > 1 | a group has {model.num_experts // model.router.num_groups} experts
     | Set model.router.group_score_topk={model.num_experts // model.router.num_groups} or less
 """)
 _PAIRS = "rotary embedding rotates pairs of dimensions"
+_ROTARY = table("""
+model.rope.partial_rotary_factor: facts.odd | model.rope.partial_rotary_factor < 1
+    | PAIRS, and int({model.attention.head_dim} * {model.rope.partial_rotary_factor}) = {facts.rotary} of a head
+    | Set model.rope.partial_rotary_factor={facts.share}
+model.attention.head_dim % 2 | model.rope.partial_rotary_factor == 1 | PAIRS
+""", PAIRS=_PAIRS)
 _GQA = table("""
 model.attention.num_kv_heads: model.attention.num_heads % model.attention.num_kv_heads |
     | key/value heads serve equal numbers of query heads
@@ -152,6 +179,17 @@ model.hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deep
     | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
     | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
 moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose
+moe.gate == empty | model.num_experts_per_token >= model.num_experts
+    | it leaves one expert out, and a token chooses model.num_experts_per_token={model.num_experts_per_token} of
+    {facts.others}
+    | Set moe.gate=balanced, or choose fewer experts
+moe.dispatch_dtype == fp8 | facts.foreign
+    | the dispatcher {moe.dispatcher} of a plugin sends tokens in its own format
+    | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
+moe.record_routing: facts.replays | facts.same
+    | the same directory as moe.replay_routing, which would be written over while it is read | Name another directory
+moe.replay_routing: facts.replays | not facts.recorded | no recorded steps in {facts.replays}
+    | Name the moe.record_routing directory of an earlier run
 """, BLOCK=BLOCK)
 
 
@@ -166,97 +204,62 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from refused(see, _MODULES)
     if model.num_moe_layers:
         yield from sharded_expert_rows(config, shape)
-    yield from _routing_rows(see, model)
-    gqa = model.attention.kind == "gqa"
-    yield from refused(see, _GQA if gqa else _MLA)
-    if gqa:
-        yield from _rotary_rows(model)
+    yield from refused(see, _ROUTING)
+    group = model.num_experts // model.router.num_groups
+    chosen = see.knowing(
+        chosen=model.router.topk_groups * group, needed=-(-model.num_experts_per_token // group)
+    )
+    yield from refused(chosen, _SCORES)
+    if model.attention.kind == "gqa":
+        yield from refused(see, _GQA)
+        rotary = int(model.attention.head_dim * model.rope.partial_rotary_factor)
+        share = max(rotary // 2 * 2, 2) / model.attention.head_dim
+        yield from refused(see.knowing(rotary=rotary, odd=rotary % 2 or not rotary, share=share), _ROTARY)
+    else:
+        yield from refused(see, _MLA)
     yield from refused(see, _LAYERS, _INDEXER, _SIZES)
-    layers = range(1, model.num_layers)
-    outside = [layer for layer in model.attention.index_shared_layers if layer not in layers]
-    yield ("model.attention.index_shared_layers", bool(outside),
-           f"{outside}: layers 1 to {model.num_layers - 1} can use the choice of a layer before them", "Leave them out")
-    hidden = model.hidden_size
-    ranks = shape.etp * shape.ep_shard
-    yield ("model.hidden_size",
-           model.biased_experts and model.num_moe_layers > 0 and hidden % ranks != 0,
-           "etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
-           f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
-           f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
-    yield from refused(see, _TENSOR)
-    nodes = config.cluster.gpus_per_node
-    ranks = shape.ep * shape.etp
-    if ranks > 1 and model.num_moe_layers and config.moe.dispatcher == "hierarchical":
-        yield ("cluster.gpus_per_node", not shape.ep_per_node(nodes),
-               f"moe.dispatcher=hierarchical needs equal numbers of an ep group's ranks on its nodes of {nodes}, and "
-               f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks form a group",
-               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep*mesh.etp that divides {nodes} or is its multiple, "
-               "or moe.dispatcher=alltoall")
-    yield from refused(see, _TRAVEL)
+    ranks, nodes = shape.etp * shape.ep_shard, config.cluster.gpus_per_node
+    last = model.num_layers - 1
+    see = see.knowing(
+        times=ranks // gcd(model.hidden_size, ranks),
+        outside=[layer for layer in model.attention.index_shared_layers if not 1 <= layer <= last],
+        last=last,
+        uneven=config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
+        per_node=gcd(nodes, shape.ep * shape.etp),
+    )
+    yield from refused(see, _BIASES, _TENSOR, _NODES, _TRAVEL)
 
 
 def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules for sharding experts over ep, etp and ep_shard."""
-    yield from refused(Scope(config, shape), _EXPERTS)
-    model = config.model
-    width = model.moe_intermediate_size
-    ranks = shape.etp * shape.ep_shard
-    yield divides("model.moe_intermediate_size", width, ranks,
-        "etp and FSDP cut the width of the experts evenly over mesh.etp*mesh.ep_shard = "
-        f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {width} % {ranks} = {width % ranks}",
-        f"mesh.etp={gcd(width, shape.etp)}" if width % shape.etp else _fewer_shards(model, shape, width))
-    hidden = model.hidden_size
-    yield divides("model.hidden_size", hidden, shape.ep_shard,
-        f"FSDP cuts the rows of the experts' down projection evenly over mesh.ep_shard={shape.ep_shard} ranks: "
-        f"{hidden} % {shape.ep_shard} = {hidden % shape.ep_shard}",
-        _fewer_shards(model, shape, hidden))
+    model, width = config.model, config.model.moe_intermediate_size
 
+    def fewer_shards(size: int) -> str:
+        """Return settings with which FSDP cuts ``size`` of an expert evenly, on the same ranks."""
+        shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
+        times = shape.ep_shard // shards
+        if model.num_experts % (shape.ep * times) == 0:
+            return f"mesh.ep={shape.ep * times} mesh.ep_shard={shards}"
+        return f"mesh.ep_replicate={shape.ep_replicate * times} mesh.ep_shard={shards}"
 
-def _fewer_shards(model: ModelConfig, shape: MeshShape, size: int) -> str:
-    """Return settings with which FSDP cuts ``size`` of an expert evenly, on the same ranks."""
-    shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
-    times = shape.ep_shard // shards
-    if model.num_experts % (shape.ep * times) == 0:
-        return f"mesh.ep={shape.ep * times} mesh.ep_shard={shards}"
-    return f"mesh.ep_replicate={shape.ep_replicate * times} mesh.ep_shard={shards}"
-
-
-def _routing_rows(see: Scope, model: ModelConfig) -> Iterator[Row]:
-    yield from refused(see, _ROUTING)
-    k, chosen, group = model.num_experts_per_token, model.router.topk_groups, model.num_experts // model.router.num_groups
-    yield ("model.router.topk_groups", k > chosen * group,
-           f"{chosen} groups of {group} experts hold {chosen * group}, fewer than model.num_experts_per_token={k}",
-           f"Nearest valid choice: model.router.topk_groups={-(-k // group)}")
-    yield from refused(see, _SCORES)
-
-
-def _rotary_rows(model: ModelConfig) -> Iterator[Row]:
-    dim, share = model.attention.head_dim, model.rope.partial_rotary_factor
-    rotary = int(dim * share)
-    yield ("model.rope.partial_rotary_factor", share < 1 and (rotary % 2 != 0 or not rotary),
-           f"{_PAIRS}, and int({dim} * {share}) = {rotary} of a head",
-           f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / dim}")
-    yield divides("model.attention.head_dim", rotary, 2, _PAIRS)
+    see = Scope(config, shape).knowing(
+        width_fits=f"mesh.etp={gcd(width, shape.etp)}" if width % shape.etp else fewer_shards(width),
+        rows_fit=fewer_shards(model.hidden_size),
+    )
+    yield from refused(see, _EXPERTS)
 
 
 def moe_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of routing, token dropping and the auxiliary losses."""
-    yield from refused(Scope(config, config.mesh), _MOE)
-    moe, model = config.moe, config.model
-    yield ("moe.gate", moe.gate == "empty" and model.num_experts_per_token >= model.num_experts,
-           "it leaves one expert out, and a token chooses model.num_experts_per_token="
-           f"{model.num_experts_per_token} of {model.num_experts - 1}",
-           "Set moe.gate=balanced, or choose fewer experts")
-    in_8_bits = moe.dispatch_dtype == "fp8"
-    yield ("moe.dispatch_dtype", in_8_bits and moe.dispatcher in registered_names("moe.dispatcher"),
-           f"the dispatcher {moe.dispatcher} of a plugin sends tokens in its own format",
-           "Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall")
-    if moe.replay_routing is None:
-        return
-    folder = Path(moe.replay_routing).expanduser().absolute()
-    recorded = None if moe.record_routing is None else Path(moe.record_routing).expanduser().absolute()
-    yield ("moe.record_routing", recorded == folder,
-           "the same directory as moe.replay_routing, which would be written over while it is read",
-           "Name another directory")
-    yield ("moe.replay_routing", not any(folder.glob("step-*/rank-*.npz")),
-           f"no recorded steps in {folder}", "Name the moe.record_routing directory of an earlier run")
+    replayed, recorded = (
+        folder and Path(folder).expanduser().absolute()
+        for folder in (config.moe.replay_routing, config.moe.record_routing)
+    )
+    see = Scope(config, config.mesh).knowing(
+        others=config.model.num_experts - 1,
+        foreign=config.moe.dispatcher in registered_names("moe.dispatcher"),
+        replays=replayed,
+        same=replayed == recorded,
+        recorded=replayed and any(replayed.glob("step-*/rank-*.npz")),
+    )
+    yield from refused(see, _MOE)

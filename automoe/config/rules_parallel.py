@@ -12,15 +12,12 @@ from automoe.config.pipeline import (
     IN_HALVES,
     IN_ROUNDS,
     MERGES,
-    NAMES,
     SINGLE,
     V_SHAPED,
     misfit,
-    nearest,
-    runs_halves,
     stages_of_ranks,
 )
-from automoe.config.rule_engine import Row, Scope, filled, refused, table
+from automoe.config.rule_engine import Row, Scope, Table, refused, table
 from automoe.config.schema import Config
 
 # fmt: off
@@ -50,7 +47,18 @@ mesh.cp: model.attention.linear_num_key_heads // mesh.tp % mesh.cp |
     | cp ranks exchange positions for equal numbers of a delta net's key heads, whose state runs through the
     whole row
 """, RING="parallel.context == ring and mesh.cp > 1", ULYSSES="parallel.context == ulysses and mesh.cp > 1")
+
+
+def by_stages_or_layout(text: str, key: str) -> tuple[Table, Table]:
+    """Return the rows of ``text``, in which KEY is ``key``; and those in which it is the layout."""
+    words = {"SINGLE": "|".join(SINGLE), "V_SHAPED": "|".join(V_SHAPED), "DIVIDED": _DIVIDED}
+    return table(text, KEY=key, **words), table(text, KEY=LAYOUT, **words)
+
+
 _OVERLAP = table("""
+model.attention.index_shared_layers: facts.orphans | model.attention.index_topk > 0
+    | layers {facts.orphans} begin a pipeline stage, and the layers whose choice they use are in another
+    | Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1
 MERGED | mesh.ep == 1 | with mesh.ep=1 there is no all-to-all to hide
     | Set mesh.ep=2 or more, or MERGED=false
 moe.dispatcher == allgather | MERGED | there is no all-to-all to hide
@@ -61,6 +69,9 @@ parallel.schedule != MERGING | mesh.pp > 1 and MERGED
     MERGED=false
 parallel.reshard == micro_batch; parallel.grad_sync == micro_batch | MERGED
     | two micro-batches run at once and share their weights to the end of the step
+train.micro_batch_size: facts.micro_batches < 2 | MERGED
+    | MERGED merges two micro-batches, and a data-parallel rank has {facts.micro_batches} a step
+    | Set {facts.more}, or MERGED=false
 """, MERGED=_MERGED, MERGING="|".join(MERGES), NAMES=" and ".join(MERGES))
 _PIPELINE = table("""
 train.global_batch_size // mesh.dp_replicate * mesh.dp_shard * train.micro_batch_size % mesh.pp
@@ -72,6 +83,37 @@ train.compile | HALVES
 parallel.reshard == micro_batch; parallel.grad_sync == micro_batch | mesh.pp > 1
     | torch's pipeline stages always wait for the end of the step | , or mesh.pp=1
 """, HALVES=_HALVES, ROUNDS="|".join(IN_ROUNDS))
+_STAGES = by_stages_or_layout("""
+KEY: parallel.stages_per_rank > 1 | mesh.pp == 1 | with mesh.pp=1 the model is one stage | {facts.remedy}{facts.pipe}
+KEY: parallel.stages_per_rank > 1 | parallel.schedule == SINGLE
+    | schedule {parallel.schedule} runs exactly 1 stage a rank; only Interleaved1F1B and the like run several
+    | {facts.remedy} or parallel.schedule=Interleaved1F1B
+KEY: parallel.stages_per_rank != 2 | mesh.pp > 1 and parallel.schedule == V_SHAPED
+    | {parallel.schedule} runs exactly 2 stages a rank: down the ranks and up again | {facts.remedy}
+""", "parallel.stages_per_rank")
+_TOO_FEW = by_stages_or_layout("""
+KEY: parallel.stages_per_rank < 2 | parallel.schedule != SINGLE | {parallel.schedule} runs at least 2 stages a rank
+    | {facts.remedy} or parallel.schedule=1F1B
+train.global_batch_size: facts.micro_batches < facts.least |
+    | {parallel.schedule} needs at least {facts.times}mesh.pp={facts.least} micro-batches in flight; DIVIDED micro-batches
+    | Set {facts.more}
+""", "parallel.stages_per_rank")
+_SIZES = by_stages_or_layout("""
+KEY: facts.sizes != facts.stages |
+    | one size per stage: mesh.pp * parallel.stages_per_rank = {facts.stages} stages, {facts.sizes} sizes | {facts.remedy}
+KEY: facts.least < 0 | | a stage cannot have {facts.least} layers | {facts.remedy}
+KEY: facts.empty | | every pipeline rank trains something, and the stages of rank {facts.rank} are all empty
+    | {facts.remedy}
+KEY: facts.total != model.num_layers |
+    | the sizes add up to {facts.total}, and model.num_layers is {model.num_layers} | {facts.remedy}
+""", "parallel.layers_per_stage")
+_HALVED_MODULES = table("""
+model.num_mtp_layers: facts.joined | parallel.schedule == HALVED
+    | {facts.which} the embedding along the path of the stage's input, which torch cannot leave out of the second half
+    of a backward pass ({parallel.schedule})
+    | Give each m a stage of its own{facts.before} in parallel.layout, or set parallel.schedule=Interleaved1F1B or
+    model.num_mtp_layers={facts.fewer}
+""", HALVED="|".join((*IN_HALVES, *V_SHAPED)))
 WGRAD = table("""
 FUSED | model.num_moe_layers == 0 | no layer has experts
 FUSED | lora.rank > 0
@@ -94,86 +136,63 @@ parallel.expert_wgrad == delayed | not MERGED
 
 def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules of ``mesh.pp``, of schedules and stages, and of merged passes."""
-    parallel = config.parallel
-    key = "parallel.stages_per_rank"
-    stages, schedule, pp = parallel.stages_per_rank, parallel.schedule, shape.pp
+    parallel, train, pp = config.parallel, config.train, shape.pp
+    stages, schedule = parallel.stages_per_rank, parallel.schedule
     fewest = 1 if schedule in SINGLE else 2
-    remedy = f"Set {key}={fewest if pp > 1 else 1}"
-    if parallel.layout is not None:  # it says how many stages there are
-        key = LAYOUT
+    if parallel.layout is None:
+        remedy = f"Set parallel.stages_per_rank={fewest if pp > 1 else 1}"
+    else:  # it says how many stages there are
         ranks = max(2, -(-pp * stages // fewest))
         remedy = f"Set mesh.pp={ranks}" + f" and write {ranks * fewest} stages" * (ranks * fewest != pp * stages)
-    yield ("parallel.schedule", schedule not in NAMES, f"the schedules are {', '.join(NAMES)}",
-           nearest(schedule))
-    yield (key, pp == 1 and stages > 1, "with mesh.pp=1 the model is one stage",
-           remedy + ("" if shape.world_size % 2 or key == LAYOUT else ", or mesh.pp=2 or more"))
-    yield (key, stages > 1 and schedule in SINGLE,
-           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and the like run several",
-           f"{remedy} or parallel.schedule=Interleaved1F1B")
-    yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
-           f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", remedy)
-    yield from _stage_rows(config, shape)
+    more_ranks = parallel.layout is None and shape.world_size % 2 == 0
+    see = Scope(config, shape).knowing(remedy=remedy, pipe=", or mesh.pp=2 or more" * more_ranks)
+    yield from refused(see, _STAGES[parallel.layout is not None])
+    yield from _stage_rows(see, config, shape)
     shared = config.model.attention.index_shared_layers
-    orphans = [stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared]
-    yield ("model.attention.index_shared_layers", bool(orphans) and config.model.attention.index_topk > 0,
-           f"layers {orphans} begin a pipeline stage, and the layers whose choice they use are in another",
-           "Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1")
-    see = Scope(config, shape)
+    least = least_micro_batches(config, shape)
+    _, *modules = module_sizes(config, pp * stages)
+    tied = modules[-1:] > [0] and config.model.tie_embeddings
+    see = see.knowing(
+        remedy=remedy,
+        orphans=[stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared],
+        micro_batches=train.global_batch_size // (shape.dp * train.micro_batch_size),
+        more=more_micro_batches(config, shape),
+        least=least,
+        times="2 * " * (least > pp),
+        which="a module beside a tied head reads" if tied else "modules of more than one depth in a stage read",
+        joined=tied or max(modules, default=0) > 1,
+        before=" before the last" * tied,
+        fewer=int(not tied),
+    )
     yield from refused(see, _OVERLAP)
-    micro_batches = config.train.global_batch_size // (shape.dp * config.train.micro_batch_size)
-    more = more_micro_batches(config, shape)
-    yield ("train.micro_batch_size", config.parallel.overlap_all_to_all and micro_batches < 2,
-           f"{_MERGED} merges two micro-batches, and a data-parallel rank has {micro_batches} a step",
-           f"Set {more}, or {_MERGED}=false")
     if pp == 1:
         return
-    yield (key, schedule in NAMES and schedule not in SINGLE and stages < 2,
-           f"{schedule} runs at least 2 stages a rank", f"{remedy} or parallel.schedule=1F1B")
-    least = least_micro_batches(config, shape)
-    yield ("train.global_batch_size", micro_batches < least,
-           f"{schedule} needs at least {'2 * ' * (least > pp)}mesh.pp={least} micro-batches in flight; "
-           f"{filled(see, _DIVIDED)} micro-batches", f"Nearest valid choice: {more}")
-    yield from refused(see, _PIPELINE)
-    rule = misfit(schedule, pp, stages, micro_batches)
+    yield from refused(see, _TOO_FEW[parallel.layout is not None], _PIPELINE)
+    rule = misfit(schedule, pp, stages, see("facts.micro_batches"))
     yield "parallel.schedule", bool(rule), rule, remedy
-    # The first stage passes no gradient on, so its passes have no first half.
-    _, *modules = module_sizes(config, pp * stages)
-    tied = modules[-1] > 0 and config.model.tie_embeddings
-    which = "a module beside a tied head reads" if tied else "modules of more than one depth in a stage read"
-    yield ("model.num_mtp_layers", (tied or max(modules) > 1) and runs_halves(schedule),
-           f"{which} the embedding along the path of the stage's input, which torch cannot leave out of the second half "
-           f"of a backward pass ({schedule})",
-           f"Give each m a stage of its own{' before the last' * tied} in parallel.layout, or set "
-           f"parallel.schedule=Interleaved1F1B or model.num_mtp_layers={int(not tied)}")
+    yield from refused(see, _HALVED_MODULES)
 
 
-def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    parallel, pp = config.parallel, shape.pp
-    stages, schedule = parallel.stages_per_rank, parallel.schedule
-    num_layers = config.model.num_layers
-    num_stages = pp * stages
-    sizes = parallel.layers_per_stage
-    yield "model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages)
-    if sizes is not None:
-        _, remedy = too_many_stages(num_stages)
-        if num_layers >= num_stages:
-            even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
-            remedy = f"Set parallel.layers_per_stage=[{even}] or null"
-        held = stages_of_ranks(pp, stages, schedule)
-        key = "parallel.layers_per_stage"
-        if parallel.layout is not None:
-            key = LAYOUT
-            remedy = f"Write {num_layers} t, and fill at least one stage of each rank: {held}, counted from 0"
-        yield (key, len(sizes) != num_stages,
-               f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
-               remedy)
-        least = min(sizes, default=0)
-        yield key, least < 0, f"a stage cannot have {least} layers", remedy
-        # The first stage holds the embedding, the last one the head.
-        modules = module_sizes(config, num_stages)
-        full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
-        empty = [rank for rank, rank_stages in enumerate(held) if not any(full[stage] for stage in rank_stages)]
-        yield (key, bool(empty),
-               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
-        yield (key, sum(sizes) != num_layers,
-               f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
+def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
+    """Yield the rules of the layers that each stage holds."""
+    parallel, num_layers, sizes = config.parallel, config.model.num_layers, config.parallel.layers_per_stage
+    num_stages = shape.pp * parallel.stages_per_rank
+    rule, remedy = too_many_stages(num_stages)
+    yield "model.num_layers", sizes is None and num_layers < num_stages, rule, remedy
+    if sizes is None:
+        return
+    if num_layers >= num_stages:
+        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+        remedy = f"Set parallel.layers_per_stage=[{even}] or null"
+    held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
+    if parallel.layout is not None:
+        remedy = f"Write {num_layers} t, and fill at least one stage of each rank: {held}, counted from 0"
+    # The first stage holds the embedding, the last one the head.
+    full = {stage for stage, held_layers in enumerate(sizes) if held_layers} | {0, num_stages - 1}
+    full |= {stage for stage, held_modules in enumerate(module_sizes(config, num_stages)) if held_modules}
+    empty = [rank for rank, rank_stages in enumerate(held) if full.isdisjoint(rank_stages)]
+    see = see.knowing(
+        remedy=remedy, stages=num_stages, sizes=len(sizes), least=min(sizes, default=0), total=sum(sizes),
+        empty=empty, rank=min(empty, default=0),
+    )
+    yield from refused(see, _SIZES[parallel.layout is not None])

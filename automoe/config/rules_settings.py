@@ -66,12 +66,59 @@ data.on_long == drop|truncate | not data.is_chat | this is for conversations, an
 data.on_long == split | data.is_chat | half a conversation answers no question, so none is split
     | Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate
 not data.document_mask | data.is_chat and data.chat.pack | samples that share a row attend only to themselves
+data.chat.format: facts.alpaca | | pairs have a prompt, chosen and rejected: text, or messages of role and content
+    (messages) or of from and value (sharegpt)
+    | Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names
+data.chat.template_args: facts.taken | | the trainer gives {facts.taken} to the template itself
+    | Leave it out; tools are a record's tools
+data.chat.date: not facts.dated | data.is_chat | it is not a date | Write it as 2026-11-23
 """)
+_PHASES = table("""
+optim.phases: facts.steps != facts.after | train.epochs == 0
+    | phases take the steps after the warm-up, train.steps - optim.warmup_steps = {facts.after}, and their steps sum to
+    {facts.steps} | Set train.steps={facts.total} train.epochs=0, or other steps
+""")
+_PHASE = table("""
+optim.phases: facts.phase.bias_update_rate != null | not model.router.expert_bias
+    | a phase has a bias_update_rate, and the routers have no biases to update | Leave it out
+optim.phases: facts.phase.mtp_loss_weight != null | model.num_mtp_layers == 0
+    | a phase has an mtp_loss_weight, and there are no modules for multi-token prediction
+    | Set model.num_mtp_layers=1, or leave it out
+optim.phases: facts.wrong | | phase {facts.number} is {facts.phase}; a phase has at least one step and no rate or weight
+    below 0 | Correct that phase
+""")
+_SOURCE = """
+KEY: not facts.weighs | | SAID weight={facts.weight}: a share of the rows, larger than 0
+    | Set its weight, or leave the source out
+KEY: facts.kinds | | SAID kind={facts.kind} is not known | Available: {facts.kinds}
+KEY: facts.mixed | | SAID kind={facts.kind}, and data.kind={data.kind}: conversations, pairs and text cannot be mixed
+    | Set data=chat for conversations, data=preference for pairs, and give other sources no kind
+KEY: facts.synthetic | data.sources | SAID kind={facts.kind} is synthetic, not text
+    | Set data=benchmark without sources
+KEY: facts.path != null | facts.made | SAID data.path is set and data.kind={facts.kind} does not read it
+    | Set data=text|jsonl|parquet|chat, or leave data.path out
+KEY: facts.path == null | not facts.made | SAID data.kind={facts.kind} reads files, and no path is given
+    | Set data.path=FILE, or data=stdlib
+KEY: facts.missing | | SAID nothing there: {facts.path} (looked from {facts.here})
+    | Name a file, a directory or a glob that exists
+KEY: facts.parts | not facts.hub | SAID {facts.parts}: this is for data sets of the Hub, and files are read whole
+    | Leave it out, and name only the files to read
+KEY: facts.talks | not data.is_chat | SAID format, keys and roles are for conversations
+    | Leave them out; data.text_key names the text
+"""
+_ALONE = table(_SOURCE, KEY="data.path", SAID="")
+_AMONG = table(_SOURCE, KEY="data.sources", SAID="{facts.name}:")
 _CHECKPOINT = table("""
+checkpoint.resume: facts.gone | | no such directory (looked from {facts.here})
+    | Set auto, never, or the run or step directory to start from
 checkpoint.keep_every % checkpoint.every | checkpoint.every > 0
     | checkpoints are written at multiples of checkpoint.every={checkpoint.every}
 checkpoint.keep_every > 0 | checkpoint.every == 0 and checkpoint.saves | checkpoint.every_minutes saves any step
 checkpoint.keep_every > 0 | checkpoint.every == 0 | no checkpoints are written: checkpoint.every=0
+checkpoint.keep_best > 0 | facts.unvalidated
+    | the validation loss says which is best, so every saved step must be validated:
+    checkpoint.every={checkpoint.every} is not a multiple of train.val_every={train.val_every}
+    | Set train.val_every={facts.every} checkpoint.every={facts.every}, or checkpoint.keep_best=0
 """)
 
 
@@ -84,74 +131,49 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield from _phase_rows(config)
     yield from refused(see, _DATA)
     yield from _source_rows(config)
+    data, date = config.data, config.data.chat.date
+    see = see.knowing(
+        alpaca=data.is_preference and any(source.chat.format == "alpaca" for _, _, source in sources_of(data)),
+        taken=", ".join(sorted(TEMPLATE_NAMES.intersection(data.chat.template_args or ()))),
+        dated=date is None or re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", date),
+    )
     yield from refused(see, _CHAT)
-    data = config.data
-    alpaca = data.is_preference and any(source.chat.format == "alpaca" for _, _, source in sources_of(data))
-    yield ("data.chat.format", alpaca, "pairs have a prompt, chosen and rejected: text, or "
-           "messages of role and content (messages) or of from and value (sharegpt)",
-           "Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names")
-    taken = TEMPLATE_NAMES.intersection(data.chat.template_args or ())
-    yield ("data.chat.template_args", bool(taken), f"the trainer gives {', '.join(sorted(taken))} to the template itself",
-           "Leave it out; tools are a record's tools")
-    dated = re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23")
-    yield "data.chat.date", data.is_chat and not dated, "it is not a date", "Write it as 2026-11-23"
     yield from checkpoint_rows(config)
 
 
 def _phase_rows(config: Config) -> Iterator[Row]:
-    optim, phases, key = config.optim, config.optim.phases, "optim.phases"
-    after, total = config.train.steps - optim.warmup_steps, sum(phase.steps for phase in phases)
-    yield (key, bool(phases) and not config.train.epochs and total != after,
-           f"phases take the steps after the warm-up, train.steps - optim.warmup_steps = {after}, and their "
-           f"steps sum to {total}", f"Set train.steps={total + optim.warmup_steps} train.epochs=0, or other steps")
+    see, phases, warmup = Scope(config, config.mesh), config.optim.phases, config.optim.warmup_steps
+    steps = sum(phase.steps for phase in phases)
+    if phases:
+        yield from refused(see.knowing(steps=steps, after=config.train.steps - warmup, total=steps + warmup), _PHASES)
     for number, phase in enumerate(phases, 1):
-        yield (key, phase.bias_update_rate is not None and not config.model.router.expert_bias,
-               "a phase has a bias_update_rate, and the routers have no biases to update (model.router.expert_bias=false)",
-               "Leave it out")
-        yield (key, phase.mtp_loss_weight is not None and not config.model.num_mtp_layers,
-               "a phase has an mtp_loss_weight, and there are no modules for multi-token prediction",
-               "Set model.num_mtp_layers=1, or leave it out")
         rates = phase.lr_ratio, phase.bias_update_rate or 0, phase.mtp_loss_weight or 0
-        yield (key, phase.steps < 1 or not all(0 <= rate < inf for rate in rates),
-               f"phase {number} has steps={phase.steps}, lr_ratio={phase.lr_ratio}, bias_update_rate="
-               f"{phase.bias_update_rate}, mtp_loss_weight={phase.mtp_loss_weight}; a phase has at least one step and no "
-               "rate or weight below 0", "Correct that phase")
+        wrong = phase.steps < 1 or not all(0 <= rate < inf for rate in rates)
+        yield from refused(see.knowing(number=number, phase=phase, wrong=wrong), _PHASE)
 
 
 def _source_rows(config: Config) -> Iterator[Row]:
     data, hf_path, here = config.data, config.model.hf_path, os.getcwd()
     sources = sources_of(data)
     names = [name for name, _, _ in sources]
-    kinds = (*get_args(get_type_hints(DataConfig)["kind"]), *registered_names("data.kind"))
+    known = (*get_args(get_type_hints(DataConfig)["kind"]), *registered_names("data.kind"))
     yield ("data.sources", len(set(names)) < len(names) or (bool(data.sources) and "" in names),
            f"sources are told apart by name, and they are called {', '.join(names)}", "Give each a name: {name: code}")
     for name, weight, source in sources:
-        key, said = ("data.sources", f"{name}: ") if data.sources else ("data.path", "")
         path, kind = source.path, source.kind
-        made = kind.startswith("stdlib") or source.is_synthetic
         hub = path is not None and (kind == "hub" or source.is_chat and is_data_set(path))
-        part = [name for name, asked in (("split", source.split != "train"), ("subset", source.subset is not None)) if asked]
-        for wrong, rule, remedy in (
-            (not 0 < weight < inf, f"weight={weight}: a share of the rows, larger than 0",
-             "Set its weight, or leave the source out"),
-            (kind not in kinds, f"kind={kind} is not known", f"Available: {', '.join(kinds)}"),
-            ((source.is_chat, source.is_preference) != (data.is_chat, data.is_preference),
-             f"kind={kind}, and data.kind={data.kind}: conversations, pairs and text cannot be mixed",
-             "Set data=chat for conversations, data=preference for pairs, and give other sources no kind"),
-            (source.is_synthetic and bool(data.sources), f"kind={kind} is synthetic, not text",
-             "Set data=benchmark without sources"),
-            (made and path is not None, f"data.path is set and data.kind={kind} does not read it",
-             "Set data=text|jsonl|parquet|chat, or leave data.path out"),
-            (not made and path is None, f"data.kind={kind} reads files, and no path is given",
-             "Set data.path=FILE, or data=stdlib"),
-            (not (path is None or hub or matches(path)), f"nothing there{f': {path}' * bool(said)} (looked from {here})",
-             "Name a file, a directory or a glob that exists"),
-            (bool(part) and not hub, f"{', '.join(part)}: this is for data sets of the Hub, and files are read whole",
-             "Leave it out, and name only the files to read"),
-            (not data.is_chat and source.chat != data.chat, "format, keys and roles are for conversations",
-             "Leave them out; data.text_key names the text"),
-        ):
-            yield key, wrong, said + rule, remedy
+        see = Scope(config, config.mesh).knowing(
+            name=name, weight=weight, kind=kind, path=path, here=here, hub=hub,
+            weighs=0 < weight < inf,
+            kinds="" if kind in known else ", ".join(known),
+            mixed=(source.is_chat, source.is_preference) != (data.is_chat, data.is_preference),
+            synthetic=source.is_synthetic,
+            made=kind.startswith("stdlib") or source.is_synthetic,
+            missing=not (path is None or hub or matches(path)),
+            parts=", ".join(["split"] * (source.split != "train") + ["subset"] * (source.subset is not None)),
+            talks=source.chat != data.chat,
+        )  # fmt: skip
+        yield from refused(see, _AMONG if data.sources else _ALONE)
     yield ("model.hf_path", hf_path is not None and not local_folder(hf_path).is_dir(),
            f"no such directory (looked from {here})",
            "Name a directory with config.json and *.safetensors, or a Hub id (OWNER/NAME@main), or set null")
@@ -159,15 +181,11 @@ def _source_rows(config: Config) -> Iterator[Row]:
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of ``checkpoint``: where to resume from and which steps to keep."""
-    checkpoint = config.checkpoint
-    every = checkpoint.every
-    val_every = config.train.val_every
-    yield ("checkpoint.resume",
-           checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
-           f"no such directory (looked from {os.getcwd()})",
-           "Set auto, never, or the run or step directory to start from")
-    yield from refused(Scope(config, config.mesh), _CHECKPOINT)
-    yield ("checkpoint.keep_best", checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
-           "the validation loss says which is best, so every saved step must be validated: "
-           f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",
-           f"Set train.val_every={every or 100} checkpoint.every={every or 100}, or checkpoint.keep_best=0")
+    resume, every, val_every = config.checkpoint.resume, config.checkpoint.every, config.train.val_every
+    see = Scope(config, config.mesh).knowing(
+        here=os.getcwd(),
+        gone=resume not in ("auto", "never") and not Path(resume).expanduser().is_dir(),
+        unvalidated=not every or not val_every or every % val_every,
+        every=every or 100,
+    )
+    yield from refused(see, _CHECKPOINT)

@@ -293,9 +293,16 @@ class MoEConfig:
 class ParallelConfig:
     """Pipeline schedule, FSDP, context parallelism and activation recomputation."""
 
-    # with mesh.pp > 1: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, LoopedBFS, ZBVZeroBubble
-    # or DualPipeV
-    schedule: str = "1F1B"
+    # order of a rank's passes with mesh.pp > 1 (docs/pipelines.md)
+    schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "InterleavedZeroBubble",
+        "LoopedBFS",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
     # pipeline stages per rank; GPipe and 1F1B: 1, ZBVZeroBubble and DualPipeV: 2, others: more
     stages_per_rank: int = 1
     # layers of each stage; null: equal numbers, the longer stages first if they cannot be equal

@@ -117,8 +117,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
 
 def _records(path: Path, data: DataConfig) -> NumberedRecords:
     if data.kind.startswith("stdlib"):
-        records = _docstring_records(path)
-        yield from _shouted(records) if data.is_preference else records
+        yield from _docstring_records(path, data.is_preference)
     else:
         table = path.suffix in (".parquet", ".arrow")
         for line, record in parquet_records(path) if table else jsonl_records(path):
@@ -156,7 +155,7 @@ class _Reader:
         self.roles = _ROLES | roles | (self.chat.roles or {})
 
     def read(self, record: Record) -> tuple[list[list[Message]], int]:
-        """Return the conversations of a record, system prompt first, and the size of their prompt.
+        """Return a record's conversations, and how many of their first messages are not trained.
 
         A pair has two, the preferred one first; other records have one.
         """
@@ -408,18 +407,11 @@ def _question(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _shouted(records: NumberedRecords) -> NumberedRecords:
-    """Yield each question as a pair: its answer is preferred to the same answer in capitals."""
-    for line, record in records:
-        question, answer = record["messages"]
-        rejected = answer["content"].upper()
-        yield line, {"prompt": [question], "chosen": [answer], "rejected": rejected}
-
-
-def _docstring_records(path: Path) -> NumberedRecords:
+def _docstring_records(path: Path, pairs: bool) -> NumberedRecords:
     """Yield a question for each public function and class of a library module.
 
-    The answer is the first paragraph of the docstring.
+    The answer is the first paragraph of the docstring; in a pair it is preferred to the same answer
+    in capitals.
     """
     tree = ast.parse(path.read_bytes())
     for node in tree.body:
@@ -427,11 +419,9 @@ def _docstring_records(path: Path) -> NumberedRecords:
             answer = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
             if 20 <= len(answer) <= 160:
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
-                yield (
-                    node.lineno,
-                    {
-                        "messages": _question(
-                            f"What is the {kind} {path.stem}.{node.name} for?", answer
-                        )
-                    },
-                )
+                messages = _question(f"What is the {kind} {path.stem}.{node.name} for?", answer)
+                record = {"messages": messages}
+                if pairs:
+                    question, chosen = messages
+                    record = {"prompt": [question], "chosen": [chosen], "rejected": answer.upper()}
+                yield node.lineno, record

@@ -22,8 +22,6 @@ from automoe.storage.guarded import doing
 
 _BATCH = 256  # conversations rendered and tokenised together
 _REMARKS = {
-    "apart": "answers begin with characters that the tokenizer would join with the prompt, and are "
-    "tokenised separately",
     "prompt_cut": "answers are written without the end of the generation prompt, which a model is "
     "given at inference",
     "eos_added": "answers end in the end-of-text token, since the chat template ends them without a "
@@ -158,11 +156,10 @@ def describe_chat(
     else:
         yield f"{conversations:,} conversations, {answers:,} answers: {tokens:,} tokens, {share:.0%} of them trained"
     if samples > conversations:
-        who = ", or the tokenizer," if count["apart"] else ""
         factor = tokens / max(count["rendered_tokens"], 1)
         yield (
-            f"the chat template{who} rewrites earlier turns, so {conversations:,} conversations are "
-            f"{samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: only the last answer)"
+            f"the chat template, or the tokenizer, rewrites earlier turns, so {conversations:,} conversations "
+            f"are {samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: only the last answer)"
         )
     for key, remark in _REMARKS.items():
         if number := count[key]:

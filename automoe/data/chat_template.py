@@ -48,16 +48,15 @@ class ChatTemplate(ChatRenderer):
 
     Attributes:
         digest: hash of all settings that affect the tokens of a record.
-        counts: counters over all ``samples`` so far. ``answers``: answers; among them ``apart`` (the
-            tokenizer would merge the answer's first characters with the prompt), ``prompt_cut``
-            (the template writes answers without the end of its generation prompt), ``eos_added``
-            (the template writes no stop token), ``empty`` (nothing but a stop token is trained),
+        counts: what ``describe_chat`` tells the user of all ``samples`` so far. ``answers``:
+            answers; among them ``prompt_cut`` (written without the end of the generation prompt),
+            ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is trained),
             ``not_whole`` (the template leaves a part out) and ``no_reasoning`` (the generation
             prompt opens reasoning, and there is none). ``characters``: characters of the answers;
             among them ``unwritten``, which the template leaves out. ``tools_unseen``: conversations
-            whose tools the template leaves out. ``args_unread``: conversations with an argument that it
-            does not name. ``unseen``: questions and system prompts left out.
-            ``special``: special tokens that messages spell out.
+            whose tools the template leaves out. ``args_unread``: conversations with an argument
+            that it does not name. ``unseen``: questions and system prompts left out. ``special``:
+            special tokens that messages spell out.
         first: for each of ``counts``, file and line of the first conversation that it counts.
 
     Args:
@@ -270,14 +269,25 @@ class ChatTemplate(ChatRenderer):
             # inference it encodes the prompt alone.
             ids = prompt + self._encode_inside(through[len(before) :])
             start = len(prompt)
-            self.counts["apart"] += 1
         end = self._stop(ids, start, asked)
-        if end is None:
-            return Turn([*ids, self._next_token(asked)], start)
-        return Turn(ids[:end], start)
+        if end is not None:
+            return Turn(ids[:end], start)
+        # The template writes no token that ends an answer: the next turn's first one does, or EOS.
+        stop_id = self._ending(*asked)[1]
+        if stop_id is None:
+            stop_id = self._hf.eos_token_id
+            self.counts["eos_added"] += 1
+        if stop_id is None:
+            raise ConfigError(
+                "data.tokenizer",
+                self.tokenizer,
+                "its chat template ends answers without a special token, and it has no eos_token to put there",
+                "Set eos_token in its tokenizer_config.json",
+            )
+        return Turn([*ids, stop_id], start)
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return the ids of ``text`` as in the middle of a text.
+        """Return the ids that ``text`` has behind other text.
 
         Some tokenizers put a blank before the beginning of a text.
         """
@@ -302,24 +312,6 @@ class ChatTemplate(ChatRenderer):
                 if behind[end] == closing:
                     return end
         return ends[0] if ends and not behind[ends[0]] else None
-
-    def _next_token(self, asked: tuple[bool, str]) -> int:
-        """Return the token that ends an answer if the template writes none.
-
-        It is the token that opens the next turn, else EOS.
-        """
-        opener_id = self._ending(*asked)[1]
-        if opener_id is not None:
-            return opener_id
-        if self._hf.eos_token_id is None:
-            raise ConfigError(
-                "data.tokenizer",
-                self.tokenizer,
-                "its chat template ends answers without a special token, and it has no eos_token to put there",
-                "Set eos_token in its tokenizer_config.json",
-            )
-        self.counts["eos_added"] += 1
-        return self._hf.eos_token_id
 
     def _find_ending(self, calls: bool, args: str) -> tuple[str, int | None]:
         """Return the text after the token that ends a last answer, and the next turn's first token.

@@ -104,7 +104,11 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     assert data.path or data.kind in _STDLIB_KINDS, "validation requires a path"
     if data.kind in _STDLIB_KINDS:
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = _stdlib_sources(root) if data.kind == "stdlib" else list(root.glob("*.py"))
+        paths = list(root.glob("*.py"))
+        for folder, below, names in os.walk(root) if data.kind == "stdlib" else ():
+            # Installed packages can be ten times as many files.
+            below[:] = [name for name in below if name not in _STDLIB_SKIP]
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
         problem = "this Python has no library sources. Set data.kind=text and data.path."
     elif data.kind == "hub" or data.is_chat and is_data_set(data.path or ""):
         from automoe.data.hub import hub_files
@@ -122,18 +126,6 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     if not paths:
         raise DataError(f"{root}: {problem}")
     return dict(sorted((p.relative_to(root).as_posix(), p) for p in paths))
-
-
-def _stdlib_sources(root: Path) -> list[Path]:
-    """Return the library's Python files without entering the folders of ``_STDLIB_SKIP``.
-
-    Installed packages can be ten times as many files.
-    """
-    paths = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in _STDLIB_SKIP]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return paths
 
 
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
@@ -240,16 +232,6 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
             return
 
 
-def _encoding(error: UnicodeDecodeError) -> str:
-    """Return the likely encoding, as iconv names it, by the zeros among four bytes."""
-    raw = error.object[error.start : error.start + 4]
-    wide = "utf-32" if b"\0\0" in raw else "utf-16"
-    if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return wide
-    zero = raw.find(b"\0")
-    return "latin1" if zero < 0 else wide + ("be", "le")[zero % 2]
-
-
 def _converted(path: Path, filtering: str) -> str:
     """Return the end of a sentence: a shell command that filters ``path`` into a new file to name."""
     reading, name = "cat", path.name
@@ -262,7 +244,12 @@ def _converted(path: Path, filtering: str) -> str:
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    encoding = _encoding(error)
+    # The likely encoding, as iconv names it, by the zeros among four bytes
+    raw = error.object[error.start : error.start + 4]
+    zero = raw.find(b"\0")
+    encoding = "utf-32" if b"\0\0" in raw else "utf-16"
+    if error.object[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        encoding = "latin1" if zero < 0 else encoding + ("be", "le")[zero % 2]
     command = _converted(path, f"iconv -f {encoding} -t utf-8")
     remedy = f"Convert the file, if it is {encoding}, {command}"
     if line > 1 and encoding != "latin1":
@@ -365,14 +352,21 @@ def parquet_records(
         DataError: the file is damaged, lacks a column, or has text that is not UTF-8, or a value of
             a JSON column is not valid JSON.
     """
-    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
 
     if path.stat().st_size == 0:
         return
     row = 0
     kind = path.suffix.removeprefix(".") or "parquet"
     try:
-        names, batches = _open_table(path, columns)
+        if kind == "arrow":
+            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+            names = batches.schema.names
+        else:
+            table = pyarrow.parquet.ParquetFile(path)
+            names = table.schema_arrow.names
+            batches = table.iter_batches(batch_size=1024, columns=columns)
         if len(set(names)) < len(names):
             raise DataError(
                 f"{path}: columns with the same name: {listed(names, 10)}. Rename them."
@@ -384,6 +378,8 @@ def parquet_records(
                     "data.text_key to the column that holds the text."
                 )
         for batch in batches:
+            if kind == "arrow":
+                batch.validate(full=True)  # Its offsets may lead out of its buffers.
             arrays = {name: batch.column(name) for name in columns or names}
             large = batch.nbytes > MAX_RECORD_BYTES
             for place in range(batch.num_rows):
@@ -405,18 +401,6 @@ def parquet_records(
         raise DataError(
             f"{path}: row {row}: its JSON cannot be read ({error}). Write the row again."
         ) from error
-
-
-def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Iterable[Any]]:
-    """Return the names of all columns, and batches of rows with at least ``columns``."""
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    if path.suffix == ".arrow":
-        stream = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
-        return stream.schema.names, map(_valid, stream)
-    table = pyarrow.parquet.ParquetFile(path)
-    return table.schema_arrow.names, table.iter_batches(batch_size=1024, columns=columns)
 
 
 def _python(value: Any) -> Any:
@@ -444,12 +428,6 @@ def _python(value: Any) -> Any:
     return value.as_py()
 
 
-def _valid(batch: Any) -> Any:
-    """Check that the offsets of an Arrow batch lie inside its buffers, and return the batch."""
-    batch.validate(full=True)
-    return batch
-
-
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of each document; a record without a text is an error."""
     sep = ": row " if path.suffix in (".parquet", ".arrow") else ":"
@@ -463,7 +441,19 @@ def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str
                 f"{place}: no key {text_key!r}; this record has {listed(record, 10) or 'none'}. Set "
                 "data.text_key to the key that holds the text."
             )
-        yield line, _checked(record[text_key], place, text_key)
+        text = record[text_key]
+        if not isinstance(text, str):
+            raise DataError(
+                f"{place}: {text_key!r} is {type(text).__name__} where text is needed. Correct it, or set data.text_key."
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place}: {text_key!r} has half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
+                f"{error.start}, which is not text. Correct the escape."
+            ) from error
+        yield line, text
 
 
 _SOURCES = {
@@ -475,18 +465,3 @@ _SOURCES = {
 }
 _CHAT_PATTERN = "*.jsonl or *.parquet"
 _STDLIB_KINDS = ("stdlib", "stdlib_chat", "stdlib_preference")
-
-
-def _checked(value: object, where: str, text_key: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: {text_key!r} is {type(value).__name__} where text is needed. Correct it, or set data.text_key."
-        )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: {text_key!r} has half of a surrogate pair (\\u{ord(value[error.start]):04x}) at character "
-            f"{error.start}, which is not text. Correct the escape."
-        ) from error
-    return value

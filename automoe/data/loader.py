@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -244,29 +243,21 @@ class Loader:
 
     def describe(self) -> list[str]:
         """Return lines for the user: conversations and their rows, the length of the run, warnings."""
-        lines = [
-            line
-            for source, corpus in enumerate(self.corpora)
-            if corpus.chat
-            for line in self._describe(source)
-        ]
+        lines: list[str] = []
+        for source, corpus in enumerate(self.corpora):
+            if corpus.chat:
+                lines += self._describe(source, corpus.chat)
         lines += describe_length(self.config, self.rows_per_epoch)
-        lines += describe_unlearned(self.config, self.tokenizer, self.corpora)
-        # With the margin of a note, lines are 80 columns wide.
-        return [
-            part
-            for line in lines
-            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
-        ]
+        return [*lines, *describe_unlearned(self.config, self.tokenizer, self.corpora)]
 
-    def _describe(self, source: int) -> list[str]:
+    def _describe(self, source: int, chat: dict[str, Any]) -> list[str]:
+        """Return lines about a source's conversations (counts ``chat``) and the rows they fill."""
         corpus = self.corpora[source]
         rows = self._rows_of(self.split, source)
         name = self.names[source]
-        assert corpus.chat is not None
         lines = [f"{name}:"] if name else []
         lines += describe_chat(
-            corpus.chat,
+            chat,
             len(corpus.tokens),
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
@@ -312,7 +303,10 @@ class Loader:
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row, pairs=pairs)
 
     def _pairs(self, split: Split, sources: np.ndarray, indices: np.ndarray) -> torch.Tensor:
-        """Return the numbers of each row's pairs, [R, P] int64, with -1 after the last pair."""
+        """Return the numbers of the pairs in each row, [R, P] int64, as ``where_pair`` counts them.
+
+        A row of fewer than P pairs ends in -1.
+        """
         by_row = []
         for source, index in zip(sources, indices, strict=True):
             packed = self._rows_of(split, source)

@@ -5,7 +5,6 @@ Letters: N documents, R rows, S seq_len.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -208,9 +207,12 @@ class SampleRows(PackedRows):
     def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
         for row, index in zip(chosen, epoch * self.num_rows + within, strict=True):
             place = 0
-            for number, (start, length) in enumerate(
-                self._sequences(self.row_documents(int(index)))
-            ):
+            pieces = []  # start and length of the sequences, one or two for each sample
+            for sample in self.row_documents(int(index)):
+                start, length = int(self.starts[sample]), int(self.lengths[sample])
+                first = length if self.firsts is None else int(self.firsts[sample])
+                pieces += [(start, first), (start + first, length - first)]
+            for number, (start, length) in enumerate(piece for piece in pieces if piece[1]):
                 tokens = self.tokens[start : start + length].astype(np.int64)
                 here = slice(place, place + length)
                 rows.tokens[row, here] = tokens
@@ -219,13 +221,3 @@ class SampleRows(PackedRows):
                 rows.positions[row, here] = np.arange(length)
                 rows.doc_ids[row, here] = number
                 place += length
-
-    def _sequences(self, samples: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield start and length of the sequences of ``samples``, one or two for each."""
-        for sample in samples:
-            start = int(self.starts[sample])
-            length = int(self.lengths[sample])
-            first = length if self.firsts is None else int(self.firsts[sample])
-            yield start, first
-            if first < length:
-                yield start + first, length - first

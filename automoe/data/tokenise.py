@@ -93,7 +93,7 @@ def tokenise_documents(
 
 
 def place_of(path: Path, line: int) -> str:
-    """Return ``file:line``, or ``file`` for line 0."""
+    """Return the place of a document: ``file:line``, or ``file`` if it is the whole file (line 0)."""
     return f"{path}:{line}" if line else str(path)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
+_BYTE_FILES = Path(__file__).with_name("byte_tokenizer")
 PIECE = 1 << 17  # characters of a long text that are encoded as one piece
 BATCH = 1 << 20  # characters of the texts, or pieces of a text, that are encoded together
 TEMPLATE = "chat_template.jinja"
@@ -124,48 +124,7 @@ class ByteTokenizer(Tokenizer):
 
         ``load_tokenizer`` recognises them too.
         """
-        # GPT-2's alphabet has one letter for each byte.
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = (byte for byte in range(256) if byte not in printable)
-        letters = {byte: chr(byte) for byte in printable} | {
-            byte: chr(256 + n) for n, byte in enumerate(others)
-        }
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        flags["special"] = True
-        eos = "<|endoftext|>"
-        pad = "<|pad|>"
-        by_bytes = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": False,
-            "use_regex": False,
-        }
-        tokenizer = {
-            "version": "1.0",
-            "added_tokens": [
-                {"id": 256, "content": eos} | flags,
-                {"id": 257, "content": pad} | flags,
-            ],
-            "normalizer": None,
-            "pre_tokenizer": by_bytes,
-            "post_processor": None,
-            "decoder": by_bytes,
-            "model": {
-                "type": "BPE",
-                "vocab": {letters[byte]: byte for byte in range(256)},
-                "merges": [],
-            },
-        }
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": eos,
-            "pad_token": pad,
-            "clean_up_tokenization_spaces": False,
-        }
-        return {
-            "tokenizer.json": json.dumps(tokenizer),
-            "tokenizer_config.json": json.dumps(config),
-        }
+        return {path.name: path.read_text("utf-8") for path in sorted(_BYTE_FILES.glob("*.json"))}
 
 
 class HFTokenizer(Tokenizer):
@@ -305,7 +264,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:
-    """Yield places up to ``end`` to cut a text: last line ends, then blanks, then any place."""
+    """Yield places to cut a text, best first: the last line ends up to ``end``, blanks, any place."""
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end
         for _ in range(16):
@@ -484,10 +443,6 @@ def load_for_templates(tokenizer: str) -> Any:
         ConfigError: ``transformers`` cannot load it.
     """
     rule = "transformers, which renders conversations, cannot load it"
+    folder = _BYTE_FILES if tokenizer == "byte" else local_folder(tokenizer)
     with _transformers(tokenizer, rule, "Copy the tokenizer's files again") as load:
-        if tokenizer != "byte":
-            return load(str(local_folder(tokenizer)))
-        with tempfile.TemporaryDirectory() as scratch:
-            for name, content in ByteTokenizer.files().items():
-                Path(scratch, name).write_text(content, encoding="utf-8")
-            return load(scratch)
+        return load(str(folder))

@@ -185,7 +185,7 @@ def _without_codes(
 
 
 def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
-    """Remove tensors that the model computes or ties; return notes that name them."""
+    """Remove stored rotary tables, and a tied head, from ``sources``; return notes for the user."""
     computed = [key for key in sources if key.endswith(".rotary_emb.inv_freq")]
     tied = [HEAD] if config.tie_embeddings and HEAD in sources else []
     for key in computed + tied:

@@ -10,13 +10,19 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.headers import ENDS, SHAPE, Contents, StoredTensor
+from automoe.hf.headers import ENDS, SHAPE, Contents, StoredTensor, coded_shapes
 from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
 from automoe.hf.wrapper import Names, quantization_in
 from automoe.hf.writers import BASE
 from automoe.storage.foreign import brief, open_inside
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+# For each encoding: dtype of the codes, and those that scales may have.
+_DTYPES = {
+    "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
+    "int4": ("I32", FLOAT_DTYPES),
+    "mxfp4": ("U8", {"U8"}),
+}
 
 
 def decodable(
@@ -166,45 +172,22 @@ def _check_encodings(
         )
     checked = set()
     for key, codes in sources.items():
-        if (scales := codes.scales) is not None:
-            kind = codes.shape, codes.dtype, scales.shape, scales.dtype
-            if kind not in checked:
-                checked.add(kind)
-                encoding, cols = codes.encoding, codes.full_shape[-1]
-                code_dtype, scale_dtypes = {
-                    "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
-                    "int4": ("I32", FLOAT_DTYPES),
-                    "mxfp4": ("U8", {"U8"}),
-                }[encoding]
-                asked = codes.shape[:-1]
-                if encoding == "fp8":
-                    asked = (
-                        *codes.shape[:-2],
-                        -(-codes.shape[-2] // block[0]),
-                        -(-cols // block[1]),
-                    )
-                elif encoding == "int4":
-                    asked += (-(-cols // GROUP),)
-                    if cols % GROUP:
-                        raise CheckpointError(
-                            f"{folder}: {key} has rows of {cols} numbers in INT4, and a scale covers "
-                            f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
-                        )
-                elif codes.shape[-1] != GROUP // 2:
-                    raise CheckpointError(
-                        f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
-                        "a block. Copy the checkpoint again"
-                    )
-                if (
-                    scales.shape != asked
-                    or codes.dtype != code_dtype
-                    or scales.dtype not in scale_dtypes
-                ):
-                    raise CheckpointError(
-                        f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-                        f"{scales.dtype}, and {encoding} needs scales {list(asked)} for "
-                        f"{code_dtype}. Compare config.json's quantization_config with the files"
-                    )
+        scales = codes.scales
+        if scales is None:
+            continue
+        kind = codes.shape, codes.dtype, scales.shape, scales.dtype
+        if kind in checked:
+            continue
+        checked.add(kind)
+        shapes = coded_shapes(codes.full_shape, codes.encoding, block)
+        code_dtype, scale_dtypes = _DTYPES[codes.encoding]
+        fit = codes.dtype == code_dtype and scales.dtype in scale_dtypes
+        if not fit or shapes != (codes.shape, scales.shape):
+            raise CheckpointError(
+                f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
+                f"{scales.dtype}, and {codes.encoding} needs scales {list(shapes[1])} for {code_dtype} "
+                f"{list(shapes[0])}. Compare config.json's quantization_config with the files"
+            )
 
 
 def split(

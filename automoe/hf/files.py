@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from automoe.errors import CheckpointError
-from automoe.hf.headers import BITS, SINGLE_FILE, Contents, StoredTensor
-from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
+from automoe.hf.headers import BITS, SINGLE_FILE, Contents, StoredTensor, coded_shapes
+from automoe.hf.keys import INDEX_FILE, Encoding, Shape
 from automoe.storage.files import write_text
 
 DTYPES = {
@@ -98,16 +98,12 @@ def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") ->
     if encoding == "plain":
         name = _DTYPE_NAMES[dtype]
         return StoredTensor("", name, shape, 0, math.prod(shape) * BITS[name] // 8)
-    *lead, rows, cols = shape
-    if encoding == "fp8":
-        grid = (-(-rows // FP8_BLOCK[0]), -(-cols // FP8_BLOCK[1]))
-        codes, scales = stored_as(shape, torch.float8_e4m3fn), stored_as(grid, torch.float32)
-    elif encoding == "int4":
-        codes = stored_as((*lead, rows, cols // 8), torch.int32)
-        scales = stored_as((*lead, rows, cols // GROUP), torch.bfloat16)
-    else:
-        codes = stored_as((*lead, cols, rows // GROUP, GROUP // 2), torch.uint8)
-        scales = stored_as(codes.shape[:-1], torch.uint8)
+    dtypes = {
+        "fp8": (torch.float8_e4m3fn, torch.float32),
+        "int4": (torch.int32, torch.bfloat16),
+        "mxfp4": (torch.uint8, torch.uint8),
+    }
+    codes, scales = map(stored_as, coded_shapes(shape, encoding), dtypes[encoding])
     return codes._replace(scales=scales, encoding=encoding)
 
 

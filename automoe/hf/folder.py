@@ -22,9 +22,10 @@ from automoe.config.schema import ModelConfig
 from automoe.data.tokenizer import SPECIAL_IDS, ByteTokenizer, load_tokenizer, tokenizer_beside
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import family_of, read_hf_config
+from automoe.hf.headers import COPY_AGAIN
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper, text_config, wrapped_config
-from automoe.storage.files import write_text
+from automoe.storage.files import explained, write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
     copy_file,
@@ -135,14 +136,10 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         check_target(path, overwrite)  # the target may have changed since the beginning
         name_folder(folder, path)
 
-    with ExitStack() as held:
-        try:
-            ranks.lead(begin, again=False)
-            yield folder
-            ranks.lead(commit, again=False)
-        except OSError as error:
-            reason = f"{error.filename or path}: {error.strerror}"
-            raise CheckpointError(f"{reason}. Make room or name another directory") from error
+    with explained(path, "Make room or name another directory"), ExitStack() as held:
+        ranks.lead(begin, again=False)
+        yield folder
+        ranks.lead(commit, again=False)
 
 
 def float32_copy(folder: Path) -> str:
@@ -251,25 +248,25 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             (place, name) for name in names if any(fnmatch(name, pattern) for pattern in kinds)
         ]
     for folder, name in files:
-        try:
+        # The two largest files hold no settings, and reading a run's tokenizer checks them.
+        large = name in ("tokenizer.json", "vocab.json")
+        with explained(folder / name, COPY_AGAIN):
             os.close(open_inside(folder, name))
-            # The two largest files hold no settings, and reading a run's tokenizer checks them.
-            large = name in ("tokenizer.json", "vocab.json")
             if name.endswith(".json") and not (large and tokenizer):
-                (parse_json if large else parse_settings)(read_bytes(folder, name))
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder / name}: {error.strerror}. Make it readable, or copy it again"
-            ) from None
-        except ValueError as error:
-            raise CheckpointError(
-                f"{folder / name}: {error}, and an export copies this file. Copy it again"
-            ) from None
+                try:
+                    (parse_json if large else parse_settings)(read_bytes(folder, name))
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{folder / name}: {error}, and an export copies this file. Copy it again"
+                    ) from None
     return files
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization`` in the names of ``source``'s files, its copied parts excepted."""
+    """Return a ``quantization_config`` with module names as in ``source``'s files.
+
+    Parts that are copied from ``source`` are added to the modules that are not quantized.
+    """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [
         name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]

@@ -19,9 +19,18 @@ from typing import Any, NamedTuple
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed, retried
-from automoe.hf.keys import FUSED, INDEX_FILE, SCALE_SUFFIX, Encoding, KeyMap, Shape
+from automoe.hf.keys import (
+    FP8_BLOCK,
+    FUSED,
+    GROUP,
+    INDEX_FILE,
+    SCALE_SUFFIX,
+    Encoding,
+    KeyMap,
+    Shape,
+)
 from automoe.model.params import count_params
-from automoe.storage.files import named
+from automoe.storage.files import explained, named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
 
 SINGLE_FILE = "model.safetensors"
@@ -31,6 +40,7 @@ HEAD = "lm_head.weight"
 ADAPTER = "adapter_config.json"
 # Options that keep ``from_pretrained`` from loading an adapter: this subfolder cannot exist.
 NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
+COPY_AGAIN = "Make it readable, or copy it again"  # remedy for a file that cannot be read
 _PART = 16 << 20  # bytes read at once
 MANY = 10_000  # a configuration may have so many layers or experts, whatever the files hold
 # Bits per number, by the dtype's name in safetensors.
@@ -74,10 +84,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def full_shape(self) -> Shape:
-        """Shape of the dequantized tensor.
-
-        MXFP4 stores a tensor [..., R, C] transposed, as [..., C, R / 32, 16]. INT4 stores [R, C / 8].
-        """
+        """Shape of the dequantized tensor, from which ``coded_shapes`` gives those of the codes."""
         if self.encoding == "int4":
             return *self.shape[:-1], 8 * self.shape[-1]
         if self.encoding != "mxfp4":
@@ -115,6 +122,26 @@ class StoredTensor(NamedTuple):
 
 
 Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and bytes
+
+
+def coded_shapes(
+    shape: Shape, encoding: Encoding, block: tuple[int, int] = FP8_BLOCK
+) -> tuple[Shape, Shape]:
+    """Return the shapes of the codes and of the scales that store a tensor [..., R, C].
+
+    MXFP4 stores it transposed, as [..., C, R / 32, 16]; INT4 has eight codes in a word.
+
+    Args:
+        block: rows and columns that share a scale in block-FP8.
+    """
+    *lead, rows, cols = shape
+    if encoding == "fp8":
+        return shape, (*lead, -(-rows // block[0]), -(-cols // block[1]))
+    if encoding == "int4":
+        groups = cols // GROUP
+        return (*lead, rows, groups * GROUP // 8), (*lead, rows, groups)
+    scales = (*lead, cols, rows // GROUP)
+    return (*scales, GROUP // 2), scales
 
 
 @contextmanager
@@ -155,11 +182,8 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
         raise CheckpointError(
             f"{folder}: no such directory. Name a HuggingFace checkpoint directory"
         )
-    try:
+    with explained(folder, COPY_AGAIN):
         return retried(lambda: _read_all(folder, last))
-    except OSError as error:
-        reason = f"{error.filename or folder}: {error.strerror}"
-        raise CheckpointError(f"{reason}. Make it readable, or copy it again") from error
 
 
 def _read_all(folder: Path, last: bool) -> Contents:
@@ -247,15 +271,14 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
     """Yield the bytes of a stored tensor, ``_PART`` bytes at a time.
 
     Raises:
-        CheckpointError: the file became shorter since its header was read.
-        OSError: the file cannot be read.
+        CheckpointError: the file cannot be read, or became shorter since its header was read.
     """
-    file = folder / tensor.file
-    with named(file), os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
-        stream.seek(tensor.start)
-        for at in range(0, tensor.num_bytes, _PART):
-            part = stream.read(min(_PART, tensor.num_bytes - at))
-            if len(part) < min(_PART, tensor.num_bytes - at):
+    file, end = folder / tensor.file, tensor.start + tensor.num_bytes
+    with explained(file, COPY_AGAIN), os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
+        for at in range(tensor.start, end, _PART):
+            size = min(_PART, end - at)
+            part = retried(partial(os.pread, stream.fileno(), size, at))
+            if len(part) < size:
                 raise CheckpointError(f"{file} was shortened. Copy the file again")
             yield part
 
@@ -287,7 +310,8 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap, tensors: Conten
         ConfigError: the model has more layers or experts than the files have tensors, or more than
             twice as many parameters as the files have numbers.
     """
-    fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
+    gate = f".{FUSED.gate}"
+    fused = keys.fused or any(name.endswith(gate) for name in tensors)
     layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
     counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
     for kind, count in counts.items():

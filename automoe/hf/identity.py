@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from automoe.config.hub import fetch, id_and_commit, local_folder, pinned
 from automoe.config.schema import Config
-from automoe.errors import CheckpointError
 from automoe.hf.headers import Contents, missing_files, raw_bytes, read_headers
 
 if TYPE_CHECKING:
@@ -94,12 +93,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
         with ThreadPoolExecutor(THREADS) as pool:
             return [*zip(mine, pool.map(checksum, mine), strict=True)]
 
-    try:
-        checksums = dict(chain.from_iterable(ranks.all(read)))
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or folder}: {error.strerror}. Make it readable"
-        ) from None
+    checksums = dict(chain.from_iterable(ranks.all(read)))
     digest = hashlib.sha256()
     for name, stored in sorted(tensors.items()):
         line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"

@@ -205,7 +205,8 @@ class KeyMap:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
             if stored and all(key in keys for key in stored):
                 return layout
-        if any(key.endswith(f".{FUSED.gate}") for key in keys):
+        gate = f".{FUSED.gate}"
+        if any(key.endswith(gate) for key in keys):
             return self.in_memory
         return self.per_expert if keys else self
 

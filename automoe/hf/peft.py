@@ -258,7 +258,7 @@ def _names(config: ModelConfig) -> Names:
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return the HuggingFace tensors that an adapter adds to.
+    """Return pieces of the HuggingFace tensors to which peft adds the product of an adapter.
 
     Args:
         tensor: B, or the product B A: it has the weight's dims, the last one of any size.

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,26 +118,23 @@ def load_hf(
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
 
+        def reads() -> Iterator[tuple[list[ReadItem], Tensor | None, Tensor | None]]:
+            """Yield items to read; of NF4, those of one matrix, its numbers, and its packed place."""
+            yield reader.plan(direct), None, None
+            for shard in rounded:
+                for index, matrix in shard.matrices(widened=False):
+                    yield reader.plan([matrix]), matrix.local, shard.local[index]
+
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
-            items = reader.plan(direct)
-            later = (
-                reader.plan([item])
-                for shard in rounded
-                for _, item in shard.matrices(widened=False)
-            )
-            total = sum(
-                item.num_bytes(item.place) for part in chain([items], later) for item in part
-            )
+            odd = {}
+            total = sum(item.num_bytes(item.place) for items, _, _ in reads() for item in items)
             shown = progress and ranks.rank == 0
             with show_progress(Path(path).name, total, shown) as reader.advance:
-                reader.fill(items)
-                odd = _not_finite(items)
-                for shard in rounded:
-                    for index, matrix in shard.matrices(widened=False):
-                        items = reader.plan([matrix])
-                        reader.fill(items)
-                        odd |= _not_finite(items)
-                        shard.local[index].copy_(pack_nf4(matrix.local.to(shard.local.device)))
+                for items, numbers, packed in reads():
+                    reader.fill(items)
+                    odd |= _not_finite(items)
+                    if numbers is not None and packed is not None:
+                        packed.copy_(pack_nf4(numbers.to(packed.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
             _check_copies(reader, [shard for shard in everything if shard.again])

@@ -297,12 +297,7 @@ def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[T
 
 def bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
     """Return the bytes of one tensor of ``source`` as uint8."""
-    try:
-        raw = bytearray(b"".join(raw_bytes(source.folder, stored)))
-    except OSError as error:
-        raise CheckpointError(
-            f"{source.folder / stored.file} cannot be read ({error.strerror}). Copy the file again"
-        ) from error
+    raw = bytearray().join(raw_bytes(source.folder, stored))
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 

@@ -14,8 +14,8 @@ from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import Shape, mtp_copies, our_tensors
+from automoe.hf.merge import add_low_rank
 from automoe.model.causal_lm import CausalLM
-from automoe.model.lora import add_product
 from automoe.moe.lora import Added
 from automoe.parallel.fsdp import reshard
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
@@ -96,7 +96,7 @@ class LocalShard:
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
-        """Return the numbers at ``index`` with the adapter added, those of packed bytes widened.
+        """Return the numbers at ``index`` of this shard, unpacked, and with its adapter added.
 
         ``index`` must leave the columns of a packed matrix whole.
         """
@@ -105,7 +105,7 @@ class LocalShard:
             return numbers
         a, b, scale = self.added
         total = numbers.to(b.dtype, copy=not self.columns)
-        add_product(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
+        add_low_rank(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:

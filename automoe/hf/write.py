@@ -21,13 +21,13 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
+from automoe.hf.merge import merge_adapters
 from automoe.hf.read import show_progress
 from automoe.hf.save_plan import Transfer, WriteItem, compare_beside, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled, upcycled_model
 from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
 from automoe.model.causal_lm import CausalLM
-from automoe.model.lora import merge_adapters
 from automoe.moe.lora import Added
 
 

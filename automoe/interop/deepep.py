@@ -79,7 +79,7 @@ def close_deepep() -> None:
 
 
 def hidden_size(rows: Rows) -> int:
-    """Return H of rows [T, H], or of their codes."""
+    """Return the hidden size H of rows [T, H], or of the 8-bit codes that stand for them."""
     return (rows[0] if isinstance(rows, tuple) else rows).shape[1]
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from automoe.comm.discard_outputs import discard
 from automoe.errors import BackendError
-from automoe.moe.discard_outputs import discard
 from automoe.moe.dispatch.base import Experts, run_choices
 from automoe.moe.dispatch.wire import scaled
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize

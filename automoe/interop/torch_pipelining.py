@@ -75,7 +75,7 @@ def starts_sends_one_by_one(schedule: Any) -> bool:
 
 
 def wait_as_schedules_do(works: Works) -> None:
-    """Wait for sends or receives as schedules do now.
+    """Wait for sends or receives by torch's function, or by the one of ``replaced_waits``.
 
     2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. It is looked up at every call, since
     ``replaced_waits`` replaces it.

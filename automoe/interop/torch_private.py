@@ -433,6 +433,22 @@ def profiler_runs() -> bool:
 # ---- checkpoints ----
 
 
+def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, int]:
+    """Return a tensor of a checkpoint file on the meta device, and where its storage begins.
+
+    Publicly a ``FileSystemReader`` reads the numbers into memory of its own, from which they are
+    copied. 2.11 to 2.15: ``_slice_file`` of the reader, and ``UntypedStorage._checkpoint_offset``,
+    set by a load to the meta device.
+
+    Args:
+        stream: the file, opened.
+        place: the tensor's entry in ``storage_data`` of the reader.
+    """
+    view = reader._slice_file(stream, place)
+    tensor = torch.load(view, map_location="meta", weights_only=True)
+    return tensor, place.offset + tensor.untyped_storage()._checkpoint_offset
+
+
 def state_dict_stager(pin_memory: bool) -> Any:
     """Return torch's stager, which copies a state dict to CPU memory and reuses that memory.
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class SwiGLU:
     """SwiGLU: silu(gate) * up (arXiv 2002.05202, eq. 5)."""
 
-    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
         """Return the activation [R, I] in new storage."""
         silu_RI = F.silu(gate_RI)
         # Autograd needs silu unchanged for the backward pass.
@@ -61,7 +62,7 @@ class ClampedSwiGLU:
     alpha: float
     limit: float
 
-    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
         low_RI = gate_RI.clamp(max=self.limit)
         return (up_RI.clamp(-self.limit, self.limit) + 1) * (
             low_RI * torch.sigmoid(self.alpha * low_RI)
@@ -98,11 +99,8 @@ BLOCK_ELEMENTS = 1 << 17
 
 
 def activation_gradients(
-    activation: Activation,
-    gate_up_RJ: torch.Tensor,
-    probs_R: torch.Tensor,
-    grad_act_RI: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    activation: Activation, gate_up_RJ: Tensor, probs_R: Tensor, grad_act_RI: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scaled activation [R, I] and the gradients of ``gate_up_RJ`` and ``probs_R``.
 
     Args:

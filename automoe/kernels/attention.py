@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -30,10 +31,7 @@ from automoe.errors import BackendError
 
 # The arguments are q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, and sinks_N
 # or None; the result is [B, S, N, Dv].
-AttentionFn = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None],
-    torch.Tensor,
-]
+AttentionFn = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Tensor | None], Tensor]
 
 HALF = (torch.bfloat16, torch.float16)
 FORCED = {
@@ -75,7 +73,7 @@ def cudnn_is_first() -> bool:
     return version is not None and version >= _MIN_CUDNN
 
 
-def cudnn_serves(mask: torch.Tensor | None) -> bool:
+def cudnn_serves(mask: Tensor | None) -> bool:
     """Return whether cuDNN computes the right gradient of queries for this mask.
 
     With a mask over R keys, R mod 128 = 64, the gradient may be NaN. Half of the last tile of 128
@@ -85,9 +83,7 @@ def cudnn_serves(mask: torch.Tensor | None) -> bool:
     return mask is None or mask.shape[-1] % 128 != 64
 
 
-def cuda_order(
-    query_dim: int, value_dim: int, mask: torch.Tensor | None = None
-) -> list[SDPBackend]:
+def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> list[SDPBackend]:
     """Return the kernels that may compute on CUDA for these head dims and mask, the best first."""
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
@@ -100,7 +96,7 @@ def cuda_order(
 
 
 def only_kernels(
-    kernel: str, device_type: str, query_dim: int, value_dim: int, mask: torch.Tensor | None = None
+    kernel: str, device_type: str, query_dim: int, value_dim: int, mask: Tensor | None = None
 ) -> AbstractContextManager[object]:
     """Return a context in which SDPA runs ``kernel``, or the first usable kernel of the order.
 
@@ -119,14 +115,14 @@ def only_kernels(
 
 
 def attend(
-    q_BSND: torch.Tensor,
-    k_BRGD: torch.Tensor,
-    v_BRGD: torch.Tensor,
-    mask: torch.Tensor | None,
+    q_BSND: Tensor,
+    k_BRGD: Tensor,
+    v_BRGD: Tensor,
+    mask: Tensor | None,
     scale: float,
-    sinks_N: torch.Tensor | None = None,
+    sinks_N: Tensor | None = None,
     kernel: str = "sdpa",
-) -> torch.Tensor:
+) -> Tensor:
     """Compute softmax attention.
 
     G must divide N. Values may have another width than queries and keys.
@@ -144,9 +140,7 @@ def attend(
             *_with_sink_key(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N), scale, None, kernel
         )
         return out[:, out.shape[1] - q_BSND.shape[1] :, :, : v_BRGD.shape[-1]]
-    q_BNSD = q_BSND.transpose(1, 2)
-    k_BGRD = k_BRGD.transpose(1, 2)
-    v_BGRD = v_BRGD.transpose(1, 2)
+    q_BNSD, k_BGRD, v_BGRD = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
     value_dim = v_BGRD.shape[-1]
     device = q_BNSD.device.type
     num_heads = q_BNSD.shape[1]
@@ -173,9 +167,7 @@ def attend(
     return out_BNSD[..., :value_dim].transpose(1, 2)
 
 
-def _with_sink_key(
-    q_BSND, k_BRGD, v_BRGD, mask: torch.Tensor | None, scale: float, sinks_N: torch.Tensor
-):
+def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: Tensor | None, scale: float, sinks_N: Tensor):
     """Return q, k, v and mask with sinks as an ordinary key, so that fused kernels serve both.
 
     A key with a value of zeros is put in front of all others. One more dim of the queries holds the
@@ -196,13 +188,13 @@ def _with_sink_key(
 
 
 def attend_in_blocks(
-    q_BSND: torch.Tensor,
-    k_BRGD: torch.Tensor,
-    v_BRGD: torch.Tensor,
+    q_BSND: Tensor,
+    k_BRGD: Tensor,
+    v_BRGD: Tensor,
     mask: BlockMask,
     scale: float,
-    sinks_N: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks_N: Tensor | None = None,
+) -> Tensor:
     """Compute the result of ``attend`` by FlexAttention, which skips blocks that no query sees.
 
     Without compilation it keeps all scores, as ``math`` does.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -22,12 +23,12 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift right logically; torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
     x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
     return x ^ _shift_right(x, 31)
@@ -52,7 +53,7 @@ def stream_key(name: str, seed: int) -> int:
     return _signed(int.from_bytes(digest[:8], "little"))
 
 
-def bits_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
     """Return 64 random bits as int64 for each of ``index`` (int64, any shape).
 
     ``key`` is a stream, or one stream for each index.
@@ -60,7 +61,7 @@ def bits_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     return _mix((index + 1) * _signed(GOLDEN_GAMMA) + key)
 
 
-def normal_at(index: torch.Tensor, name: str, seed: int) -> torch.Tensor:
+def normal_at(index: Tensor, name: str, seed: int) -> Tensor:
     """Return standard normal float64 numbers for elements of the tensor ``name``.
 
     ``index`` holds the elements' indices (int64, any shape).
@@ -72,7 +73,7 @@ def normal_at(index: torch.Tensor, name: str, seed: int) -> torch.Tensor:
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(angle)
 
 
-def uniform_from(bits: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def uniform_from(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return uniform numbers strictly between 0 and 1 from ``bits_at``.
 
     Numbers are equal in any dtype up to its rounding. They are the upper 23 bits and a half:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from automoe.kernels.served import check_served
 
@@ -42,7 +43,7 @@ def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexpr):
-    """Replace a token's logits by exp(logit - largest) * factor, minus 1 at its label."""
+    """Replace logits of a token by gradients: exp(logit - largest) * factor, less 1 at the label."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * vocabulary + at
@@ -52,7 +53,7 @@ def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexp
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=at < vocabulary)
 
 
-def row_sums(logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_sums(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's largest logit, and its sum of exp(logit - largest): float32 [T, 1]."""
     check_served(logits_TV, "kernels.loss=triton", "kernels.loss=torch", "kernels.loss=torch")
     num_tokens, vocabulary = logits_TV.shape
@@ -64,11 +65,8 @@ def row_sums(logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_to_gradient_(
-    logits_TV: torch.Tensor,
-    largest_T1: torch.Tensor,
-    factor_T1: torch.Tensor,
-    label_T1: torch.Tensor,
-) -> torch.Tensor:
+    logits_TV: Tensor, largest_T1: Tensor, factor_T1: Tensor, label_T1: Tensor
+) -> Tensor:
     """Replace dense logits by exp(logit - largest) * factor, minus 1 at the label; -1: no label."""
     num_tokens, vocabulary = logits_TV.shape
     _gradients[(num_tokens, triton.cdiv(vocabulary, BLOCK))](

@@ -17,8 +17,9 @@ from math import prod
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from automoe.kernels.products import _dot, _narrow, _rows_of_tile
+from automoe.kernels.products import _block, _dot, _load, _rows_of_tile, _store
 from automoe.kernels.tiling import precision, row_tiles
 
 WARPS = 8
@@ -96,7 +97,7 @@ def encode_tiles(
     col = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE).to(tl.int64)
     mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
     at = x + batch * stride_batch + row[:, None] * stride_row + col[None, :] * stride_col
-    numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    numbers = _load(at, mask)
     if BLOCK:
         row_of_scales = tl.program_id(1) + tl.zeros((HEIGHT,), tl.int64)
         rows_of_scales = tl.cdiv(num_rows, HEIGHT)
@@ -118,8 +119,8 @@ def encode_tiles(
 
 
 def encode_in_one_pass(
-    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, largest: float, height: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, scales: Tensor | None, dtype: torch.dtype, largest: float, height: int
+) -> tuple[Tensor, Tensor]:
     """Return codes [..., R, C] and scales of ``x`` [..., R, C].
 
     Args:
@@ -180,21 +181,13 @@ def rows_by_blocks(
     acc = tl.zeros((BLOCK_M, _SIDE), tl.float32)
     for block in range(0, blocks):
         in_k = k < K - block * _SIDE
-        product = _dot(
-            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
-            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
-            None,
-            PRECISION,
-        )
+        product = _dot(_block(a, real, in_k), _block(w, in_k, inside), None, PRECISION)
         scale = tl.load(a_scales + block, mask=real, other=0.0) * tl.load(w_scales + block)
         acc += product * scale[:, None]
         a += _SIDE
         w += _SIDE
-    tl.store(
-        out + first * N + row[:, None] * N + cols[None, :],
-        _narrow(acc, out.dtype.element_ty, PRECISION),
-        mask=real[:, None] & inside[None, :],
-    )
+    to = out + first * N + row[:, None] * N + cols[None, :]
+    _store(to, acc, real[:, None] & inside[None, :], PRECISION)
 
 
 @triton.jit
@@ -239,19 +232,12 @@ def weights_by_lines(
         a += _SIDE
         b += _SIDE
     to = out + expert.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
-    tl.store(
-        to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :]
-    )
+    _store(to, acc, (m < M)[:, None] & (n < N)[None, :], PRECISION)
 
 
 def block_scaled_product(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    offsets: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Multiply block-scaled operands by expert, with a result in ``dtype``.
 
     Either a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N]. Scales and

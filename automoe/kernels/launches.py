@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from automoe.kernels import products
@@ -24,15 +25,15 @@ _SUM_COLUMNS = 1024
 
 
 def gather_up_activate(
-    x: torch.Tensor,
-    gather_idx: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    gate_up_proj_bias: torch.Tensor | None,
-    probs: torch.Tensor,
+    x: Tensor,
+    gather_idx: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_proj_bias: Tensor | None,
+    probs: Tensor,
     tiles: RowTiles,
     clamp: Clamp,
     blocks: Blocks | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre = x.new_empty(num_rows, 2 * width)
@@ -53,13 +54,13 @@ def gather_up_activate(
 
 def rows_times_weights(
     product: str,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
+    rows: Tensor,
+    weights: Tensor,
     tiles: RowTiles,
-    bias: torch.Tensor | None = None,
-    probs: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
     blocks: Blocks | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows [R, K] times the weight of each row's expert: [R, N].
 
     Weights are [E, N, K] for ``down`` or [E, K, N] for ``grad_rows``. If ``bias`` [E, N] is given,
@@ -82,14 +83,14 @@ def rows_times_weights(
 
 
 def grad_down_activate(
-    grad_out: torch.Tensor,
-    down_proj: torch.Tensor,
-    probs: torch.Tensor,
-    pre: torch.Tensor,
+    grad_out: Tensor,
+    down_proj: Tensor,
+    probs: Tensor,
+    pre: Tensor,
     tiles: RowTiles,
     clamp: Clamp,
     blocks: Blocks | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass through the down projection and the activation.
 
     Returns:
@@ -116,13 +117,13 @@ def grad_down_activate(
 
 
 def grad_weights(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    gather_idx: torch.Tensor | None,
-    offsets: torch.Tensor,
-    out: torch.Tensor,
+    left: Tensor,
+    right: Tensor,
+    gather_idx: Tensor | None,
+    offsets: Tensor,
+    out: Tensor,
     blocks: Blocks | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Fill ``out`` [E, ..., N] with each expert's left.T @ right, and return it.
 
     ``right`` is read through ``gather_idx`` if given.
@@ -144,9 +145,7 @@ def grad_weights(
     return out
 
 
-def sum_of_tokens(
-    rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor
-) -> torch.Tensor:
+def sum_of_tokens(rows: Tensor, gather_idx: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
     """Sum the gradients of gathered rows [R, H] by the token that each row read: [N, H]."""
     num_tokens, hidden = x.shape
     # Rows past the last offset were never computed: they go to a token that does not exist.
@@ -177,7 +176,7 @@ def _over_rows(
     )  # fmt: skip
 
 
-def _step(*tensors: torch.Tensor) -> int:
+def _step(*tensors: Tensor) -> int:
     """Return how many numbers fill 16 bytes if all rows begin at multiples of 16 bytes, else 1.
 
     Allocations are aligned, so only offsets and row lengths are checked.
@@ -187,12 +186,12 @@ def _step(*tensors: torch.Tensor) -> int:
     return step if all(start % step == 0 for start in starts) else 1
 
 
-def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+def _described(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     # The stride of a dim of size 1 may be anything.
     strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
 
 
-def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return ``tensor``, or ``other`` for None: a kernel needs a pointer even to unread data."""
     return other if tensor is None else tensor

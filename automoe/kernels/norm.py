@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from automoe.kernels.products import _narrow
+from automoe.kernels.products import _load, _store
 from automoe.kernels.served import INTERPRETED
 from automoe.kernels.tiling import precision
 
@@ -40,13 +41,11 @@ def _norm_rows(
     column = tl.arange(0, BLOCK_D)
     real = row < num_rows
     mask = real[:, None] & (column < dim)[None, :]
-    number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    number = number.to(tl.float32)
+    number = _load(x + row[:, None] * stride + column[None, :], mask)
     scale = 1.0 / tl.sqrt(tl.sum(number * number, axis=1) / dim + eps)
     factor = tl.load(weight + column, mask=column < dim, other=0.0)
     normed = number * scale[:, None] * factor[None, :]
-    normed = _narrow(normed, out.dtype.element_ty, PRECISION)
-    tl.store(out + row[:, None] * dim + column[None, :], normed, mask=mask)
+    _store(out + row[:, None] * dim + column[None, :], normed, mask, PRECISION)
     tl.store(scales + row, scale, mask=real)
 
 
@@ -75,16 +74,14 @@ def _norm_grads(
         real = row < num_rows
         mask = real[:, None] & in_row[None, :]
         at = row[:, None] * dim + column[None, :]
-        number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-        number = number.to(tl.float32)
-        incoming = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        number = _load(x + row[:, None] * stride + column[None, :], mask)
+        incoming = _load(grad + at, mask)
         scale = tl.load(scales + row, mask=real, other=0.0)[:, None]
         normed = number * scale
         share += incoming * normed
         incoming *= factor
         shrink = tl.sum(incoming * normed, axis=1)[:, None] / dim
-        result = _narrow((incoming - normed * shrink) * scale, grad_x.dtype.element_ty, PRECISION)
-        tl.store(grad_x + at, result, mask=mask)
+        _store(grad_x + at, (incoming - normed * shrink) * scale, mask, PRECISION)
     share = tl.sum(share, axis=0)
     tl.store(shares + tl.program_id(0) * dim + column, share, mask=in_row)
 
@@ -96,9 +93,7 @@ def _tile(dim: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK_D": width, "num_warps": min(16, max(4, width // 512))}
 
 
-def norm_rows(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_rows(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x / sqrt(mean(x^2) + eps) * weight in the dtype of x, and 1 / sqrt(...) [T, 1].
 
     ``x`` is bfloat16, float16 or float32, with dense rows; ``weight`` is float32.
@@ -116,8 +111,8 @@ def norm_rows(
 
 
 def norm_grads(
-    grad_TD: torch.Tensor, x_TD: torch.Tensor, scales_T1: torch.Tensor, weight_D: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_TD: Tensor, x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x`` and ``weight``; ``norm_rows`` returned ``scales``."""
     num_rows, dim = x_TD.shape
     grad_x_TD = torch.empty_like(grad_TD)

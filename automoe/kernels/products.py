@@ -80,6 +80,24 @@ def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _load(at, mask):
+    """Return the numbers at these places as float32, and zeros where ``mask`` is False."""
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(at, value, mask, PRECISION: tl.constexpr):
+    """Store ``value`` (float32) in the dtype of its places, rounded as ``_narrow`` rounds."""
+    tl.store(at, _narrow(value, at.dtype.element_ty, PRECISION), mask=mask)
+
+
+@triton.jit
+def _block(at, rows, columns):
+    """Return a block of numbers in their dtype, zeros where ``rows`` or ``columns`` is False."""
+    return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
+
+
+@triton.jit
 def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     """Return the activation and its derivatives with respect to gate and up."""
     if CLAMPED:
@@ -149,8 +167,8 @@ def gather_up_activate(
     inside = cols < width
     if BIASED:
         bias = gate_up_proj_bias + expert * 2 * width + cols
-        gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + width, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gate += _load(bias, inside)[None, :]
+        up += _load(bias + width, inside)[None, :]
     _store_activation(
         gate, up, row, cols, real, probs + first, pre + first * 2 * width, act + first * width, width,
         alpha, limit, CLAMPED, PRECISION,
@@ -173,12 +191,8 @@ def _store_activation(
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
-    value *= tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        act + row[:, None] * width + cols[None, :],
-        _narrow(value, act.dtype.element_ty, PRECISION),
-        mask=mask,
-    )
+    value *= _load(probs + row, real)[:, None]
+    _store(act + row[:, None] * width + cols[None, :], value, mask, PRECISION)
 
 
 @triton.jit
@@ -231,16 +245,10 @@ def rows_times_weights(
             PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     if BIASED:
-        weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)
-        acc += (
-            weight[:, None]
-            * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        )
-    tl.store(
-        out + first * N + row[:, None] * N + cols[None, :],
-        _narrow(acc, out.dtype.element_ty, PRECISION),
-        mask=real[:, None] & inside[None, :],
-    )
+        weight = _load(probs + first + row, real)
+        acc += weight[:, None] * _load(bias + expert * N + cols, inside)[None, :]
+    to = out + first * N + row[:, None] * N + cols[None, :]
+    _store(to, acc, real[:, None] & inside[None, :], PRECISION)
 
 
 @triton.jit
@@ -258,12 +266,7 @@ def _product(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         in_k = k < K - start
-        acc = _dot(
-            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
-            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
-            acc,
-            PRECISION,
-        )
+        acc = _dot(_block(a, real, in_k), _block(w, in_k, inside), acc, PRECISION)
         a += BLOCK_K
         w += BLOCK_K * stride_w_k
     return acc
@@ -284,9 +287,7 @@ def _described_product(
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in range(0, K, BLOCK_K):
         if GATHERED:
-            rows = tl.load(
-                a + start + k[None, :], mask=real[:, None] & (k < K - start)[None, :], other=0.0
-            )
+            rows = _block(a + start + k[None, :], real, k < K - start)
         else:
             rows = a.load([first.to(tl.int32), start])
         if BY_COLUMNS:
@@ -380,25 +381,15 @@ def _grad_activation(
     cols = first_col + tl.arange(0, COLUMNS)
     mask = real[:, None] & (cols < width)[None, :]
     at = row[:, None] * (2 * width) + cols[None, :]
-    gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(pre + width + at, mask=mask, other=0.0).to(tl.float32)
+    gate = _load(pre + at, mask)
+    up = _load(pre + width + at, mask)
     value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
     share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
-    weight = tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        act + row[:, None] * width + cols[None, :],
-        _narrow(value * weight, act.dtype.element_ty, PRECISION),
-        mask=mask,
-    )
+    weight = _load(probs + row, real)[:, None]
+    _store(act + row[:, None] * width + cols[None, :], value * weight, mask, PRECISION)
     grad *= weight
-    tl.store(
-        grad_pre + width + at,
-        _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION),
-        mask=mask,
-    )
-    tl.store(
-        grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask
-    )
+    _store(grad_pre + width + at, grad * by_up, mask, PRECISION)
+    _store(grad_pre + at, grad * by_gate, mask, PRECISION)
     return share
 
 
@@ -435,24 +426,11 @@ def grad_weights(
         real = rows < end
         rows = rows.to(tl.int64)
         source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
-        acc = _dot(
-            tl.load(
-                left + rows[None, :] * M + m[:, None],
-                mask=real[None, :] & (m < M)[:, None],
-                other=0.0,
-            ),
-            tl.load(
-                right + source[:, None] * N + n[None, :],
-                mask=real[:, None] & (n < N)[None, :],
-                other=0.0,
-            ),
-            acc,
-            PRECISION,
-        )
+        from_left = _block(left + rows[None, :] * M + m[:, None], m < M, real)
+        from_right = _block(right + source[:, None] * N + n[None, :], real, n < N)
+        acc = _dot(from_left, from_right, acc, PRECISION)
     to = out + expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(
-        to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :]
-    )
+    _store(to, acc, (m < M)[:, None] & (n < N)[None, :], PRECISION)
 
 
 @triton.jit
@@ -471,7 +449,5 @@ def sum_rows_of_token(
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for at in range(tl.load(first + token), tl.load(first + token + 1)):
         row = tl.load(order + at).to(tl.int64)
-        acc += tl.load(rows + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
-    tl.store(
-        out + token * hidden + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < hidden
-    )
+        acc += _load(rows + row * hidden + h, h < hidden)
+    _store(out + token * hidden + h, acc, h < hidden, PRECISION)

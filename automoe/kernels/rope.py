@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from automoe.kernels.products import _narrow
+from automoe.kernels.products import _load, _store
 from automoe.kernels.served import check_served
 from automoe.kernels.tiling import precision
 
@@ -61,21 +62,20 @@ def turn_heads(
     target = out + (token * num_heads + head[:, None]) * DIM
     i = tl.arange(0, BLOCK_HALF)
     in_half = i < HALF
-    c = tl.load(cos + token * HALF + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * HALF + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    c = _load(cos + token * HALF + i, in_half)[None, :]
+    s = _load(sin + token * HALF + i, in_half)[None, :]
     if BACK:
         s = -s
     i = i[None, :]
     mask = real & (i < HALF)
     first = START + (2 * i if FROM_PAIRS else i)
     second = START + (2 * i + 1 if FROM_PAIRS else i + HALF)
-    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    a = _load(source + first, mask)
+    b = _load(source + second, mask)
     first = START + (2 * i if TO_PAIRS else i)
     second = START + (2 * i + 1 if TO_PAIRS else i + HALF)
-    to = out.dtype.element_ty
-    tl.store(target + first, _narrow(a * c - b * s, to, PRECISION), mask=mask)
-    tl.store(target + second, _narrow(b * c + a * s, to, PRECISION), mask=mask)
+    _store(target + first, a * c - b * s, mask, PRECISION)
+    _store(target + second, b * c + a * s, mask, PRECISION)
     if DIM > 2 * HALF:
         columns = tl.arange(0, BLOCK_KEPT)[None, :]
         mask = real & (columns < DIM - 2 * HALF)
@@ -163,21 +163,13 @@ def part_heads(
         read = tl.load(grad_v + head * v_stride_n + value[None, :], mask=mask)
         tl.store(target + KEEP + value[None, :], read, mask=mask)
         mask = real & (turn < TURN)[None, :]
-        read = tl.load(grad_k + head * k_stride_n + KEEP + turn[None, :], mask=mask, other=0.0)
-        acc += tl.sum(read.to(tl.float32), axis=0)
-    acc = _narrow(acc, grad_k_rope.dtype.element_ty, PRECISION)
-    tl.store(grad_k_rope + token * TURN + turn, acc, mask=turn < TURN)
+        acc += tl.sum(_load(grad_k + head * k_stride_n + KEEP + turn[None, :], mask), axis=0)
+    _store(grad_k_rope + token * TURN + turn, acc, turn < TURN, PRECISION)
 
 
 def turn_dims(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: int,
-    from_pairs: bool,
-    to_pairs: bool,
-    back: bool,
-) -> torch.Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
+) -> Tensor:
     """Compute ``automoe.model.rope.turn_dims`` in one kernel.
 
     It takes bfloat16, float16 and float32 on CUDA.
@@ -201,9 +193,7 @@ def turn_dims(
     return out
 
 
-def join_keys(
-    kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def join_keys(kv: Tensor, k_rope: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
     """Compute ``automoe.model.rope.join_keys`` in one kernel.
 
     Devices, dtypes and errors are those of ``turn_dims``.
@@ -249,6 +239,6 @@ class _JoinKeys(torch.autograd.Function):
         return grad_kv, grad_k_rope, None
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     """Return ``x`` with its last dim dense, as a copy only if needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

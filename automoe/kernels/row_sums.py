@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def sum_rows(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
+def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     """Sum the rows of each index in the order of the rows: [num_sums, H], in the dtype of the rows.
 
     Rows with the index ``num_sums`` belong to no sum. On the CPU ``index_add_`` adds in that order.
@@ -18,8 +19,10 @@ def sum_rows(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> tor
     return sum_in_order(rows_MH, index_M, num_sums)
 
 
-def sum_in_order(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
-    """Compute ``sum_rows`` by ``embedding_bag``: one thread per column sums a bag, without atomics.
+def sum_in_order(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
+    """Sum the rows of each index as ``sum_rows`` does, on any device and in the order of the rows.
+
+    ``embedding_bag`` does it: one thread per column sums the rows of an index, without atomics.
 
     CUDA's kernel accumulates narrow rows in float32. No host sync.
     """
@@ -34,16 +37,16 @@ def sum_in_order(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) ->
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_NH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x_NH, index_M):
         ctx.save_for_backward(index_M)
         ctx.num_rows = x_NH.shape[0]
         return x_NH.index_select(0, index_M)
 
     @staticmethod
-    def backward(ctx, grad_MH: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad_MH):
         return sum_rows(grad_MH, *ctx.saved_tensors, ctx.num_rows), None
 
 
-def gather_rows(x_NH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
+def gather_rows(x_NH: Tensor, index_M: Tensor) -> Tensor:
     """Return the rows of x at ``index`` [M]: [M, H]. Gradients are summed by ``sum_rows``."""
     return _GatherRows.apply(x_NH, index_M)

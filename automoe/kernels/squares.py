@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 1024  # numbers that a program adds at once
 BLOCKS = 64  # blocks per program
@@ -25,7 +26,7 @@ def _squares(numbers, sums, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
 
-def sum_of_squares(numbers: torch.Tensor) -> torch.Tensor:
+def sum_of_squares(numbers: Tensor) -> Tensor:
     """Return the sum of the squares of all ``numbers`` as a float64 scalar, in a fixed order."""
     flat = numbers.reshape(-1)
     programs = triton.cdiv(flat.numel(), BLOCK * BLOCKS)

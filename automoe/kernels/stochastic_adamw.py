@@ -23,7 +23,7 @@ _MIX_2 = tl.constexpr(MIX_2)
 
 @triton.jit
 def random_bits(index, key):
-    """Compute ``automoe.kernels.counter_random.bits_at`` as uint64."""
+    """Return 64 random bits (uint64) for each index of a stream, as ``counter_random.bits_at``."""
     x = (index + 1).to(tl.uint64) * _GOLDEN_GAMMA + key.to(tl.uint64)
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2

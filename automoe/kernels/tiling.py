@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from automoe.kernels.served import INTERPRETED
 
@@ -38,9 +39,10 @@ class Blocks:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies operands of ``dtype``: float32 in full ("ieee").
+    """Return the ``input_precision`` of Triton's products of ``dtype``: ieee for float32, else tf32.
 
-    Narrower dtypes are multiplied in only one way on a GPU.
+    Narrower dtypes are multiplied in only one way on a GPU, whatever the word; the interpreter
+    needs ieee.
     """
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
@@ -110,9 +112,9 @@ class RowTiles:
         offsets: [E] int32, end of each expert's rows.
     """
 
-    expert: torch.Tensor
-    first_row: torch.Tensor
-    offsets: torch.Tensor
+    expert: Tensor
+    first_row: Tensor
+    offsets: Tensor
     height: int
 
     @property
@@ -120,7 +122,7 @@ class RowTiles:
         return self.expert.numel()
 
 
-def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -> RowTiles:
+def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowTiles:
     """Return tiles of ``height`` rows for ``num_rows`` rows; expert e's end at ``offsets[e]``.
 
     The default height is ``tile_height``, and 16 in the interpreter.

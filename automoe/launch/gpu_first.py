@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automoe.config.rule_engine import table
 from automoe.launch.trial_runs import Records, TrialError, differing, train, train_and_kill
 
 RESULTS = "results.json"
@@ -53,40 +54,42 @@ _SMALL = (
     "checkpoint.every=4 observe.report=false "
 )
 _F32 = f"{_SMALL} moe.experts=loop mesh.pp=1"
-_ALONE = f"{_F32} mesh.ep=1"
 _BF16 = f"{_SMALL} mesh.pp=1 mesh.ep=1 train.dtype=bfloat16"
 _MOONLIGHT = (
     "--config-name moonlight_16b_a3b data=benchmark train.steps=20 train.val_every=0 "
     "checkpoint.every=0 checkpoint.every_minutes=0 checkpoint.export_hf=false"
 )
 # fmt: off
-CHECKS = (
-    Check("cpu", 0, _ALONE, "the reference: this machine's CPU trains"),
-    Check("gpu", 1, _ALONE, "CUDA, the driver and torch compute what the CPU computes", "cpu"),
-    Check("gpu-killed", 1, _ALONE, "a GPU run killed with SIGKILL goes on to the bit", "gpu", 0.0, True),
-    Check("bf16", 1, f"{_BF16} moe.experts=loop", "bfloat16 trains", "gpu", 0.05),
-    Check("grouped-mm", 1, _BF16, "torch's grouped products", "bf16", 0.02),
-    Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton kernels.loss=triton",
-          "our Triton kernels", "bf16", 0.02),
-    Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 9.0, Hopper)", "bf16", 0.1),
-    Check("rows-in-8-bits", 1, f"{_BF16} moe.dispatch_dtype=fp8", "the kernel that rounds rows to 8 bits", "bf16", 0.05),
-    Check("flex", 1, f"{_BF16} kernels.attention=flex", "FlexAttention by document borders", "bf16", 0.02),
-    Check("compile", 1, f"{_BF16} train.compile=true", "torch.compile", "bf16", 0.02),
-    Check("speed", 1, f"{_MOONLIGHT} model.num_layers=6 train.global_batch_size=8 mesh.dp_shard=1 mesh.ep=1 train.steps=10",
-          "tokens/s, MFU and memory of full-width layers, to hold beside the plan"),
-    Check("ep8", 8, f"{_F32} mesh.ep=8", "NCCL, FSDP and the all-to-all over eight GPUs", "gpu"),
-    Check("ep8-killed", 8, f"{_F32} mesh.ep=8", "eight ranks killed go on to the bit", "ep8", 0.0, True),
-    Check("hsdp", 8, f"{_F32} mesh.dp_replicate=2 mesh.dp_shard=4 mesh.ep=4", "replicas beside shards", "gpu"),
-    Check("tp", 8, f"{_F32} mesh.tp=2 mesh.ep=4", "tensor parallelism, folded with experts", "gpu"),
-    Check("cp", 8, f"{_F32} mesh.cp=2 mesh.ep=4", "rows cut over ranks", "gpu"),
-    Check("ulysses", 8, f"{_F32} mesh.cp=2 mesh.ep=4 parallel.context=ulysses", "heads for positions", "gpu"),
-    Check("pp", 8, f"{_F32} mesh.pp=2 mesh.dp_shard=4 mesh.ep=4", "a pipeline over NCCL", "gpu"),
-    Check("deepep", 8, f"{_BF16} mesh.ep=8 moe.dispatcher=deepep", "DeepEP's kernels", "bf16", 0.05),
-    Check("ep8-rows-in-8-bits", 8, f"{_BF16} mesh.ep=8 moe.dispatch_dtype=fp8", "rows that travel in 8 bits",
-          "rows-in-8-bits", 0.05),
-    Check("moonlight", 8, _MOONLIGHT, "16B parameters on a node: tokens/s, MFU, memory beside the plan"),
-)
+# Name, GPUs, words, what it proves, the check that it is like, and the tolerance.
+_TABLE = table("""
+cpu | 0 | ALONE | the reference: this machine's CPU trains | | 1e-3
+gpu | 1 | ALONE | CUDA, the driver and torch compute what the CPU computes | cpu | 1e-3
+gpu-killed | 1 | ALONE | a GPU run killed with SIGKILL goes on to the bit | gpu | 0
+bf16 | 1 | BF16 moe.experts=loop | bfloat16 trains | gpu | 0.05
+grouped-mm | 1 | BF16 | torch's grouped products | bf16 | 0.02
+triton | 1 | BF16 moe.experts=triton kernels.rope=triton kernels.loss=triton | our Triton kernels | bf16 | 0.02
+fp8 | 1 | BF16 train.fp8=tensorwise | 8-bit kernels (compute capability 9.0, Hopper) | bf16 | 0.1
+rows-in-8-bits | 1 | BF16 moe.dispatch_dtype=fp8 | the kernel that rounds rows to 8 bits | bf16 | 0.05
+flex | 1 | BF16 kernels.attention=flex | FlexAttention by document borders | bf16 | 0.02
+compile | 1 | BF16 train.compile=true | torch.compile | bf16 | 0.02
+speed | 1 | MOONLIGHT model.num_layers=6 train.global_batch_size=8 mesh.dp_shard=1 mesh.ep=1 train.steps=10
+    | tokens/s, MFU and memory of full-width layers, to hold beside the plan | | 1e-3
+ep8 | 8 | F32 mesh.ep=8 | NCCL, FSDP and the all-to-all over eight GPUs | gpu | 1e-3
+ep8-killed | 8 | F32 mesh.ep=8 | eight ranks killed go on to the bit | ep8 | 0
+hsdp | 8 | F32 mesh.dp_replicate=2 mesh.dp_shard=4 mesh.ep=4 | replicas beside shards | gpu | 1e-3
+tp | 8 | F32 mesh.tp=2 mesh.ep=4 | tensor parallelism, folded with experts | gpu | 1e-3
+cp | 8 | F32 mesh.cp=2 mesh.ep=4 | rows cut over ranks | gpu | 1e-3
+ulysses | 8 | F32 mesh.cp=2 mesh.ep=4 parallel.context=ulysses | heads for positions | gpu | 1e-3
+pp | 8 | F32 mesh.pp=2 mesh.dp_shard=4 mesh.ep=4 | a pipeline over NCCL | gpu | 1e-3
+deepep | 8 | BF16 mesh.ep=8 moe.dispatcher=deepep | DeepEP's kernels | bf16 | 0.05
+ep8-rows-in-8-bits | 8 | BF16 mesh.ep=8 moe.dispatch_dtype=fp8 | rows that travel in 8 bits | rows-in-8-bits | 0.05
+moonlight | 8 | MOONLIGHT | 16B parameters on a node: tokens/s, MFU, memory beside the plan | | 1e-3
+""", F32=_F32, ALONE=f"{_F32} mesh.ep=1", BF16=_BF16, MOONLIGHT=_MOONLIGHT)
 # fmt: on
+CHECKS = tuple(
+    Check(name, int(gpus), words, proves, like, float(tolerance), name.endswith("-killed"))
+    for name, gpus, words, proves, like, tolerance in _TABLE
+)
 
 
 def run_checks(

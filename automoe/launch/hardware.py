@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from math import gcd
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape, expand_preset
 from automoe.config.pipeline import runs_halves
+from automoe.config.rule_engine import Scope, filled, holding, table
 from automoe.config.schema import Config
 from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
@@ -119,9 +120,8 @@ def start_notes(config: Config) -> list[str]:
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
-        recipe_path = Path(
-            config.recipe
-        )  # of ``named_recipe``: absolute, and only its name was typed
+        # ``named_recipe`` made it absolute; only its name was typed.
+        recipe_path = Path(config.recipe)
         notes.append(
             f"note: recipe={recipe_path.stem if recipe_path.is_absolute() else recipe_path} is {recipe}"
         )
@@ -175,103 +175,75 @@ def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) ->
     )
 
 
+# fmt: off
+# Rows: two conditions, the setting that an error names, and what it needs or what to set instead.
+_PACKAGES = table("""
+observe.wandb != off | | observe.wandb={observe.wandb} | wandb | pip install wandb, or set observe.wandb=off
+observe.tensorboard | | observe.tensorboard=true | tensorboard
+    | pip install tensorboard, or set observe.tensorboard=false
+observe.mlflow | | observe.mlflow | mlflow | pip install mlflow-skinny, or set observe.mlflow=''
+observe.mlflow: facts.in_database | | observe.mlflow with a database | sqlalchemy
+    | pip install mlflow, or name a server or a folder
+moe.dispatcher == deepep | mesh.ep > 1 | moe.dispatcher=deepep | deep_ep
+    | Build DeepEP from its sources (the release on the package index does not compile), or set moe.dispatcher=alltoall
+lora.base == nf4 | | lora.base=nf4 | bitsandbytes | pip install bitsandbytes, or set lora.base=weights
+kernels.attention == te | | kernels.attention=te | TE | INSTALL kernels.attention=sdpa
+kernels.norm == te | | kernels.norm=te | TE | INSTALL kernels.norm=torch
+moe.experts == te | model.num_moe_layers > 0 | moe.experts=te | TE | INSTALL moe.experts=grouped_mm
+""", INSTALL="Install transformer-engine with its torch part for this CUDA, or set",
+    # The Python part installs anywhere, but imports only together with the part built for torch.
+    TE="transformer_engine transformer_engine_torch")
+# On CUDA norms and the gradient norm always launch Triton's kernels; on the CPU, torch's own
+# operations do what no key asks of Triton.
+_TRITON = table("""
+kernels.rope == triton | | kernels.rope=triton | kernels.rope=torch
+kernels.loss == triton | | kernels.loss=triton | kernels.loss=torch
+moe.experts == triton | model.num_moe_layers > 0 | moe.experts=triton | moe.experts=grouped_mm
+kernels.attention == flex | CUDA | kernels.attention=flex | kernels.attention=sdpa
+train.fp8 != off | CUDA | train.fp8={train.fp8} | train.fp8=off
+moe.dispatch_dtype == fp8 | CUDA and model.num_moe_layers > 0 | moe.dispatch_dtype=fp8 | moe.dispatch_dtype=auto
+optim.master_weights == stochastic | CUDA | optim.master_weights=stochastic | optim.master_weights=float32
+optim.moments == bfloat16 | CUDA | optim.moments=bfloat16 | optim.moments=float32
+train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
+""", CUDA="launch.device == cuda")
+# fmt: on
+
+
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
+    key, remedy = "train.compile=true", "set train.compile=false"
     if config.train.compile:
-        _check_compile(device)
+        python, free = sys.version_info, sysconfig.get_config_var("Py_GIL_DISABLED")
+        if python >= (3, 15) or (free and python < (3, 13, 3)):
+            raise BackendError(
+                f"{key}: torch.compile runs on Python 3.11 to 3.14 (without the interpreter lock from 3.13.3 on), and "
+                f"this is {sys.version.split()[0]}. Install one of those, or {remedy}"
+            )
+        _check_compiler(key, device, remedy)
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
         raise BackendError(why)
     if config.launch.numa and device != "cuda":
         raise BackendError(
             "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it to false"
         )
-    deepep = config.moe.dispatcher == "deepep" and shape.ep > 1
-    if deepep and device != "cuda":
+    if config.moe.dispatcher == "deepep" and shape.ep > 1 and device != "cuda":
         raise BackendError(
             f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
         )
-    for needed, key, package, remedy in _packages(config, device, deepep):
-        if needed and importlib.util.find_spec(package) is None:
-            raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
-    if device == "cuda":
-        for key, instead in _launching_triton(config, device):
-            _check_compiler(key, device, f"set {instead}")
-
-
-# fmt: off
-def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield (is needed, key=value, package, remedy) of each optional package."""
-    wandb = config.observe.wandb
-    mlflow = config.observe.mlflow
-    experts = _experts(config)
-    yield wandb != "off", f"observe.wandb={wandb}", "wandb", "pip install wandb, or set observe.wandb=off"
-    yield (config.observe.tensorboard, "observe.tensorboard=true", "tensorboard",
-           "pip install tensorboard, or set observe.tensorboard=false")
-    yield mlflow != "", "observe.mlflow", "mlflow", "pip install mlflow-skinny, or set observe.mlflow=''"
     # mlflow-skinny cannot write to a database.
-    database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", mlflow) is not None
-    yield database, "observe.mlflow with a database", "sqlalchemy", "pip install mlflow, or name a server or a folder"
-    for key, instead in _launching_triton(config, device):
-        yield True, key, "triton", f"Install triton, or set {instead}"
-    yield (deepep, "moe.dispatcher=deepep", "deep_ep", "Build DeepEP from its sources (the release on the package "
-           "index does not compile), or set moe.dispatcher=alltoall")
-    yield (config.lora.base == "nf4", "lora.base=nf4", "bitsandbytes",
-           "pip install bitsandbytes, or set lora.base=weights")
-    for key, value, instead in (
-        ("kernels.attention", config.kernels.attention, "sdpa"),
-        ("kernels.norm", config.kernels.norm, "torch"),
-        ("moe.experts", experts, "grouped_mm"),
-    ):
-        # The Python part of transformer-engine installs anywhere, but imports only together with
-        # the part built for torch.
-        for package in ("transformer_engine", "transformer_engine_torch"):
-            yield (value == "te", f"{key}=te", package,
-                   f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}")
-# fmt: on
-
-
-def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
-    """Yield (key=value, alternative) of every key in ``config`` that launches Triton kernels.
-
-    On CUDA norms and the gradient norm always do.
-    """
-    for name in ("rope", "loss"):
-        if getattr(config.kernels, name) == "triton":
-            yield f"kernels.{name}=triton", f"kernels.{name}=torch"
-    if _experts(config) == "triton":
-        yield "moe.experts=triton", "moe.experts=grouped_mm"
-    if device != "cuda":
-        return  # on the CPU, torch's own operations do the rest
-    if config.kernels.attention == "flex":
-        yield "kernels.attention=flex", "kernels.attention=sdpa"
-    if config.train.fp8 != "off":
-        yield f"train.fp8={config.train.fp8}", "train.fp8=off"
-    if config.model.num_moe_layers and config.moe.dispatch_dtype == "fp8":
-        yield "moe.dispatch_dtype=fp8", "moe.dispatch_dtype=auto"
-    if config.optim.master_weights == "stochastic":
-        yield "optim.master_weights=stochastic", "optim.master_weights=float32"
-    if config.optim.moments == "bfloat16":
-        yield "optim.moments=bfloat16", "optim.moments=float32"
-    if device == "cuda" and config.train.dtype != "float64":
-        yield "launch.device=cuda", "launch.device=cpu"
-
-
-def _experts(config: Config) -> str:
-    """Return ``moe.experts``; "none" if the model has no MoE layers."""
-    return config.moe.experts if config.model.num_moe_layers else "none"
-
-
-def _check_compile(device: str) -> None:
-    """Check that torch.compile supports this Python, and finds a compiler and Python's headers."""
-    key = "train.compile=true"
-    remedy = "set train.compile=false"
-    python = sys.version_info
-    if python >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and python < (3, 13, 3)):
-        raise BackendError(
-            f"{key}: torch.compile runs on Python 3.11 to 3.14 (without the interpreter lock from 3.13.3 on), and "
-            f"this is {sys.version.split()[0]}. Install one of those, or {remedy}"
-        )
-    _check_compiler(key, device, remedy)
+    in_database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", config.observe.mlflow)
+    see = Scope(config, shape, device).knowing(in_database=in_database)
+    kernels = [(filled(see, said), instead) for _, _, said, instead in holding(see, _TRITON)]
+    needed = [row[2:] for row in holding(see, _PACKAGES)]
+    needed += [(said, "triton", f"Install triton, or set {instead}") for said, instead in kernels]
+    for said, packages, how in needed:
+        for package in packages.split():
+            if importlib.util.find_spec(package) is None:
+                raise BackendError(
+                    f"{filled(see, said)}: the package {package} is not installed here. {how}"
+                )
+    for said, instead in kernels if device == "cuda" else ():
+        _check_compiler(said, device, f"set {instead}")
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:

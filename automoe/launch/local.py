@@ -85,7 +85,12 @@ def train_here(
         print(note, file=sys.stderr)
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
     print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
-    with fork_server(_environment(config, shape.world_size), keep=another_follows) as server:
+    env = without_rendezvous(os.environ) | LOOPBACK
+    share = max(1, (os.cpu_count() or 1) // shape.world_size)
+    env["OMP_NUM_THREADS"] = str(
+        config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share)
+    )
+    with fork_server(env, keep=another_follows) as server:
         from automoe.data.prepare import with_steps
         from automoe.hf.identity import complete
 
@@ -103,16 +108,6 @@ def train_here(
         # This process writes the report, not rank 0, so that a run killed by SIGKILL has one too.
         runs.show_report(config.run_dir)
     return result
-
-
-def _environment(config: Config, num_ranks: int) -> dict[str, str]:
-    """Return the environment of the ranks: loopback interfaces and a share of the CPU threads."""
-    env = without_rendezvous(os.environ) | LOOPBACK
-    share = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    env["OMP_NUM_THREADS"] = str(
-        config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share)
-    )
-    return env
 
 
 def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResult:

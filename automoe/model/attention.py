@@ -7,13 +7,12 @@ queries, R positions of its keys (the whole row), s positions of this rank betwe
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
+from automoe.comm.recompute import save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, has_indexer, window_of
@@ -27,13 +26,12 @@ from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
 from automoe.moe.balance import attach_loss
-from automoe.moe.recompute import save_for_recompute
 
 # DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
 LATENT_NORM_EPS = 1e-6
 
 
-class AttentionContext:
+class AttentionSetup:
     """Rotation angles, masks and the attention kernel that all layers of one forward share.
 
     It also holds the ranks from which keys and values are gathered, or with which positions are
@@ -154,18 +152,15 @@ class GroupedQueryAttention(nn.Module):
         self.window = window_of(attention, layer)
         self.clip = attention.clip_qkv
         self.over_heads = attention.qk_norm_over_heads
-        norms = [nn.Identity(), nn.Identity()]
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if attention.qk_norm:
-            sizes = sizes_of(config)
-            norm = partial(
-                backend.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norms
-            )
-            norms = [norm(sizes["Yq"]), norm(sizes["Yk"])]
-        self.q_norm, self.k_norm = norms
-        self.attend = calls.attend(AttentionContext.attend)
+            sizes, of_norm = sizes_of(config), (config.norm_eps, config.zero_centered_norms)
+            self.q_norm = backend.norm(sizes["Yq"], *of_norm)
+            self.k_norm = backend.norm(sizes["Yk"], *of_norm)
+        self.attend = calls.attend(AttentionSetup.attend)
         self.scale = softmax_scale(config.rope, self.head_dim)
 
-    def forward(self, x_BsH: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
         x_BSH = self.gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
@@ -179,12 +174,12 @@ class GroupedQueryAttention(nn.Module):
             q_BSND, k_BSGD, v_BSGD = (
                 x.clamp(-self.clip, self.clip) for x in (q_BSND, k_BSGD, v_BSGD)
             )
-        q_BSND, k_BSGD = context.rotate(q_BSND), context.rotate(k_BSGD)
-        k_BRGD, v_BRGD = (gather_row(x, context.keys) for x in (k_BSGD, v_BSGD))
-        exchanged = exchange_heads(context.heads, q_BSND, k_BRGD, v_BRGD)
-        sinks_N = None if self.sinks is None else own_heads(context.heads, local_shard(self.sinks))
-        out_BSND = self.attend(context, *exchanged, self.scale, self.window, sinks_N)
-        out_BSND = exchange_positions(context.heads, out_BSND)
+        q_BSND, k_BSGD = setup.rotate(q_BSND), setup.rotate(k_BSGD)
+        k_BRGD, v_BRGD = (gather_row(x, setup.keys) for x in (k_BSGD, v_BSGD))
+        exchanged = exchange_heads(setup.heads, q_BSND, k_BRGD, v_BRGD)
+        sinks_N = None if self.sinks is None else own_heads(setup.heads, local_shard(self.sinks))
+        out_BSND = self.attend(setup, *exchanged, self.scale, self.window, sinks_N)
+        out_BSND = exchange_positions(setup.heads, out_BSND)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
 
@@ -233,13 +228,13 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = backend.norm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
-        self.attend = calls.attend(AttentionContext.attend)
+        self.attend = calls.attend(AttentionSetup.attend)
         self.call_up = calls.project_up(type(self).project_up)
         self.scale = softmax_scale(config.rope, qk_dim)
         self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
 
-    def forward(self, x_BsH: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
         # Each rank computes the latents of its s positions and gathers latents, which are narrower
         # than x. The projections up from the latents are sharded by heads.
@@ -249,28 +244,28 @@ class LatentAttention(nn.Module):
             (self.kv_lora_rank, self.rope_dim), dim=-1
         )
         latent_BRL = self.gather(self.kv_a_layernorm(latent))
-        k_rope_BRD = context.rotate(self.gather(k_rope).unsqueeze(2)).squeeze(2)
-        if context.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
-            gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), context.keys)
+        k_rope_BRD = setup.rotate(self.gather(k_rope).unsqueeze(2)).squeeze(2)
+        if setup.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
+            gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), setup.keys)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        q_BSND, k_BRND, v_BRND = self.call_up(self, query_BSL, latent_BRL, k_rope_BRD, context)
-        inputs = None if self.indexer is None else self.indexer(x_BsH, query, context)
+        q_BSND, k_BRND, v_BRND = self.call_up(self, query_BSL, latent_BRL, k_rope_BRD, setup)
+        inputs = None if self.indexer is None else self.indexer(x_BsH, query, setup)
         # Compiled models have no indexers, and torch 2.11 cannot trace the call.
         sparse = self.sparse or self.indexer is not None
-        chosen_BSR = save_for_recompute(self._choose, inputs, context) if sparse else None
+        chosen_BSR = save_for_recompute(self._choose, inputs, setup) if sparse else None
         mask_BSR = chosen_BSR if self.sparse else None
-        out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
-        out_BSND = exchange_positions(context.heads, out_BSND)
+        out_BSND = self.attend(setup, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
+        out_BSND = exchange_positions(setup.heads, out_BSND)
         out_BsH = self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
         if self.indexer is None:
             return out_BsH
-        loss = self.indexer.loss(inputs, chosen_BSR, q_BSND, k_BRND, self.scale, context)
+        loss = self.indexer.loss(inputs, chosen_BSR, q_BSND, k_BRND, self.scale, setup)
         return out_BsH if loss is None else attach_loss(out_BsH, loss)
 
-    def _choose(self, inputs: IndexInputs | None, context: AttentionContext) -> Tensor | None:
+    def _choose(self, inputs: IndexInputs | None, setup: AttentionSetup) -> Tensor | None:
         if self.indexer is not None:
-            context.chosen = self.indexer.choose(inputs, context)
-        return context.chosen
+            setup.chosen = self.indexer.choose(inputs, setup)
+        return setup.chosen
 
     def gathers_latents(self, latent: Tensor) -> bool:
         return gathers_latents(
@@ -278,7 +273,7 @@ class LatentAttention(nn.Module):
         )
 
     def project_up(
-        self, query_BSL: Tensor, latent_BRL: Tensor, k_rope_BRD: Tensor, context: AttentionContext
+        self, query_BSL: Tensor, latent_BRL: Tensor, k_rope_BRD: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads.
 
@@ -293,14 +288,14 @@ class LatentAttention(nn.Module):
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        if context.keys.num_ranks > 1 and not self.gathers_latents(latent_BRL):
-            kv_BRND, k_rope_BRD = (gather_row(x, context.keys) for x in (kv_BRND, k_rope_BRD))
-        q_BSND = context.rotate(q_BSND, self.nope_dim)
-        if context.heads.num_ranks > 1:
+        if setup.keys.num_ranks > 1 and not self.gathers_latents(latent_BRL):
+            kv_BRND, k_rope_BRD = (gather_row(x, setup.keys) for x in (kv_BRND, k_rope_BRD))
+        q_BSND = setup.rotate(q_BSND, self.nope_dim)
+        if setup.heads.num_ranks > 1:
             # All heads share the rotary dims of keys, so these are gathered once.
-            k_rope_BRD = gather_row(k_rope_BRD, context.heads)
+            k_rope_BRD = gather_row(k_rope_BRD, setup.heads)
             widths = q_BSND.shape[-1], kv_BRND.shape[-1]
-            (joined,) = exchange_heads(context.heads, torch.cat((q_BSND, kv_BRND), dim=-1))
+            (joined,) = exchange_heads(setup.heads, torch.cat((q_BSND, kv_BRND), dim=-1))
             q_BSND, kv_BRND = joined.split(widths, dim=-1)
-        k_BRND, v_BRND = context.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
+        k_BRND, v_BRND = setup.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
         return q_BSND, k_BRND, v_BRND

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
@@ -27,14 +28,14 @@ class QueryBlock(NamedTuple):
 
     queries: slice
     keys: slice
-    mask: torch.Tensor | BlockMask | None
+    mask: Tensor | BlockMask | None
 
 
 # The arguments are those of ``dense_masks``.
 MaskFn = Callable[[Tokens, Communicator, int, bool], list[QueryBlock]]
 
 
-def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor | None:
+def documents(tokens: Tokens, keys: Communicator, always: bool) -> Tensor | None:
     """Return the document ids [B, S] of this rank's positions; None if no row has two documents.
 
     One document per row is the common case and lets SDPA take its causal kernel. The ids are only
@@ -52,7 +53,7 @@ def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor 
 
 def attention_mask(
     tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return a mask [B, 1, S, R], True where a query may attend to a key; None for plain causality.
 
     Args:
@@ -68,8 +69,8 @@ def attention_mask(
 
 
 def seen_keys(
-    tokens: Tokens, keys: Communicator, window: int = 0, docs_BS: torch.Tensor | None = None
-) -> torch.Tensor:
+    tokens: Tokens, keys: Communicator, window: int = 0, docs_BS: Tensor | None = None
+) -> Tensor:
     """Return [B, S, R], True where a query may see a key.
 
     Args:
@@ -118,7 +119,7 @@ def block_masks(
     return made
 
 
-def _block_mask(first_BQ: torch.Tensor, last_BQ: torch.Tensor, num_keys: int) -> BlockMask:
+def _block_mask(first_BQ: Tensor, last_BQ: Tensor, num_keys: int) -> BlockMask:
     """Return the mask of queries at successive positions that see the keys first ... last."""
     num_queries = first_BQ.shape[1]
     padding = 0, -num_queries % BLOCK

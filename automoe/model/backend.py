@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from automoe.comm.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.kernels.attention import AttentionFn, attend
 from automoe.model.attention_masks import MaskFn, dense_masks
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
-from automoe.moe.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
 from automoe.moe.experts import MakeExperts
 
 

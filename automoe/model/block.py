@@ -6,19 +6,20 @@ hidden.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from automoe.comm.calls import Wrap, as_it_is, call_module
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
-from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
-from automoe.moe.calls import Wrap, as_it_is, call_module
 from automoe.moe.layer import MoE
 
 
@@ -67,16 +68,15 @@ class Block(nn.Module):
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
-        self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
+        norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
+        self.input_layernorm = norm()
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, layer, backend)
         elif config.attention.kind == "mla":
             self.self_attn = LatentAttention(config, layer, backend)
         else:
             self.self_attn = GroupedQueryAttention(config, layer, backend)
-        self.post_attention_layernorm = backend.norm(
-            hidden, config.norm_eps, config.zero_centered_norms
-        )
+        self.post_attention_layernorm = norm()
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, False, *ranks)
@@ -103,17 +103,19 @@ class Block(nn.Module):
         """Return what ``run`` returns."""
         return self.call(self, *args)
 
-    def run(self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H].
+    def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
+        """Return x plus attention's and the feed-forward's outputs: [B, s, H].
 
-        ``tokens`` belongs to the positions of x, ``context`` to all positions.
+        Args:
+            setup: angles, masks and kernel of attention, for all S positions.
+            tokens: tensors of the tokens at the s positions of x.
         """
-        x_BsH, h_BsH = self.call_mix(self, x_BsH, context)
+        x_BsH, h_BsH = self.call_mix(self, x_BsH, setup)
         if isinstance(self.mlp, MoE):
             return x_BsH + self.mlp(h_BsH, tokens)
         return x_BsH + self.call_mlp(self.mlp, h_BsH)
 
-    def mix(self, x_BsH: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+    def mix(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
         """Return x plus attention's output, and the norm of that sum for the feed-forward."""
-        x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), context)
+        x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
         return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)

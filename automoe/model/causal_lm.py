@@ -97,7 +97,8 @@ class CausalLM(nn.Module, ABC):
         self.loss = self.backend.loss
         self.mtp_loss_weight = TrainConfig.mtp_loss_weight
         self.reported = dict[str, Tensor]()
-        self.first_id = first_of_rank(self.backend.pg_collection.sequence, config.vocab_size)
+        self.sequence = self.backend.pg_collection.sequence
+        self.first_id = first_of_rank(self.sequence, config.vocab_size)
 
     @abstractmethod
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -204,8 +205,7 @@ class CausalLM(nn.Module, ABC):
         if batch.next_token_at is not None:
             return self._next_tokens(x, batch.next_token_at)
         if batch.labels is None:
-            gathered = self.backend.pg_collection.sequence.all_gather(x)
-            return nn.functional.linear(gathered, local_shard(self.head_weight))
+            return nn.functional.linear(self.sequence.all_gather(x), local_shard(self.head_weight))
         row = self.backend.pg_collection.context
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
         loss = self._loss(x, inputs)
@@ -221,8 +221,6 @@ class CausalLM(nn.Module, ABC):
         Each depth reports its mean cross-entropy and its acceptance: the share of labels that are
         the likeliest token, ties included.
         """
-        backend = self.backend
-        sequence = backend.pg_collection.sequence
         weight_VH = local_shard(self.head_weight)
         depths = labels_BSD.shape[-1]
         assert inputs.counts.mtp is not None
@@ -230,12 +228,12 @@ class CausalLM(nn.Module, ABC):
         for depth, state_BsH in enumerate(states):
             hits = torch.zeros((), dtype=torch.int64, device=state_BsH.device)
             loss = cross_entropy_sum(
-                sequence.all_gather(state_BsH).flatten(0, 1),
+                self.sequence.all_gather(state_BsH).flatten(0, 1),
                 weight_VH,
                 labels_BSD[..., depth].flatten(),
                 self.first_id,
-                sequence,
-                backend.chunk_loss,
+                self.sequence,
+                self.backend.chunk_loss,
                 hits,
             )
             count = inputs.counts.mtp[depth, 0].clamp_min(1)
@@ -245,19 +243,17 @@ class CausalLM(nn.Module, ABC):
         return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _next_tokens(self, x_BsH: Tensor, at_BS: Tensor) -> Tensor:
-        sequence = self.backend.pg_collection.sequence
-        x_BSH = sequence.all_gather(x_BsH)
+        x_BSH = self.sequence.all_gather(x_BsH)
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
         if at_BS.any():
             weight_VH = local_shard(self.head_weight)
-            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], weight_VH, self.first_id, sequence)
+            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], weight_VH, self.first_id, self.sequence)
         return tokens_BS
 
     def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
-        sequence = self.backend.pg_collection.sequence
         weight_VH = local_shard(self.head_weight)
-        x_TH = sequence.all_gather(x_BsH).flatten(0, 1)
-        labels_T = inputs.labels.flatten()
+        x_TH = self.sequence.all_gather(x_BsH).flatten(0, 1)
+        head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.sequence
         if self.loss is not None:
             sampled = {
                 name: inputs.given[key].flatten(0, 1)
@@ -265,7 +261,6 @@ class CausalLM(nn.Module, ABC):
                 if key in inputs.given
             }
             wants_entropy = getattr(self.loss, "uses_entropy", False)
-            head = x_TH, weight_VH, labels_T, self.first_id, sequence
             scores = token_scores(*head, **sampled, wants_entropy=wants_entropy)
             entropy_BS, scored_BSK = (
                 None if score is None else score.unflatten(0, inputs.labels.shape)
@@ -274,9 +269,7 @@ class CausalLM(nn.Module, ABC):
             inputs = replace(inputs, entropy=entropy_BS, scored=scored_BSK)
             loss = self.loss(scores.nll_T.view(inputs.labels.shape), inputs)
             return torch.stack([loss.to(scores.nll_T.dtype)])
-        loss = cross_entropy_sum(
-            x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss
-        )
+        loss = cross_entropy_sum(*head, self.backend.chunk_loss)
         # A step without one trained label has a loss of zero, not NaN.
         # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])

@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from automoe.comm.calls import call_module
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.model.attention import AttentionContext
+from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
 from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
-from automoe.moe.calls import call_module
 from automoe.moe.layer import MoE
 
 
@@ -76,7 +76,6 @@ class Decoder(CausalLM):
             yield Unit(int(name), block, *inside)
 
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
-        sequence = self.backend.pg_collection.sequence
         if self.embeds:
             x = self._embed(x)
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
@@ -85,10 +84,10 @@ class Decoder(CausalLM):
         blocks = [layer for layer in self.layers.values() if not isinstance(layer, MTPBlock)]
         if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
-        context = AttentionContext(self.config, tokens, self.backend, x.dtype)
-        local_tokens = tokens.local_shard(sequence)
+        setup = AttentionSetup(self.config, tokens, self.backend, x.dtype)
+        local_tokens = tokens.local_shard(self.sequence)
         for block in blocks:
-            x = block(x, context, local_tokens)
+            x = block(x, setup, local_tokens)
         return x
 
     def deeper_states(
@@ -98,21 +97,21 @@ class Decoder(CausalLM):
         if given_BSD is None or mtp_D2 is None:
             yield from [x_BsH] * len(modules)
             return
-        context = AttentionContext(self.config, tokens, self.backend, x_BsH.dtype)
+        setup = AttentionSetup(self.config, tokens, self.backend, x_BsH.dtype)
         for name, block in modules:
             depth = int(name) - self.config.num_layers
             given_BS, count = given_BSD[..., depth], mtp_D2[depth, 1].clamp_min(1)
             here = replace(tokens, not_padding=given_BS >= 0, num_tokens=count)
             # a copy: a recomputation reads the tokens of its own depth
-            context = copy(context)
-            context.tokens = here
-            local_tokens = here.local_shard(self.backend.pg_collection.sequence)
-            x_BsH = block(x_BsH, context, local_tokens, self._embed(given_BS.clamp_min(0)))
+            setup = copy(setup)
+            setup.tokens = here
+            local_tokens = here.local_shard(self.sequence)
+            x_BsH = block(x_BsH, setup, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
-        return self.backend.pg_collection.sequence.reduce_scatter(self.embed_tokens(ids_BS))
+        return self.sequence.reduce_scatter(self.embed_tokens(ids_BS))
 
     def last_norm(self, x_BsH: Tensor) -> Tensor:
         return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.config.schema import ModelConfig
-from automoe.model.attention import AttentionContext
+from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.rows import exchange_heads, exchange_positions, own_heads
@@ -28,13 +28,13 @@ UNIT_EPS = 1e-6  # added to a squared length under the root
 
 
 def gated_delta_rule(
-    q_BSGK: torch.Tensor,
-    k_BSGK: torch.Tensor,
-    v_BSNV: torch.Tensor,
-    log_decay_BSN: torch.Tensor,
-    beta_BSN: torch.Tensor,
+    q_BSGK: Tensor,
+    k_BSGK: Tensor,
+    v_BSNV: Tensor,
+    log_decay_BSN: Tensor,
+    beta_BSN: Tensor,
     chunk: int = CHUNK,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the module's recurrence from a state of zeros, a chunk of positions at a time.
 
     Within a chunk the values that each token adds to the state depend on the tokens before it. With
@@ -100,13 +100,11 @@ def gated_delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :size].transpose(1, 2).to(dtype)
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def causal_conv(
-    x_BSD: torch.Tensor, weight_D1W: torch.Tensor, doc_ids_BS: torch.Tensor | None = None
-) -> torch.Tensor:
+def causal_conv(x_BSD: Tensor, weight_D1W: Tensor, doc_ids_BS: Tensor | None = None) -> Tensor:
     """Convolve each of D channels over its W last positions, the current one included.
 
     Positions of other documents count as zeros.
@@ -172,9 +170,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(values, hidden)
         self.attend = calls.attend(gated_delta_rule)
 
-    def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the output [B, S, H]; each document of a row starts from a state of zeros."""
-        docs_BS = context.doc_ids
+        docs_BS = setup.doc_ids
         x_BSH = self.gather(x_BSH)
         width = self.repeats * self.value_dim
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
@@ -205,7 +203,7 @@ class GatedDeltaNet(nn.Module):
         out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
         return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
 
-    def _project(self, x_BSH: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+    def _project(self, x_BSH: Tensor, width: int) -> tuple[Tensor, ...]:
         """Return the convolution's input, output gates, betas and decays of this rank's heads."""
         if self.is_split:
             return tuple(
@@ -219,8 +217,8 @@ class GatedDeltaNet(nn.Module):
         return mixed_BSD, z, b.flatten(2), a.flatten(2)
 
     def _exchange(
-        self, mixed_BSD: torch.Tensor, b_BSN: torch.Tensor, a_BSN: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, mixed_BSD: Tensor, b_BSN: Tensor, a_BSN: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the convolution's input, betas and decays of whole rows and of fewer heads.
 
         The recurrence runs through the row, so each rank of ``context`` computes some of the heads.

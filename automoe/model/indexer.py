@@ -17,30 +17,30 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.recompute import counts
 from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
 from automoe.model.rows import gather_row
-from automoe.moe.recompute import counts
 
 if TYPE_CHECKING:
-    from automoe.model.attention import AttentionContext
+    from automoe.model.attention import AttentionSetup
 
 CHUNK = 128  # queries whose scores by every head are in memory at once
 
 
 class IndexInputs(NamedTuple):
-    """Inputs of the scores: queries [B, s, J, D], keys [B, R, D], weights of heads [B, s, J].
+    """Inputs of an indexer's scores: queries [B, s, J, D], keys [B, R, D], head weights [B, s, J].
 
     Queries are scaled by 1/sqrt(D) and weights by 1/sqrt(J), as in ``transformers``.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    w: torch.Tensor
+    q: Tensor
+    k: Tensor
+    w: Tensor
 
 
 class LayerNorm(nn.LayerNorm):
@@ -57,7 +57,7 @@ class Indexer(nn.Module):
             step.
     """
 
-    loss_sum: torch.Tensor
+    loss_sum: Tensor
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
@@ -78,31 +78,29 @@ class Indexer(nn.Module):
     def reset_buffers(self) -> None:
         self.loss_sum.zero_()
 
-    def forward(
-        self, x_BsH: torch.Tensor, latent_BsL: torch.Tensor, context: AttentionContext
-    ) -> IndexInputs:
+    def forward(self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup) -> IndexInputs:
         """Return the inputs of the scores, in at least float32, computed from detached tensors."""
         x_BsH, latent_BsL = x_BsH.detach(), latent_BsL.detach()
-        cos, sin = (self.ranks.local_shard(angle) for angle in (context.cos, context.sin))
+        cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))
         q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
         k_Bs1D = self.k_norm(self.wk(x_BsH)).unsqueeze(2)
         q_BsJD, k_Bs1D = (
-            context.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
+            setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
         )
-        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), context.keys)
+        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.keys)
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
         return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
 
     @torch.no_grad()
-    def choose(self, inputs: IndexInputs, context: AttentionContext) -> torch.Tensor:
+    def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
         Ties are broken as torch's ``topk`` breaks them over whole rows, as in ``transformers``.
         """
         if self.warmup:
-            return context.seen
-        seen_BsR = self.ranks.local_shard(context.seen)
+            return setup.seen
+        seen_BsR = self.ranks.local_shard(setup.seen)
         chosen_BsR = torch.zeros_like(seen_BsR)
         for q, w, seen, chosen in _chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
             scores = index_scores(q, inputs.k, w)[0].masked_fill(~seen, -torch.inf)
@@ -114,12 +112,12 @@ class Indexer(nn.Module):
     def loss(
         self,
         inputs: IndexInputs,
-        chosen_BSR: torch.Tensor,
-        q_BSND: torch.Tensor,
-        k_BRND: torch.Tensor,
+        chosen_BSR: Tensor,
+        q_BSND: Tensor,
+        k_BRND: Tensor,
         scale: float,
-        context: AttentionContext,
-    ) -> torch.Tensor | None:
+        setup: AttentionSetup,
+    ) -> Tensor | None:
         """Return this rank's share of the loss, a scalar; None if the indexer does not learn.
 
         The loss is the mean over the tokens of the global batch.
@@ -134,7 +132,7 @@ class Indexer(nn.Module):
         shares_BSR = attention_shares(q_BSND, k_BRND, chosen_BSR, scale)
         target_BsR = self.ranks.reduce_scatter(shares_BSR)
         target_BsR = target_BsR / target_BsR.sum(-1, keepdim=True)
-        tokens = context.tokens
+        tokens = setup.tokens
         weight_Bs = self.ranks.local_shard(tokens.valid).to(target_BsR.dtype) / tokens.num_tokens
         chosen_BsR = self.ranks.local_shard(chosen_BSR)
         loss = _Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
@@ -143,13 +141,11 @@ class Indexer(nn.Module):
         return loss
 
 
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.split(CHUNK, dim=1) for x in tensors), strict=True)
 
 
-def index_scores(
-    q_BcJD: torch.Tensor, k_BRD: torch.Tensor, w_BcJ: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def index_scores(q_BcJD: Tensor, k_BRD: Tensor, w_BcJ: Tensor) -> tuple[Tensor, Tensor]:
     """Return DSA's scores [B, c, R] (DeepSeek-V3.2, equation 1) of c queries for R keys, and those
     of each of J index heads [B, c, J, R]."""
     # One product for all queries of a row; a product per query would copy the keys each time.
@@ -158,9 +154,7 @@ def index_scores(
 
 
 @torch.no_grad()
-def attention_shares(
-    q_BSND: torch.Tensor, k_BRND: torch.Tensor, mask_BSR: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: float) -> Tensor:
     """Return attention's probabilities summed over heads: [B, S, R] in at least float32."""
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
     k_BNRD = k_BRND.transpose(1, 2)
@@ -182,7 +176,7 @@ class _Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BsJD, k_BRD, w_BsJ, target_BsR, chosen_BsR, weight_Bs) -> torch.Tensor:
+    def forward(ctx, q_BsJD, k_BRD, w_BsJ, target_BsR, chosen_BsR, weight_Bs):
         total = weight_Bs.new_zeros(())
         grads_q, grads_w = [], []
         grad_k = torch.zeros_like(k_BRD)
@@ -203,5 +197,5 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad):
         return *(grad * saved for saved in ctx.saved_tensors), None, None, None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.kernels.counter_random import bits_at, normal_at, stream_key, uniform_from
@@ -32,14 +32,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> None:
+def fill_normal_(parameter: Tensor, name: str, std: float, seed: int) -> None:
     """Fill this rank's part of ``parameter`` (a tensor or a DTensor) with normal(0, std)."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
         local[block] = (normal_at(index, name, seed) * std).to(local.dtype)
 
 
-def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def indexed_blocks(parameter: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over this rank's part of ``parameter`` (a tensor or a DTensor), some rows at a time.
 
     Yields:
@@ -67,7 +67,7 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
         yield slice(start, stop), first.view(-1, *[1] * (local.dim() - 1)) + within
 
 
-def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
+def index_runs(parameter: Tensor) -> tuple[int, list[tuple[int, int]]]:
     """Describe in a few numbers the indices that ``indexed_blocks`` yields for ``parameter``.
 
     Returns:
@@ -110,7 +110,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
                 last,
                 "zeros" if last in ("bias", "gate_up_proj_bias", "down_proj_bias") else "normal",
             )
-            if isinstance(kind, torch.Tensor):
+            if isinstance(kind, Tensor):
                 local = local_shard(parameter)
                 ranges = zip(global_offset(parameter), local.shape, strict=True)
                 local.copy_(kind[tuple(slice(at, at + size) for at, size in ranges)])
@@ -122,7 +122,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
                 local_shard(parameter).fill_(float(kind == "ones"))
 
 
-def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
+def _fill_log_uniform_(parameter: Tensor, name: str, seed: int) -> None:
     """Fill with logarithms of numbers uniform between 0 and 16 (decay rates of a delta net)."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):

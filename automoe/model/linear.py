@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automoe.comm.local_shard import local_shard
@@ -19,7 +19,7 @@ from automoe.quantize.packed import linear
 Rows = tuple[slice, ...] | None  # ranges of output features; None: all
 
 
-def take_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def take_rows(x: Tensor, rows: Rows) -> Tensor:
     """Return these rows of x, one range after the other."""
     if rows is None:
         return x
@@ -41,19 +41,19 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSI: Tensor) -> Tensor:
         return self.multiply(x_BSI, None if self.bias is None else self.shard(self.bias))
 
-    def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
+    def reduce_scatter(self, x_BSI: Tensor, sequence: Communicator) -> Tensor:
         """Multiply by this rank's input features, sum over ranks, and add the bias once."""
         out_BSO = sequence.reduce_scatter(self.multiply(x_BSI))
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
-    def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x times this rank's weight, plus a bias. Subclasses override this method."""
         return linear(x_BSI, self.shard(self.weight), bias_O)
 
-    def shard(self, parameter: torch.Tensor) -> torch.Tensor:
+    def shard(self, parameter: Tensor) -> Tensor:
         """Return the output features of weight or bias that this rank uses."""
         return take_rows(local_shard(parameter), self.rows)
 
@@ -66,14 +66,14 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ids_BS: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, ids_BS, weight_VH):
         ctx.save_for_backward(ids_BS)
         ctx.shape = weight_VH.shape
         return F.embedding(ids_BS, weight_VH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BSH: torch.Tensor):
+    def backward(ctx, grad_BSH):
         (ids_BS,) = ctx.saved_tensors
         wide = torch.promote_types(grad_BSH.dtype, torch.float32)
         grad_VH = grad_BSH.new_zeros(ctx.shape, dtype=wide)
@@ -81,7 +81,7 @@ class _Lookup(torch.autograd.Function):
         return None, grad_VH.to(grad_BSH.dtype)
 
 
-def _lookup(ids_BS: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+def _lookup(ids_BS: Tensor, weight_VH: Tensor) -> Tensor:
     narrow = weight_VH.dtype in (torch.bfloat16, torch.float16)
     lookup = _Lookup.apply if narrow and weight_VH.device.type == "cpu" else F.embedding
     return lookup(ids_BS, weight_VH)
@@ -99,7 +99,7 @@ class Embedding(nn.Module):
         self.vocab_size = vocab_size
         self.first_id = first_id
 
-    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_BS: Tensor) -> Tensor:
         """Return this rank's term [B, S, H] of the sum over ranks, for token ids (int64)."""
         weight_VH = local_shard(self.weight)
         if weight_VH.shape[0] == self.vocab_size:

@@ -14,27 +14,28 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.errors import import_backend
 
-NO_TOKEN = -1  # marks a next token whose logits are NaN
+NAN_TOKEN = -1  # marks a next token whose logits are NaN
 # A function with the signature of ``chunk_loss``.
-ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+ChunkLoss = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def chunk_loss(
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    labels_T: torch.Tensor,
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
     first_id: int,
     vocab: Communicator,
     wanted: bool,
-    hits: torch.Tensor | None = None,
+    hits: Tensor | None = None,
     in_kernels: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the sum of a chunk's losses and, if ``wanted``, its gradient with respect to logits.
 
     The gradient [T, V] has the dtype of x. ``in_kernels`` is ``kernels.loss=triton``. Other
@@ -75,14 +76,12 @@ def chunk_loss(
     return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
 
 
-def _chunks(x_TH: torch.Tensor) -> Iterator[slice]:
+def _chunks(x_TH: Tensor) -> Iterator[slice]:
     step = chunk_tokens(*x_TH.shape)
     return (slice(start, start + step) for start in range(0, len(x_TH), step))
 
 
-def _targets(
-    labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each token, as tensors [T, 1], three facts about its label.
 
     These are whether the token is trained, the row of the label in this rank's weight, and whether
@@ -96,12 +95,22 @@ def _targets(
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
 
 
+def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
+    """Return memory for the gradients of x and of the weight; None for those that nobody needs.
+
+    Many chunks are added to the weight's gradient, so it is wide for any dtype of the weight.
+    """
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grad_x_TH = torch.empty_like(x_TH) if needs_x else None
+    return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+
+
 def _add_gradients(
-    grad_TV: torch.Tensor,
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    grad_x_TH: torch.Tensor | None,
-    grad_weight_VH: torch.Tensor | None,
+    grad_TV: Tensor,
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    grad_x_TH: Tensor | None,
+    grad_weight_VH: Tensor | None,
     chunk: slice,
 ) -> None:
     """Fill the part of x's gradient that belongs to the tokens ``chunk``, and add to the weight's."""
@@ -114,7 +123,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return the ``ChunkLoss`` that ``kernels.loss`` names.
+    """Return the function that computes the loss of a chunk of tokens by ``kernel``: torch or triton.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.
@@ -142,15 +151,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab: Communicator,
         chunk_fn: ChunkLoss,
         hits,
-    ) -> torch.Tensor:
+    ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=wide, device=x_TH.device)
-        grad_x_TH = torch.empty_like(x_TH) if needs_x else None
-        # Many chunks are added up, so the sum is kept wide for any dtype of the weight.
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+        grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, wide)
         more = () if hits is None else (hits,)
-        wanted = needs_x or needs_weight
+        wanted = any(ctx.needs_input_grad[:2])
         for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
                 x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, *more
@@ -164,7 +170,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_total: torch.Tensor):
+    def backward(ctx, grad_total):
         scaled = (
             None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
         )
@@ -172,14 +178,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_sum(
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    labels_T: torch.Tensor,
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
     chunk_fn: ChunkLoss = chunk_loss,
-    hits: torch.Tensor | None = None,
-) -> torch.Tensor:
+    hits: Tensor | None = None,
+) -> Tensor:
     """Return the sum over trained tokens of -log softmax(x @ weight.T)[label].
 
     Args:
@@ -247,13 +253,9 @@ class _TokenScores(torch.autograd.Function):
         return loss_T, entropy_T if wants_entropy else None, scored_TK
 
     @staticmethod
-    def backward(ctx, grad_T: torch.Tensor, grad_entropy_T, grad_scored_TK):
+    def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x_TH = torch.empty_like(x_TH) if needs_x else None
-        grad_weight_VH = (
-            torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
-        )
+        grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
         temperature_T, _ = ctx.sampled_by
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
@@ -286,8 +288,8 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _sampler_logits(
-    ctx, x_TH: torch.Tensor, weight_VH: torch.Tensor, chunk: slice
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ctx, x_TH: Tensor, weight_VH: Tensor, chunk: slice
+) -> tuple[Tensor, Tensor | None]:
     """Return a chunk's logits as a sampler has them, and which ids are left [T, V]; None: all."""
     temperature_T, candidates_TN = ctx.sampled_by
     logits_TV = x_TH[chunk] @ weight_VH.T
@@ -316,23 +318,23 @@ class TokenScores(NamedTuple):
         scored_TK: log p of further ids; None: none are given.
     """
 
-    nll_T: torch.Tensor
-    entropy_T: torch.Tensor | None
-    scored_TK: torch.Tensor | None
+    nll_T: Tensor
+    entropy_T: Tensor | None
+    scored_TK: Tensor | None
 
 
 def token_scores(
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    labels_T: torch.Tensor,
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
-    temperature_T: torch.Tensor | None = None,
-    candidates_TN: torch.Tensor | None = None,
-    scored_ids_TK: torch.Tensor | None = None,
+    temperature_T: Tensor | None = None,
+    candidates_TN: Tensor | None = None,
+    scored_ids_TK: Tensor | None = None,
     wants_entropy: bool = False,
 ) -> TokenScores:
-    """Return what losses of single tokens are made of, with p = softmax(x @ weight.T / temperature).
+    """Return log p(label) of each token, and its entropy, for p = softmax(x @ weight.T / temperature).
 
     The first five arguments are those of ``cross_entropy_sum``. The backward recomputes logits, so
     a step computes four products with the head instead of three.
@@ -342,30 +344,17 @@ def token_scores(
             normalised; a token with -1 alone has all ids.
         scored_ids_TK: further ids whose log-probabilities are wanted.
     """
-    return TokenScores(
-        *_TokenScores.apply(
-            x_TH,
-            weight_VH,
-            labels_T,
-            first_id,
-            vocab,
-            temperature_T,
-            candidates_TN,
-            scored_ids_TK,
-            wants_entropy,
-        )
-    )
+    head = x_TH, weight_VH, labels_T, first_id, vocab
+    sampler = temperature_T, candidates_TN, scored_ids_TK
+    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy))
 
 
 def greedy_tokens(
-    x_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    first_id: int = 0,
-    vocab: Communicator = SINGLE_RANK,
-) -> torch.Tensor:
+    x_NH: Tensor, weight_VH: Tensor, first_id: int = 0, vocab: Communicator = SINGLE_RANK
+) -> Tensor:
     """Return the likeliest next token of each position: [N].
 
-    Of equally likely tokens the first is returned, and ``NO_TOKEN`` for NaN. Arguments are those of
+    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN. Arguments are those of
     ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
@@ -377,7 +366,7 @@ def greedy_tokens(
     last = torch.iinfo(torch.int64).max
     first_N1 = torch.where(best_N1 == vocab.all_reduce_max(best_N1), place_N1 + first_id, last)
     tokens_N1 = -vocab.all_reduce_max(-first_N1)
-    return tokens_N1.masked_fill(is_nan_N1, NO_TOKEN).squeeze(1)
+    return tokens_N1.masked_fill(is_nan_N1, NAN_TOKEN).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -398,16 +387,16 @@ class LossInputs:
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
     """
 
-    labels: torch.Tensor
-    doc_ids: torch.Tensor | None
+    labels: Tensor
+    doc_ids: Tensor | None
     counts: TokenCounts
     context: Communicator = SINGLE_RANK
-    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    reported: dict[str, torch.Tensor] = field(default_factory=dict)
-    entropy: torch.Tensor | None = None
-    scored: torch.Tensor | None = None
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    reported: dict[str, Tensor] = field(default_factory=dict)
+    entropy: Tensor | None = None
+    scored: Tensor | None = None
 
-    def sum_by_document(self, x_BS: torch.Tensor, num_documents: int | None = None) -> torch.Tensor:
+    def sum_by_document(self, x_BS: Tensor, num_documents: int | None = None) -> Tensor:
         """Sum x over each document of a row, on all ranks of ``context``: [B, D], differentiable.
 
         Every rank of ``context`` has the same sums, so a loss computed from the sums counts once
@@ -422,11 +411,11 @@ class LossInputs:
         sums = x_BS.new_zeros(len(x_BS), num_documents + 1).scatter_add(1, within, x_BS)
         return self.context.sum(sums[:, :-1])
 
-    def share(self, loss: torch.Tensor) -> torch.Tensor:
+    def share(self, loss: Tensor) -> Tensor:
         """Return this rank's share of a number that is equal on all ranks of ``context``."""
         return loss / self.context.num_ranks
 
-    def report(self, name: str, share: torch.Tensor) -> None:
+    def report(self, name: str, share: Tensor) -> None:
         """Add this rank's share of a number to the step's record; ``metrics`` lists the name."""
         self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
 
@@ -435,4 +424,4 @@ class LossInputs:
 # ranks and micro-batches is the loss. It may have two attributes: ``metrics``, the names that it
 # reports, and ``mean_over="documents"`` if it is a mean over documents and not over tokens (the
 # validation loss then is a mean over documents, too).
-Loss = Callable[[torch.Tensor, LossInputs], torch.Tensor]
+Loss = Callable[[Tensor, LossInputs], Tensor]

@@ -9,18 +9,20 @@ Letters: B rows, S positions, s positions of this rank between two blocks, H hid
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from automoe.comm.tokens import IGNORE, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.model.attention import AttentionContext
+from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
 from automoe.model.linear import Linear
 
 MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # followed by ".k" for depth k
-NO_TOKEN = -1  # in shifted tokens: the document has ended
+ENDED = -1  # in shifted tokens: the document has ended
 
 
 class MTPBlock(Block):
@@ -34,14 +36,13 @@ class MTPBlock(Block):
     ) -> None:
         super().__init__(config, moe, layer, backend)
         hidden = config.hidden_size
-        of_norm = hidden, config.norm_eps, config.zero_centered_norms
-        self.enorm = backend.norm(*of_norm)
-        self.hnorm = backend.norm(*of_norm)
+        norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = Linear(2 * hidden, hidden)
-        self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
+        self.shared_head = torch.nn.ModuleDict({"norm": norm()})
 
     def run(  # type: ignore[override]
-        self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens, embedded_BsH: Tensor
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, embedded_BsH: Tensor
     ) -> Tensor:
         """Return the head's input [B, s, H] at this depth; x is its input at the previous depth.
 
@@ -50,7 +51,7 @@ class MTPBlock(Block):
             embedded_BsH: embeddings of the tokens that this depth is given.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
-        x_BsH = super().run(self.eh_proj(joined), context, tokens)
+        x_BsH = super().run(self.eh_proj(joined), setup, tokens)
         return self.shared_head["norm"](x_BsH).clone()  # a view could lose FSDP's hooks
 
 
@@ -60,7 +61,7 @@ def shift_rows(
     """Return the tokens that every depth is given, and its labels: [B, S, D] each.
 
     Depth k is given the token k places later and has the label of that place if the place belongs
-    to the same document; else ``NO_TOKEN`` and ``IGNORE``.
+    to the same document; else ``ENDED`` and ``IGNORE``.
 
     Args:
         tokens_BS, labels_BS: whole rows.
@@ -72,6 +73,6 @@ def shift_rows(
     same = (doc_ids_BS[:, later] == doc_ids_BS.unsqueeze(2)) & (doc_ids_BS >= 0).unsqueeze(2)
     same &= place < size
     return (
-        torch.where(same, tokens_BS[:, later], NO_TOKEN),
+        torch.where(same, tokens_BS[:, later], ENDED),
         torch.where(same, labels_BS[:, later], IGNORE),
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automoe.comm.process_groups import Communicator
@@ -27,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx, x_TD, weight_D, eps: float):
         out_TD = torch.empty_like(x_TD)
         scales_T1 = weight_D.new_empty(x_TD.shape[0], 1)
         for block in row_blocks(*x_TD.shape, x_TD.device):
@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_TD: torch.Tensor):
+    def backward(ctx, grad_TD):
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         grad_x_TD = torch.empty_like(x_TD)
         grad_weight_D = torch.zeros_like(weight_D)
@@ -67,7 +67,7 @@ class _TritonRMSNorm(torch.autograd.Function):
     """RMSNorm on CUDA, in kernels that read and write each number once (``kernels.norm``)."""
 
     @staticmethod
-    def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx, x_TD, weight_D, eps: float):
         from automoe.kernels.norm import norm_rows
 
         if isinstance(x_TD, AsyncTensor):  # a kernel reads by pointer, so it must have arrived
@@ -80,7 +80,7 @@ class _TritonRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_TD: torch.Tensor):
+    def backward(ctx, grad_TD):
         from automoe.kernels.norm import norm_grads
 
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
@@ -100,7 +100,7 @@ class RMSNorm(nn.Module):
         self.zero_centered = zero_centered
         self.first_values = {"weight": "zeros" if zero_centered else "ones"}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # promote_types keeps float64 runs in float64; .float() would not.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(wide)
@@ -122,11 +122,9 @@ class _NormOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights: torch.Tensor):
-        xs, weights = (
-            rows_and_weights[: len(rows_and_weights) // 2],
-            rows_and_weights[len(rows_and_weights) // 2 :],
-        )
+    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights):
+        count = len(rows_and_weights) // 2
+        xs, weights = rows_and_weights[:count], rows_and_weights[count:]
         wide = weights[0].dtype
         squares = [x.to(wide).square().sum(-1, keepdim=True) for x in xs]
         totals = ranks.all_reduce(torch.cat(squares, dim=-1)).split(1, dim=-1)
@@ -143,7 +141,7 @@ class _NormOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx, *grads):
         count = len(grads)
         saved = ctx.saved_tensors
         xs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
@@ -161,11 +159,8 @@ class _NormOverRanks(torch.autograd.Function):
 
 
 def norm_over_ranks(
-    norms: Sequence[RMSNorm],
-    inputs: Sequence[torch.Tensor],
-    rows: Sequence[Rows],
-    ranks: Communicator,
-) -> tuple[torch.Tensor, ...]:
+    norms: Sequence[RMSNorm], inputs: Sequence[Tensor], rows: Sequence[Rows], ranks: Communicator
+) -> tuple[Tensor, ...]:
     """Apply norms over features that are sharded over ranks, with one all-reduce for all norms.
 
     Args:

@@ -34,132 +34,130 @@ from automoe.model.param_spec import PARTS, Param, ParamSpec
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
-def _linear(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    """Return the row of a matrix that may get an adapter and is multiplied in 8 bits."""
-    return ParamSpec(f"{name}.weight", shape, place, fp8=True, lora=name, **facts)
+# What a row's kind says of it. Colwise: a tp rank has some output features; rowwise: some input
+# features, and outputs are summed. Experts are stacked, and dim 2 is an expert's width.
+_KINDS: dict[str, dict[str, Any]] = {
+    "matrix": {},
+    "linear": {"fp8": True},
+    "colwise": {"fp8": True, "tp": 0},
+    "rowwise": {"fp8": True, "tp": 1},
+    "experts": {"fp8": True, "etp": 2},
+    "conv": {"kind": "conv"},
+    "vector": {"kind": "vector"},
+    "norm": {"kind": "norm"},
+    "buffer": {"kind": "buffer"},
+}
 
 
-def _colwise(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    """Return the row of a matrix of which a tp rank has some output features."""
-    return _linear(name, shape, place, tp=0, **facts)
+def _rows(table: str) -> tuple[ParamSpec, ...]:
+    """Return the rows of a table with the columns name, shape, place, kind and further facts.
+
+    Facts are ``KEY=VALUE``; ``unless`` is a negated ``when``. ``hf`` has its keys parted by commas,
+    and EXPERT in it stands for one expert's. Linear, colwise and rowwise matrices may get adapters,
+    named as their layer.
+    """
+    specs = []
+    for row in table.strip().splitlines():
+        name, shape, place, facts = (cell.strip() for cell in row.split("|"))
+        kind, *more = facts.split()
+        columns = _KINDS[kind] | dict(fact.split("=") for fact in more)
+        for axis in {"tp", "etp", "fsdp"} & columns.keys():
+            columns[axis] = int(columns[axis])
+        if "unless" in columns:
+            columns["when"] = f"not {columns.pop('unless')}"
+        if "hf" in columns:
+            hf = columns["hf"].replace("EXPERT", "mlp.experts.{expert}")
+            columns["hf"] = hf.replace(",", " ")
+        if kind in ("linear", "colwise", "rowwise"):
+            columns["lora"] = name.removesuffix(".weight")
+        specs.append(ParamSpec(name, shape, int(place), **columns))
+    return tuple(specs)
 
 
-def _rowwise(name: str, shape: str, place: int) -> ParamSpec:
-    """Return the row of a matrix of which a tp rank has some input features; outputs are summed."""
-    return _linear(name, shape, place, tp=1)
-
-
-def _vector(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    return ParamSpec(name, shape, place, "vector", **facts)
-
-
-def _norm(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    return ParamSpec(f"{name}.weight", shape, place, "norm", **facts)
-
-
-def _experts(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    """Return the row of a layer's stacked expert matrices; dim 2 is an expert's width."""
-    return ParamSpec(name, shape, place, etp=2, fp8=True, **facts)
-
-
-def _expert_bias(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    return _vector(name, shape, place, when="biased_experts", **facts)
-
-
-_SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
-_EXPERT = "mlp.experts.{expert}"
-_NORMS = (_norm("input_layernorm", "H", 0), _norm("post_attention_layernorm", "H", 6))
-_GQA = (
-    _colwise("q_proj", "Q*D H", 1),
-    _colwise("k_proj", "G*D H", 1),
-    _colwise("v_proj", "G*D H", 1),
-    _rowwise("o_proj", "H N*D", 5),
-    _vector("q_proj.bias", "N*D", 1, tp=0, when="attention.qkv_bias"),
-    _vector("k_proj.bias", "G*D", 1, tp=0, when="attention.qkv_bias"),
-    _vector("v_proj.bias", "G*D", 1, tp=0, when="attention.qkv_bias"),
-    _vector("o_proj.bias", "H", 5, when="attention.o_bias"),
-    _vector("sinks", "N", 3, tp=0, when="attention.sinks"),
-    # Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
-    _norm("q_norm", "Yq", 2, when="attention.qk_norm"),
-    _norm("k_norm", "Yk", 2, when="attention.qk_norm"),
-)
-_MLA = (
-    _colwise("q_proj", "N*P H", 1, when="not attention.q_lora_rank"),
-    _linear("q_a_proj", "Rq H", 1, when="attention.q_lora_rank"),
-    _norm("q_a_layernorm", "Rq", 2, when="attention.q_lora_rank"),
-    _colwise("q_b_proj", "N*P Rq", 3, when="attention.q_lora_rank"),
-    _linear("kv_a_proj_with_mqa", "Rkv+T H", 1),
-    _norm("kv_a_layernorm", "Rkv", 2),
-    _colwise("kv_b_proj", "N*C+N*W Rkv", 3),
-    _rowwise("o_proj", "H N*W", 5),
-)
+_NORMS = _rows("""
+input_layernorm.weight          | H | 0 | norm
+post_attention_layernorm.weight | H | 6 | norm
+""")
+# Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
+_GQA = _rows("""
+q_proj.weight | Q*D H | 1 | colwise
+k_proj.weight | G*D H | 1 | colwise
+v_proj.weight | G*D H | 1 | colwise
+o_proj.weight | H N*D | 5 | rowwise
+q_proj.bias   | N*D   | 1 | vector tp=0 when=attention.qkv_bias
+k_proj.bias   | G*D   | 1 | vector tp=0 when=attention.qkv_bias
+v_proj.bias   | G*D   | 1 | vector tp=0 when=attention.qkv_bias
+o_proj.bias   | H     | 5 | vector when=attention.o_bias
+sinks         | N     | 3 | vector tp=0 when=attention.sinks
+q_norm.weight | Yq    | 2 | norm when=attention.qk_norm
+k_norm.weight | Yk    | 2 | norm when=attention.qk_norm
+""")
+_MLA = _rows("""
+q_proj.weight             | N*P H       | 1 | colwise unless=attention.q_lora_rank
+q_a_proj.weight           | Rq H        | 1 | linear when=attention.q_lora_rank
+q_a_layernorm.weight      | Rq          | 2 | norm when=attention.q_lora_rank
+q_b_proj.weight           | N*P Rq      | 3 | colwise when=attention.q_lora_rank
+kv_a_proj_with_mqa.weight | Rkv+T H     | 1 | linear
+kv_a_layernorm.weight     | Rkv         | 2 | norm
+kv_b_proj.weight          | N*C+N*W Rkv | 3 | colwise
+o_proj.weight             | H N*W       | 5 | rowwise
+""")
 # Replicated over tp: each rank computes its own positions. They have neither adapters nor 8 bits.
-_INDEXER = (
-    ParamSpec("wq_b.weight", "J*Dj Rq", 3, detached=True),
-    ParamSpec("wk.weight", "Dj H", 1, detached=True),
-    _norm("k_norm", "Dj", 2, detached=True),
-    _vector("k_norm.bias", "Dj", 2, detached=True),
-    ParamSpec("weights_proj.weight", "J H", 1, detached=True),
+_INDEXER = tuple(
+    replace(spec, detached=True)
+    for spec in _rows("""
+wq_b.weight         | J*Dj Rq | 3 | matrix
+wk.weight           | Dj H    | 1 | matrix
+k_norm.weight       | Dj      | 2 | norm
+k_norm.bias         | Dj      | 2 | vector
+weights_proj.weight | J H     | 1 | matrix
+""")
 )
-_SPLIT = "attention.linear_split_projections"
-_DELTA_NET = (
-    _colwise("in_proj_qkvz", "2*Nk*Dk+2*Nv*Dv H", 1, when=f"not {_SPLIT}"),
-    # one number per head, so neither an adapter nor 8 bits
-    ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0, when=f"not {_SPLIT}"),
-    # rows of a tp rank's heads lie in three places, so it keeps the matrix whole
-    _linear("in_proj_qkv", "2*Nk*Dk+Nv*Dv H", 1, when=_SPLIT),
-    _colwise("in_proj_z", "Nv*Dv H", 1, when=_SPLIT),
-    ParamSpec("in_proj_b.weight", "Nv H", 1, tp=0, when=_SPLIT),
-    ParamSpec("in_proj_a.weight", "Nv H", 1, tp=0, when=_SPLIT),
-    ParamSpec("conv1d.weight", "2*Nk*Dk+Nv*Dv 1 K", 2, "conv"),
-    _vector("dt_bias", "Nv", 2, tp=0),
-    _vector("A_log", "Nv", 2, tp=0),
-    _norm("norm", "Dv", 4),
-    _rowwise("out_proj", "H Nv*Dv", 5),
-)
-_DENSE_FFN = (
-    _colwise("gate_proj", "F H", 7),
-    _colwise("up_proj", "F H", 7),
-    _rowwise("down_proj", "H F", 8),
-)
-_ROUTER = (
-    ParamSpec("weight", "E H", 7, hf="mlp.gate.weight"),
-    ParamSpec("expert_bias", "E", 7, "buffer", hf=_SELECTION_BIAS, when="router.expert_bias"),
-    _vector("bias", "E", 7, hf="mlp.gate.bias", when="router.logit_bias"),
-)
-_EXPERTS = (
-    _experts(
-        "gate_up_proj",
-        "E 2 I H",
-        7,
-        fsdp=2,
-        lora="gate_up_proj",
-        hf=f"{_EXPERT}.gate_proj.weight {_EXPERT}.up_proj.weight",
-    ),
-    _experts("down_proj", "E H I", 8, fsdp=1, lora="down_proj", hf=f"{_EXPERT}.down_proj.weight"),
-    _expert_bias(
-        "gate_up_proj_bias", "E 2 I", 7, etp=2, fsdp=2, hf="mlp.experts.gate_up_proj_bias"
-    ),
-    _expert_bias("down_proj_bias", "E H", 8, etp=1, fsdp=1, hf="mlp.experts.down_proj_bias"),
-)
-_MTP = (
-    _norm("enorm", "H", 0),
-    _norm("hnorm", "H", 0),
-    ParamSpec("eh_proj.weight", "H 2*H", 0),  # replicated over tp; no adapter, not in 8 bits
-    _norm("shared_head.norm", "H", 8),
-)
-_SHARED_EXPERTS = (
-    _colwise("gate_proj", "S H", 7),
-    _colwise("up_proj", "S H", 7),
-    _rowwise("down_proj", "H S", 8),
-    ParamSpec(  # one number per token: no adapter, not in 8 bits
-        "output_gate.weight",
-        "1 H",
-        7,
-        hf="mlp.shared_expert_gate.weight",
-        when="shared_expert_gate",
-    ),
-)
+# A row of in_proj_ba is one number per head: neither an adapter nor 8 bits. Rows of a tp rank's heads
+# lie in three places of in_proj_qkv, so the rank keeps the matrix whole.
+_DELTA_NET = _rows("""
+in_proj_qkvz.weight | 2*Nk*Dk+2*Nv*Dv H | 1 | colwise unless=attention.linear_split_projections
+in_proj_ba.weight   | 2*Nv H            | 1 | matrix tp=0 unless=attention.linear_split_projections
+in_proj_qkv.weight  | 2*Nk*Dk+Nv*Dv H   | 1 | linear when=attention.linear_split_projections
+in_proj_z.weight    | Nv*Dv H           | 1 | colwise when=attention.linear_split_projections
+in_proj_b.weight    | Nv H              | 1 | matrix tp=0 when=attention.linear_split_projections
+in_proj_a.weight    | Nv H              | 1 | matrix tp=0 when=attention.linear_split_projections
+conv1d.weight       | 2*Nk*Dk+Nv*Dv 1 K | 2 | conv
+dt_bias             | Nv                | 2 | vector tp=0
+A_log               | Nv                | 2 | vector tp=0
+norm.weight         | Dv                | 4 | norm
+out_proj.weight     | H Nv*Dv           | 5 | rowwise
+""")
+_DENSE_FFN = _rows("""
+gate_proj.weight | F H | 7 | colwise
+up_proj.weight   | F H | 7 | colwise
+down_proj.weight | H F | 8 | rowwise
+""")
+_ROUTER = _rows("""
+weight      | E H | 7 | matrix hf=mlp.gate.weight
+expert_bias | E   | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
+bias        | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
+""")
+_EXPERTS = _rows("""
+gate_up_proj      | E 2 I H | 7 | experts fsdp=2 lora=gate_up_proj hf=EXPERT.gate_proj.weight,EXPERT.up_proj.weight
+down_proj         | E H I   | 8 | experts fsdp=1 lora=down_proj hf=EXPERT.down_proj.weight
+gate_up_proj_bias | E 2 I   | 7 | vector etp=2 fsdp=2 when=biased_experts hf=mlp.experts.gate_up_proj_bias
+down_proj_bias    | E H     | 8 | vector etp=1 fsdp=1 when=biased_experts hf=mlp.experts.down_proj_bias
+""")
+# eh_proj is replicated over tp, and has neither an adapter nor 8 bits
+_MTP = _rows("""
+enorm.weight            | H     | 0 | norm
+hnorm.weight            | H     | 0 | norm
+eh_proj.weight          | H 2*H | 0 | matrix
+shared_head.norm.weight | H     | 8 | norm
+""")
+# the output gate has one number per token: no adapter, not in 8 bits
+_SHARED_EXPERTS = _rows("""
+gate_proj.weight   | S H | 7 | colwise
+up_proj.weight     | S H | 7 | colwise
+down_proj.weight   | H S | 8 | rowwise
+output_gate.weight | 1 H | 7 | matrix hf=mlp.shared_expert_gate.weight when=shared_expert_gate
+""")
 
 
 @dataclass(frozen=True)

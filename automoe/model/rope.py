@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import AttentionConfig, RopeConfig
@@ -31,16 +32,21 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def inverse_frequencies(
-    config: RopeConfig, dim: int, device: torch.device
-) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[Tensor, float]:
     """Return float32 inverse frequencies [P], and the factor that multiplies cos and sin."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
     if config.scaling == "none":
         return 1.0 / base, 1.0
     if config.scaling == "llama3":
-        return _llama3_frequencies(config, 1.0 / base), 1.0
+        # Dims that turn less than ``low_freq_factor`` times over the original context are stretched
+        # by ``factor``, those that turn more than ``high_freq_factor`` times stay, and dims between
+        # are mixed linearly.
+        inverse = 1.0 / base
+        turns = config.original_seq_len * inverse / (2 * math.pi)
+        low, high = config.low_freq_factor, config.high_freq_factor
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - share) * inverse / config.factor + share * inverse, 1.0
 
     def dim_with_rotations(rotations: float) -> float:
         return (
@@ -72,20 +78,6 @@ def inverse_frequencies(
     return inverse, scale
 
 
-def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Scale inverse frequencies as Llama 3.1.
-
-    Dims that turn less than ``low_freq_factor`` times over the original context are stretched by
-    ``factor``, dims that turn more than ``high_freq_factor`` times stay, and dims between are mixed
-    linearly.
-    """
-    turns = config.original_seq_len * inverse / (2 * math.pi)
-    low = config.low_freq_factor
-    high = config.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - share) * inverse / config.factor + share * inverse
-
-
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
     """Return 1/sqrt(d), times the squared temperature of DeepSeek's mscale_all_dim if it is set."""
     scale = qk_head_dim**-0.5
@@ -95,23 +87,20 @@ def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
 
 
 def rotary_cos_sin(
-    config: RopeConfig, dim: int, positions_BS: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    config: RopeConfig, dim: int, positions_BS: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [B, S, 1, P] each; ``dim`` is R."""
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
-    return (angles_BSP.cos() * scale).to(dtype)[:, :, None], (angles_BSP.sin() * scale).to(dtype)[
-        :, :, None
-    ]
+    cos, sin = ((x * scale).to(dtype)[:, :, None] for x in (angles_BSP.cos(), angles_BSP.sin()))
+    return cos, sin
 
 
 class _Rotation(torch.autograd.Function):
     """Autograd function of ``rotate``; its backward rotates by minus the angle, in x's layout."""
 
     @staticmethod
-    def forward(
-        ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., Tensor]):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.start = start
@@ -120,27 +109,15 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return (
-            ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_x = ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True)
+        return grad_x, *(None,) * 5
 
 
 def turn_dims(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: int,
-    from_pairs: bool,
-    to_pairs: bool,
-    back: bool,
-) -> torch.Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
+) -> Tensor:
     """Return a copy of x with R dims, from ``start`` on, rotated, by minus the angles if ``back``.
 
     Input and output each have a layout of their own: pairs (2i, 2i+1) or halves (i, i + P).
@@ -157,23 +134,23 @@ def turn_dims(
     return out
 
 
-def _thirds(x: torch.Tensor, start: int, cos: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _thirds(x: Tensor, start: int, cos: Tensor) -> tuple[Tensor, ...]:
     """Split the last dim into the dims before the rotary ones, these, and the dims after them."""
     return x.tensor_split((start, start + 2 * cos.shape[-1]), dim=-1)
 
 
-def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
     return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
 
 
 def rotate(
-    x_BSND: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x_BSND: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     interleaved: bool,
     start: int = 0,
-    turn: Callable[..., torch.Tensor] = turn_dims,
-) -> torch.Tensor:
+    turn: Callable[..., Tensor] = turn_dims,
+) -> Tensor:
     """Rotate R dims of x, from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + P).
 
     The result is always laid out in halves. Queries and keys are permuted alike, so their products
@@ -189,9 +166,7 @@ def rotate(
     return _Rotation.apply(x_BSND, cos, sin, interleaved, start, turn)
 
 
-def join_keys(
-    kv_BSND: torch.Tensor, k_rope_BSR: torch.Tensor, nope_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
     """Return MLA's keys and values; each key joins the head's own dims and the shared rotary dims.
 
     Args:
@@ -214,10 +189,8 @@ class Rope:
         angle_dtype: dtype of cos and sin; None: the model's dtype.
     """
 
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, int], torch.Tensor] = rotate
-    join_keys: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = (
-        join_keys
-    )
+    rotate: Callable[[Tensor, Tensor, Tensor, bool, int], Tensor] = rotate
+    join_keys: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = join_keys
     angle_dtype: torch.dtype | None = None
 
 

@@ -1,7 +1,7 @@
 """Whole rows from ranks that hold parts of them, by all-gather or by all-to-all (Ulysses).
 
 Each of P ranks holds two of a row's 2 P chunks, one from its head and the mirror chunk from its
-tail (``automoe.parallel.context.head_tail_index``). Letters: B rows, S positions of this rank, R =
+tail (``head_tail_index``). Letters: B rows, S positions of this rank, R =
 P S positions of the whole row, N heads, n = N / P heads of this rank, D any width.
 """
 
@@ -11,19 +11,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from automoe.comm.process_groups import Communicator
 from automoe.comm.tokens import Tokens
 
 
-def gather_row(x_BS: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+def head_tail_index(seq_len: int, cp: int, rank: int) -> Tensor:
+    """Return the row positions [R / cp] of cp rank ``rank``.
+
+    The row is cut into 2 cp chunks, and a rank holds one chunk from the head and its mirror from
+    the tail: under causal attention every rank then has the same number of (query, key) pairs.
+    """
+    chunk = seq_len // (2 * cp)
+    head = torch.arange(rank * chunk, (rank + 1) * chunk)
+    tail = torch.arange((2 * cp - 1 - rank) * chunk, (2 * cp - rank) * chunk)
+    return torch.cat((head, tail))
+
+
+def gather_row(x_BS: Tensor, ranks: Communicator) -> Tensor:
     """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
     if ranks.num_ranks == 1:
         return x_BS
     return _in_row_order(ranks.all_gather(x_BS).split(x_BS.shape[1], dim=1))
 
 
-def _in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _in_row_order(parts: Sequence[Tensor]) -> Tensor:
     """Undo the cut over cp: the ranks' first halves [B, S/2, ...] in order, then their second in reverse."""
     chunks = [chunk for part in parts for chunk in part.chunk(2, dim=1)]
     return torch.cat(chunks[::2] + chunks[::-2], dim=1)
@@ -41,7 +54,7 @@ def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
     return replace(tokens, index=index_R.expand(num_rows, -1), doc_ids=docs_BR)
 
 
-def exchange_heads(ranks: Communicator, *given_BSND: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def exchange_heads(ranks: Communicator, *given_BSND: Tensor) -> tuple[Tensor, ...]:
     """Exchange heads for positions (Ulysses, arXiv 2309.14509): [B, S, N, D] to [B, R, n, D].
 
     The result has positions in the order of the row. One all-to-all sends all tensors, which may
@@ -60,7 +73,7 @@ def exchange_heads(ranks: Communicator, *given_BSND: torch.Tensor) -> tuple[torc
     return row_BRnD.split([parts[0].shape[2] for parts in split], dim=2)
 
 
-def exchange_positions(ranks: Communicator, row_BRnD: torch.Tensor) -> torch.Tensor:
+def exchange_positions(ranks: Communicator, row_BRnD: Tensor) -> Tensor:
     """Undo ``exchange_heads``: [B, R, n, D] of this rank's heads to [B, S, N, D] of all heads."""
     num_ranks = ranks.num_ranks
     if num_ranks == 1:
@@ -70,6 +83,6 @@ def exchange_positions(ranks: Communicator, row_BRnD: torch.Tensor) -> torch.Ten
     return torch.cat(ranks.all_to_all(torch.stack(parts)).unbind(), dim=2)
 
 
-def own_heads(ranks: Communicator, x_N: torch.Tensor) -> torch.Tensor:
+def own_heads(ranks: Communicator, x_N: Tensor) -> Tensor:
     """Return the entries [n] of the heads that ``exchange_heads`` gives to this rank."""
     return x_N if ranks.num_ranks == 1 else x_N.chunk(ranks.num_ranks)[ranks.rank]

@@ -8,11 +8,10 @@ rows, S positions of this rank, E experts, K top-k.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.recompute import counts
 from automoe.comm.tokens import Tokens
-from automoe.moe.recompute import counts
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -23,108 +22,61 @@ class _AttachLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, loss):
         ctx.loss_like = (loss.dtype, loss.device)
         return x.clone()  # a view would lose the hooks that FSDP sets on outputs
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad):
         dtype, device = ctx.loss_like
         return grad, torch.ones((), dtype=dtype, device=device)
 
 
-def attach_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return ``x``, whose backward pass also runs that of ``loss``, with gradient 1."""
     return _AttachLoss.apply(x, loss)
 
 
-def count_choices(
-    topk_ids_BSK: torch.Tensor, valid_BS: torch.Tensor, num_experts: int
-) -> torch.Tensor:
+def choices_by_row(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
     """Return how often each row chose each expert, without padding: [B, E] float64."""
     ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
     counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)
     return counts_BE.scatter_add_(1, topk_ids_BSK.flatten(1), ones_BSK.flatten(1))
 
 
-def sequence_balance_loss(
-    shares_BSE: torch.Tensor,
-    counts_BE: torch.Tensor,
-    tokens: Tokens,
-    pg_collection: ProcessGroupCollection,
-    top_k: int,
-) -> torch.Tensor:
-    """Return the per-row balance loss, rows weighted by their tokens.
-
-    The formula is E * sum_e f_e P_e (DeepSeek-V3, arXiv 2412.19437, eq. 17-20). f_e is counts /
-    (K N), P_e is the mean share of expert e, N is the number of non-padding tokens in the row.
-
-    Args:
-        shares_BSE: scores normalised to sum to one.
-        counts_BE: choices on this rank, without padding.
-        tokens: the micro-batch's per-token tensors.
-        pg_collection: process groups of the ranks that share rows.
-        top_k: experts per token.
-
-    Returns:
-        Scalar: this rank's share of the mean over the global batch, before the coefficient.
-    """
-    row_counts_BE = pg_collection.sum_over_row(counts_BE).to(shares_BSE.dtype)
-    row_tokens_B1 = row_counts_BE.sum(-1, keepdim=True) / top_k
-    fractions_BE = row_counts_BE / (row_tokens_B1 * top_k).clamp_min(1)
-    # P_e divides by N and the row's weight is N / num_tokens, so N cancels.
-    return _balance_loss(fractions_BE, shares_BSE, tokens)
+def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the fraction of choices that each expert received: counts [..., E] to fractions."""
+    counts = counts.to(dtype)
+    return counts / counts.sum(-1, keepdim=True).clamp_min(1)
 
 
-def lagged_balance_loss(
-    shares_BSE: torch.Tensor, fractions_E: torch.Tensor, tokens: Tokens
-) -> torch.Tensor:
-    """Return the balance loss over the whole batch, with the fractions f of the previous step.
+def balance_loss(fractions: Tensor, shares_BSE: Tensor, tokens: Tokens) -> Tensor:
+    """Return a balance loss E * sum over experts of f P: this rank's share of the global batch's mean.
 
-    The fractions of the current batch are known only after its last micro-batch. Those of the
-    previous step are known in time and change slowly. Only the mean shares P are current.
+    P is the mean share of an expert's scores. The losses differ in the tokens that f is of:
+
+        sequence     a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20); P is of the row, too, and rows
+                     weigh as their tokens. P divides by these and the weight multiplies: they cancel.
+        global       the batch of the previous step. Fractions of this batch are known only after its
+                     last micro-batch; those of the step before change slowly.
+        micro-batch  the rows that all data-parallel ranks process at the same time (arXiv 2101.03961,
+                     eq. 4-6). This loss depends on gradient accumulation, that is on which rows share
+                     a micro-batch, and on nothing else of the mesh.
 
     Args:
+        fractions: f, of the batch [E] or of each row [B, E].
         shares_BSE: scores normalised to sum to one.
-        fractions_E: fraction of the previous step's choices that each expert received.
         tokens: the micro-batch's per-token tensors.
 
     Returns:
-        Scalar: this rank's share of the mean over the global batch, before the coefficient.
+        A scalar, before the coefficient.
     """
-    return _balance_loss(fractions_E.to(shares_BSE.dtype), shares_BSE, tokens)
-
-
-def micro_batch_balance_loss(
-    shares_BSE: torch.Tensor,
-    counts_BE: torch.Tensor,
-    tokens: Tokens,
-    pg_collection: ProcessGroupCollection,
-) -> torch.Tensor:
-    """Return the classical balance loss (arXiv 2101.03961, eq. 4-6) over one micro-batch.
-
-    The micro-batch consists of the rows that all data-parallel ranks process at the same time. f
-    and P are computed over these rows together, and micro-batches are weighted by their tokens. The
-    loss therefore depends on gradient accumulation (which rows share a micro-batch), and on nothing
-    else of the mesh. Arguments and result are those of ``sequence_balance_loss``.
-    """
-    total_E = pg_collection.sum_over_data(pg_collection.sum_over_row(counts_BE.sum(0))).to(
-        shares_BSE.dtype
-    )
-    fractions_E = total_E / total_E.sum().clamp_min(1)
-    return _balance_loss(fractions_E, shares_BSE, tokens)
-
-
-def _balance_loss(
-    fractions: torch.Tensor, shares_BSE: torch.Tensor, tokens: Tokens
-) -> torch.Tensor:
-    """Return E * sum f P over the batch's tokens, for fractions of the batch [E] or its rows [B, E]."""
     sums = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
     total = (fractions * sums).sum()
     return fractions.shape[-1] * total / tokens.num_tokens.to(sums.dtype)
 
 
-def z_loss(logits_BSE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+def z_loss(logits_BSE: Tensor, tokens: Tokens) -> Tensor:
     """Return this rank's share of the router z-loss (arXiv 2202.08906, eq. 5), a scalar.
 
     The loss is the mean squared logsumexp of the logits over the global batch's tokens.
@@ -146,7 +98,7 @@ class LoadCounter(nn.Module):
     choices, of repeated choices of an engine, and of those that the router would not make.
     """
 
-    totals: torch.Tensor
+    totals: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -166,11 +118,11 @@ class LoadCounter(nn.Module):
     @torch.no_grad()
     def add(
         self,
-        chosen_BE: torch.Tensor,
-        plain_BE: torch.Tensor,
-        losses: list[torch.Tensor],
-        dropped_BSK: torch.Tensor | None = None,
-        replayed: torch.Tensor | None = None,
+        chosen_BE: Tensor,
+        plain_BE: Tensor,
+        losses: list[Tensor],
+        dropped_BSK: Tensor | None = None,
+        replayed: Tensor | None = None,
     ) -> None:
         """Add one micro-batch to the counters, if the pass counts.
 
@@ -179,7 +131,7 @@ class LoadCounter(nn.Module):
             plain_BE: tokens that plain top-k of the scores would give to each expert.
             losses: one scalar for each of ``LOSSES``.
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
-            replayed: see ``Routing``.
+            replayed: [2] repeated choices of an engine, and those that the router lacks.
         """
         if not counts():
             return
@@ -193,7 +145,7 @@ class LoadCounter(nn.Module):
 
 
 @torch.no_grad()
-def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:
+def update_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     """Update the expert bias in place: b += rate * sign(mean - count) (arXiv 2408.15664, alg. 1).
 
     Args:

@@ -22,6 +22,7 @@ from fractions import Fraction
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
@@ -42,9 +43,7 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
 
-def rank_within_expert(
-    topk_ids_GN: torch.Tensor, num_experts: int, priority_GN: torch.Tensor | None
-) -> torch.Tensor:
+def rank_within_expert(topk_ids_GN: Tensor, num_experts: int, priority_GN: Tensor | None) -> Tensor:
     """Return the place of each choice in the queue of its expert, 0 for the first: [G, N] int64.
 
     Args:
@@ -80,9 +79,7 @@ def rows_per_expert(
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
-def whole_rows(
-    x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection
-) -> torch.Tensor:
+def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
     """Gather x [B, S, ...], at the positions ``index`` of its rows, into whole rows [B, W, ...].
 
     Each rank writes its part into zeros, and an all-reduce sums the parts. The sum is exact and
@@ -99,48 +96,49 @@ def whole_rows(
 
 @torch.no_grad()
 def choose_kept(
-    topk_ids_BSK: torch.Tensor,
-    weights_BSK: torch.Tensor,
+    topk_ids_BSK: Tensor,
+    weights_BSK: Tensor,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
     num_experts: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync."""
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
-    if moe.drop_scope == "rank":
+    of_rank = moe.drop_scope == "rank"
+    if of_rank:
         # Choices queue by position, then by row.
         ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
-        row_size = size
         num_tokens = num_rows * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
         both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
-        ids_GN, weights_GN = whole_rows(both, tokens.index, pg_collection).flatten(1, 2).unbind(-1)
+        joined = join_row_parts(both, tokens.index, pg_collection)
+        ids_GN, weights_GN = joined.flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
-        row_size = num_tokens = size * pg_collection.ranks_per_row
+        num_tokens = size * pg_collection.ranks_per_row
     priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
-    if moe.drop_scope == "rank":
-        fits_BWK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
+    if of_rank:
+        fits_BSK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
     else:
-        fits_BWK = fits_GN.view(num_rows, row_size, top_k)
-    if row_size > size:
-        fits_BWK = fits_BWK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
-    return fits_BWK & (ids_BSK < num_experts)
+        fits_BSK = fits_GN.view(num_rows, num_tokens, top_k)
+        if num_tokens > size:  # only the positions of this rank
+            fits_BSK = fits_BSK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
+    return fits_BSK & (ids_BSK < num_experts)
 
 
 def dispatch_padded(
     dispatcher: Dispatcher,
-    x_TH: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    weights_TK: Tensor,
     experts: Experts,
     num_experts: int,
     capacity: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Dispatch with exactly ``capacity`` rows per expert, and return the result of ``dispatcher``.
 
     No expert may have more than ``capacity`` choices; a choice with the id E is dropped. Each slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 
 class ExpertWeights(NamedTuple):
@@ -19,10 +19,10 @@ class ExpertWeights(NamedTuple):
         down_proj_bias: [E, H], added to the output before the routing weight multiplies it.
     """
 
-    gate_up_proj: torch.Tensor
-    down_proj: torch.Tensor
-    gate_up_proj_bias: torch.Tensor | None = None
-    down_proj_bias: torch.Tensor | None = None
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_proj_bias: Tensor | None = None
+    down_proj_bias: Tensor | None = None
 
     def joined(self) -> ExpertWeights:
         """Return the same weights with gate and up in one dim J = 2I: [E, J, H] and [E, J]."""

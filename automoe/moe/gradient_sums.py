@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automoe.comm.local_shard import local_shard
@@ -35,7 +35,7 @@ class GradientSums:
         self.experts = experts
         self.later = later
 
-    def find(self, name: str) -> torch.Tensor | None:
+    def find(self, name: str) -> Tensor | None:
         """Return this rank's sum for the matrix ``name``, zeros at first; None if frozen."""
         parameter = getattr(self.experts, name)
         if not parameter.requires_grad:
@@ -52,9 +52,9 @@ class GradientSums:
     def add(
         self,
         name: str,
-        grad_RN: torch.Tensor,
-        x_TK: torch.Tensor,
-        gather_idx_R: torch.Tensor | None,
+        grad_RN: Tensor,
+        x_TK: Tensor,
+        gather_idx_R: Tensor | None,
         ends: Ends,
         travels: bool,
     ) -> None:
@@ -83,7 +83,7 @@ class GradientSums:
             start = end
 
 
-def add_product(sum_NK: torch.Tensor, grad_RN: torch.Tensor, x_RK: torch.Tensor) -> None:
+def add_product(sum_NK: Tensor, grad_RN: Tensor, x_RK: Tensor) -> None:
     """Add grad.T @ x to ``sum``, without rounding the product to the dtype of its operands."""
     if sum_NK.dtype == grad_RN.dtype:
         sum_NK.addmm_(grad_RN.T, x_RK)
@@ -93,7 +93,7 @@ def add_product(sum_NK: torch.Tensor, grad_RN: torch.Tensor, x_RK: torch.Tensor)
         sum_NK.addmm_(grad_RN.T.to(sum_NK.dtype), x_RK.to(sum_NK.dtype))
 
 
-def read_later(offsets_E: torch.Tensor) -> Ends:
+def read_later(offsets_E: Tensor) -> Ends:
     """Start a copy of ``offsets`` to the host; return a function that waits for it and returns it.
 
     By the backward pass the copy has long finished.

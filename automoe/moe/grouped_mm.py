@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from automoe.kernels.activation import SWIGLU, Activation, activation_gradients
@@ -15,7 +16,7 @@ from automoe.kernels.row_sums import sum_rows
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.gradient_sums import GradientSums, read_later
 
-Scales = torch.Tensor | None
+Scales = Tensor | None
 
 
 class GroupedProducts:
@@ -27,46 +28,27 @@ class GroupedProducts:
     computes them too; the products are not collective.
     """
 
-    def scales(
-        self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor
-    ) -> tuple[Scales, Scales]:
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
         """Return the scales of the rows and of the weight."""
         return None, None
 
-    def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
+    def grad_scales(self, grad_RN, offsets_E) -> Scales:
         """Return the scales of the output's gradient."""
         return None
 
-    def output(
-        self,
-        x_RK: torch.Tensor,
-        w_ENK: torch.Tensor,
-        offsets_E: torch.Tensor,
-        x_scales: Scales,
-        w_scales: Scales,
-    ) -> torch.Tensor:
+    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
         """Return each row times its expert's transposed weight: [R, N]."""
         return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
     def grad_input(
-        self,
-        grad_RN: torch.Tensor,
-        w_ENK: torch.Tensor,
-        offsets_E: torch.Tensor,
-        grad_scales: Scales,
-        w_scales: Scales,
-    ) -> torch.Tensor:
+        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
+    ) -> Tensor:
         """Return each gradient row times its expert's weight: [R, K]."""
         return grouped_mm(grad_RN, w_ENK, offsets_E)
 
     def grad_weight(
-        self,
-        grad_RN: torch.Tensor,
-        x_RK: torch.Tensor,
-        offsets_E: torch.Tensor,
-        grad_scales: Scales,
-        x_scales: Scales,
-    ) -> torch.Tensor:
+        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
+    ) -> Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K]."""
         return grouped_mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
 
@@ -92,9 +74,9 @@ class _GroupedExperts(torch.autograd.Function):
         up: GroupedProducts,
         down: GroupedProducts,
         sums: GradientSums | None,
-        anchor: torch.Tensor | None,
+        anchor,
         *args,
-    ) -> torch.Tensor:
+    ):
         ctx.activation = activation
         ctx.products = (up, down)
         ctx.sums = sums
@@ -132,7 +114,7 @@ class _GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out_RH: torch.Tensor):
+    def backward(ctx, grad_out_RH):
         *args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]
@@ -193,9 +175,7 @@ class _GroupedExperts(torch.autograd.Function):
         return None, None, None, None, None, *gradients
 
 
-def zero_gradients(
-    x, gather_idx, offsets, probs, *weights: torch.Tensor | None
-) -> list[torch.Tensor | None]:
+def zero_gradients(x, gather_idx, offsets, probs, *weights: Tensor | None) -> list[Tensor | None]:
     """Return zero gradients of an expert function that computed no row.
 
     All ranks must reduce the same gradients, so a rank without rows contributes zeros.
@@ -206,7 +186,7 @@ def zero_gradients(
     return [zeros[0], None, None, *zeros[1:]]
 
 
-def repeat_by_expert(bias_EN: torch.Tensor, offsets_E: torch.Tensor, num_rows: int) -> torch.Tensor:
+def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
     """Repeat the entries [E, N] for each row of their expert: [R, N].
 
     Rows past the last offset get the last expert's entry.
@@ -216,7 +196,7 @@ def repeat_by_expert(bias_EN: torch.Tensor, offsets_E: torch.Tensor, num_rows: i
     return bias_EN.index_select(0, expert_R)
 
 
-def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def sum_by_expert(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum rows [R, N] by expert into [E, N], without the rows past the last offset.
 
     The sum is a product with ones: accumulated wide, in a fixed order, without atomics.
@@ -230,7 +210,7 @@ def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tenso
     ]
 
 
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply as ``torch.nn.functional.grouped_mm``; in float64 one product after the other.
 
     a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything.
@@ -243,7 +223,7 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> tor
     )
 
 
-def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply as ``grouped_mm``, one expert after the other, for any dtype and any width."""
     ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -265,7 +245,7 @@ def grouped_mm_experts(
     up: GroupedProducts = UNSCALED,
     down: GroupedProducts = UNSCALED,
     sums: GradientSums | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the experts with grouped products, in any dtype, on CPU or GPU.
 
     Arguments and result are those of ``automoe.moe.experts``; ``up`` and ``down`` compute the

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from automoe.comm.calls import UNWRAPPED, LayerCalls, call_module
+from automoe.comm.discard_outputs import discard_scope
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.moe.calls import UNWRAPPED, LayerCalls, call_module
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
-from automoe.moe.discard_outputs import discard_scope
 from automoe.moe.experts import GroupedExperts, MakeExperts, expert_backend
 from automoe.moe.router import Router, Routing
 

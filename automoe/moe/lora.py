@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automoe.comm.local_shard import global_offset, local_shard, take_over
@@ -26,9 +26,9 @@ from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert, zer
 from automoe.quantize.packed import unpack
 
 # a function with the signature of ``grouped_mm``
-GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
 # A [..., r, I] and B [..., O, r] of an adapter for this rank's shard of a weight, and their scale
-Added = tuple[torch.Tensor, torch.Tensor, float]
+Added = tuple[Tensor, Tensor, float]
 # values of ``moe.experts``
 PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}
 
@@ -59,7 +59,7 @@ class Adapter(nn.Module):
         """Rules that make ``init.initialize`` leave every parameter to ``lora.fill_adapters``."""
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
-    def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return this rank's shard of ``name`` in ``dtype``; in training, drop columns of A."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
@@ -87,6 +87,8 @@ class ExpertLora(Adapter):
         product: function that multiplies rows by their experts' matrices.
     """
 
+    NAMES = ("A13", "B13", "A2", "B2")
+
     def __init__(
         self,
         name: str,
@@ -97,18 +99,18 @@ class ExpertLora(Adapter):
     ) -> None:
         super().__init__(name, lora, seed)
         self.product = product
-        for each in ("A13", "B13", "A2", "B2"):
+        for each in self.NAMES:
             self.register_parameter(
                 each, nn.Parameter(torch.empty(shapes[each])) if each in shapes else None
             )
 
     def forward(
         self, x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the experts as an ``ExpertFn``; their weights and biases get no gradient."""
-        names = ("A13", "B13", "A2", "B2")
         a13, b13, a2, b2 = (
-            None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names
+            None if getattr(self, name) is None else self.weight(name, x_TH.dtype)
+            for name in self.NAMES
         )
         adapters = a13, None if b13 is None else b13.flatten(1, 2), a2, b2
         rows = x_TH, gather_idx_R, offsets_E, probs_R
@@ -132,7 +134,7 @@ class LoRAExperts(GroupedExperts):
         self.lora = lora
         self.added: dict[str, Added] = {}
 
-    def multiply(self, *args: Any) -> torch.Tensor:
+    def multiply(self, *args: Any) -> Tensor:
         return self.lora(*args)
 
 
@@ -144,9 +146,7 @@ class _AdaptedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, scale: float, activation: Activation, mm: GroupedMM, *args: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx, scale: float, activation: Activation, mm: GroupedMM, *args):
         ctx.scale = scale
         ctx.activation = activation
         ctx.mm = mm
@@ -176,7 +176,7 @@ class _AdaptedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out_RH: torch.Tensor):
+    def backward(ctx, grad_out_RH):
         *args, gate_up_RJ, low_Rr = ctx.saved_tensors
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         w13_EJH, w2_EHI, _, bias2_EH = args[4:8]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.moe.grouped_mm import GroupedProducts, Scales, grouped_mm, grouped_mm_experts
 from automoe.quantize.formats import SIDE, WHOLE, Quantized, dequantize, tile_amax, transposed
@@ -20,7 +20,7 @@ from automoe.quantize.scaling import GRAD, Blockwise, Scaling, X
 
 
 class QuantizedExperts(nn.Module):
-    """An ``ExpertFn`` with separate scalings for the gate and up projection and for down.
+    """Expert backend whose products are in 8 bits; gate and up have one scaling, down another.
 
     Activation, routing weights and biases are applied in the dtype of x.
     """
@@ -30,7 +30,7 @@ class QuantizedExperts(nn.Module):
         self.up = QuantizedGroupedProducts(up)
         self.down = QuantizedGroupedProducts(down)
 
-    def forward(self, *args: Any) -> torch.Tensor:
+    def forward(self, *args: Any) -> Tensor:
         return grouped_mm_experts(*args, up=self.up, down=self.down)
 
 
@@ -45,15 +45,13 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         super().__init__()
         self.scaling = scaling
 
-    def scales(
-        self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor
-    ) -> tuple[Scales, Scales]:
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
         return self._row_scales(x_RK, offsets_E, X), self.scaling.weight_scales(w_ENK)
 
-    def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
+    def grad_scales(self, grad_RN, offsets_E) -> Scales:
         return self._row_scales(grad_RN, offsets_E, GRAD)
 
-    def _row_scales(self, rows: torch.Tensor, offsets_E: torch.Tensor, operand: int) -> Scales:
+    def _row_scales(self, rows: Tensor, offsets_E: Tensor, operand: int) -> Scales:
         if isinstance(self.scaling, Blockwise):
             return None
         amax_R1 = tile_amax(rows.unsqueeze(1), WHOLE).squeeze(
@@ -61,7 +59,7 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         )  # reads all rows without copying them
         return self.scaling.scales(_zero_unowned(amax_R1, offsets_E), operand)
 
-    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> torch.Tensor:
+    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
         rows = self.scaling.quantize(_zero_unowned(x_RK, offsets_E), x_scales, X)
         return grouped_product(
             rows, self.scaling.quantize_weight(w_ENK, w_scales), offsets_E, x_RK.dtype
@@ -69,14 +67,14 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
 
     def grad_input(
         self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
-    ) -> torch.Tensor:
+    ) -> Tensor:
         rows = self.scaling.quantize(_zero_unowned(grad_RN, offsets_E), grad_scales, GRAD)
         columns = transposed(self.scaling.quantize_weight(w_ENK, w_scales))
         return grouped_product(rows, columns, offsets_E, grad_RN.dtype)
 
     def grad_weight(
         self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the gradient of the weight [E, N, K] in the dtype of x."""
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
         columns = self.scaling.gradient_transposed(
@@ -88,7 +86,7 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         return grouped_product(columns, transposed(rows), ends_E, x_RK.dtype)
 
 
-def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def whole_tiles(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
     """Lay out rows so that every expert has whole tiles of 128 rows, and at least one.
 
     Each tile then has rows of one expert, and no expert is empty, so that kernels need not write
@@ -116,7 +114,7 @@ def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, t
     return torch.where(expert_R < num_experts, place_R, size - 1), new_ends_E.int(), size
 
 
-def _spread_rows(rows: torch.Tensor, place_R: torch.Tensor, size: int) -> torch.Tensor:
+def _spread_rows(rows: Tensor, place_R: Tensor, size: int) -> Tensor:
     """Spread rows [R, C] to their places [size, C], with zeros elsewhere.
 
     The places between experts are zero; rows past the last offset are left out.
@@ -126,15 +124,13 @@ def _spread_rows(rows: torch.Tensor, place_R: torch.Tensor, size: int) -> torch.
     return spread
 
 
-def _zero_unowned(rows: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _zero_unowned(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Return ``rows`` [R, C] with zeros past the last offset."""
     past_R = torch.arange(rows.shape[0], device=rows.device) >= offsets_E[-1]
     return rows.masked_fill(past_R.unsqueeze(1), 0)
 
 
-def grouped_product(
-    a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def grouped_product(a: Quantized, b: Quantized, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply quantized operands by expert, over rows or over columns.
 
     Over rows each row is multiplied by its expert's weight: a [R, K] @ b[e] [E, N, K].T -> [R, N];

@@ -15,25 +15,24 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.calls import Wrap, as_it_is
 from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
-    count_choices,
-    lagged_balance_loss,
-    micro_batch_balance_loss,
-    sequence_balance_loss,
+    balance_loss,
+    choices_by_row,
+    load_fractions,
     z_loss,
 )
-from automoe.moe.calls import Wrap, as_it_is
 from automoe.moe.capacity import choose_kept
-from automoe.moe.recompute import counts, is_recomputing, save_for_recompute
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,14 +45,15 @@ class Routing(NamedTuple):
         topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
-        replayed: [2] an engine's choices that are repeated, and those that the router lacks.
+        replayed: [B, S] number of a token's repeated choices that the router lacks, -1 where no
+            choice of an engine is repeated; None: nowhere.
     """
 
-    topk_expert_ids: torch.Tensor
-    topk_scores: torch.Tensor
-    plain_ids: torch.Tensor
-    kept: torch.Tensor | None = None
-    replayed: torch.Tensor | None = None
+    topk_expert_ids: Tensor
+    topk_scores: Tensor
+    plain_ids: Tensor
+    kept: Tensor | None = None
+    replayed: Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -66,12 +66,12 @@ class Scores(NamedTuple):
         sum_to_one: whether the scores of a token sum to one.
     """
 
-    logits: torch.Tensor
-    scores: torch.Tensor
-    choice: torch.Tensor
+    logits: Tensor
+    scores: Tensor
+    choice: Tensor
     sum_to_one: bool
 
-    def shares(self) -> torch.Tensor:
+    def shares(self) -> Tensor:
         """Return the scores normalised to sum to one: P of the balance losses."""
         return (
             self.scores
@@ -80,7 +80,7 @@ class Scores(NamedTuple):
         )
 
 
-def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
+def score_experts(logits_BSE: Tensor, config: RouterConfig) -> Scores:
     """Return scores of the logits by the family's score function."""
     if config.score == "softmax":
         probs_BSE = logits_BSE.softmax(-1)
@@ -99,7 +99,7 @@ def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
     return Scores(logits_BSE, scores_BSE, scores_BSE, sum_to_one=False)
 
 
-def topk_indices(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
+def topk_indices(x: Tensor, k: int, exact_ties: bool) -> Tensor:
     """Return the indices of the ``k`` largest values of the last dim, in descending order.
 
     ``topk`` breaks ties in any order. With ``exact_ties`` ties go to the lowest index, on every
@@ -111,8 +111,8 @@ def topk_indices(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
 
 
 def select_experts(
-    scores_BSE: torch.Tensor, bias_E: torch.Tensor | None, config: RouterConfig, top_k: int
-) -> torch.Tensor:
+    scores_BSE: Tensor, bias_E: Tensor | None, config: RouterConfig, top_k: int
+) -> Tensor:
     """Return the top-k of score + bias inside the best groups: [B, S, K] int64.
 
     DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
@@ -130,9 +130,7 @@ def select_experts(
     return topk_indices(choice_BSE, top_k, config.exact_ties)
 
 
-def expert_weights(
-    choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor, config: RouterConfig
-) -> torch.Tensor:
+def expert_weights(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
     """Return the weights of the chosen experts [B, S, K].
 
     The weights are ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the
@@ -155,27 +153,27 @@ class _WideProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return F.linear(x.to(weight.dtype), weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = x.flatten(0, -2).to(weight.dtype)
         grad_rows = grad.flatten(0, -2)
         return (grad @ weight).to(x.dtype), (rows.T @ grad_rows).T
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(x: Tensor, weight: Tensor) -> Tensor:
     # torch.compile recomputes the cast in the backward by itself, so it needs no autograd function
     if x.dtype == weight.dtype or torch.compiler.is_compiling():
         return F.linear(x.to(weight.dtype), weight)
     return _WideProduct.apply(x, weight)
 
 
-def _overlay(forced_BSK: torch.Tensor, live_BSK: torch.Tensor) -> torch.Tensor:
+def _overlay(forced_BSK: Tensor, live_BSK: Tensor) -> Tensor:
     """Return the forced choices, and the live ones of tokens whose forced ones are -1."""
     return torch.where(forced_BSK >= 0, forced_BSK.to(live_BSK.dtype), live_BSK)
 
@@ -188,9 +186,9 @@ class BalancedRouter(nn.Module):
     loss), and the step's counters (not saved).
     """
 
-    expert_bias: torch.Tensor | None
-    load_fractions: torch.Tensor
-    weight: torch.Tensor
+    expert_bias: Tensor | None
+    load_fractions: Tensor
+    weight: Tensor
 
     def __init__(
         self,
@@ -198,7 +196,7 @@ class BalancedRouter(nn.Module):
         moe: MoEConfig,
         moe_index: int,
         pg_collection: ProcessGroupCollection | None = None,
-        expert_bias: torch.Tensor | None = None,
+        expert_bias: Tensor | None = None,
         wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
@@ -221,43 +219,36 @@ class BalancedRouter(nn.Module):
         self.load_fractions.fill_(1.0 / self.num_experts)
 
     def count(
-        self,
-        scores: Scores,
-        topk_ids_BSK: torch.Tensor,
-        plain_ids_BSK: torch.Tensor,
-        tokens: Tokens,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
-        chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
+        chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
         same = topk_ids_BSK is plain_ids_BSK
         plain_BE = (
-            chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
+            chosen_BE if same else choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
         )
-        moe = self.moe
+        moe, ranks = self.moe, self.pg_collection
         shares_BSE = scores.shares()
         off = shares_BSE.new_zeros(())
+
+        def loss_over(counts: Tensor) -> Tensor:
+            return balance_loss(load_fractions(counts, shares_BSE.dtype), shares_BSE, tokens)
+
         terms = (
-            (
-                moe.seq_balance_coef,
-                lambda: sequence_balance_loss(
-                    shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k
-                ),
-            ),
+            (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_row(plain_BE))),
             (
                 moe.global_balance_coef,
-                lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens),
+                lambda: balance_loss(self.load_fractions.to(shares_BSE.dtype), shares_BSE, tokens),
             ),
             (
                 moe.micro_batch_balance_coef,
-                lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
+                lambda: loss_over(ranks.sum_over_data(ranks.sum_over_row(plain_BE.sum(0)))),
             ),
             (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
-    def replay(
-        self, live_BSK: torch.Tensor, tokens: Tokens
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def replay(self, live_BSK: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None] | None:
         """Return this layer's choices under ``tokens.forced_ids``, and ``Routing.replayed``.
 
         None if the routes are of no layer like this: there are none, or this is a module for
@@ -270,12 +261,11 @@ class BalancedRouter(nn.Module):
         if forced is None or self.moe_index >= forced.shape[2]:
             return None
         ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
-        if forced.shape[3] > 1 or not counts():  # a repeated training run is not judged
+        if forced.shape[3] > 1:  # a repeated training run is not judged
             return ids_BSK, None
         ours_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
         lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
-        differing = (lacking_BSK & ours_BS.unsqueeze(-1)).sum()
-        return ids_BSK, torch.stack((ours_BS.sum() * ids_BSK.shape[-1], differing))
+        return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
         chosen_BE, plain_BE, losses = self.call_count(
@@ -286,7 +276,11 @@ class BalancedRouter(nn.Module):
                 topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
             )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
-        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, routing.replayed)
+        replayed = None
+        if (lacking_BS := routing.replayed) is not None:
+            repeated = (lacking_BS >= 0).sum() * self.top_k
+            replayed = torch.stack((repeated, lacking_BS.clamp_min(0).sum()))
+        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, replayed)
         return routing
 
 
@@ -315,7 +309,7 @@ class Router(BalancedRouter):
         biased = config.router.logit_bias
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
-    def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> Routing:
+    def forward(self, x_BSH: Tensor, tokens: Tokens) -> Routing:
         """Route the tokens x [B, S, H].
 
         In training the load counters count the micro-batch, and the weights carry the auxiliary
@@ -349,7 +343,7 @@ class Router(BalancedRouter):
     # The methods below do the arithmetic. They depend only on their arguments and on values that
     # are equal in all layers, so one compilation of each serves every layer.
 
-    def score(self, x_BSH: torch.Tensor, jitter_BSH: torch.Tensor | None) -> Scores:
+    def score(self, x_BSH: Tensor, jitter_BSH: Tensor | None) -> Scores:
         """Return scores of all experts, for x times the jitter if given."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         dtype = torch.promote_types(x_BSH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
@@ -360,7 +354,7 @@ class Router(BalancedRouter):
             logits_BSE = logits_BSE + self.bias.to(wide)
         return score_experts(logits_BSE, self.config)
 
-    def select(self, choice_BSE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def select(self, choice_BSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts of each token, and those of plain top-k: [B, S, K] int64 each.
 
         Plain top-k is of the scores alone: without the expert bias and without groups.
@@ -370,12 +364,12 @@ class Router(BalancedRouter):
             return plain_ids_BSK, plain_ids_BSK
         return select_experts(choice_BSE, self.expert_bias, self.config, self.top_k), plain_ids_BSK
 
-    def weigh(self, choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor) -> torch.Tensor:
-        """Return the weights [B, S, K] of the chosen experts."""
+    def weigh(self, choice_BSE: Tensor, topk_ids_BSK: Tensor) -> Tensor:
+        """Return the factors [B, S, K] of the chosen experts' outputs, from the scores of all experts."""
         return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
-    def _jitter(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return random factors around one: [B, S, H].
+    def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
+        """Return the factors around one that jitter multiplies the router's input by: [B, S, H].
 
         A factor depends on (seed, layer, row of the training stream, index, dimension) alone.
         """
@@ -386,9 +380,7 @@ class Router(BalancedRouter):
         uniform = uniform_from(bits, torch.promote_types(x_BSH.dtype, torch.float32))
         return 1 + self.moe.router_jitter * (2 * uniform - 1)
 
-    def _choose(
-        self, choice_BSE: torch.Tensor, tokens: Tokens
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _choose(self, choice_BSE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.moe.gate == "learned":
             ids_BSK, plain_BSK = self.call_select(self, choice_BSE)
         else:
@@ -406,8 +398,8 @@ GATES = ("balanced", "zipf", "one_hot", "empty")
 
 
 def gate_ids(
-    gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, moe_index: int = 0
-) -> torch.Tensor:
+    gate: str, index_BS: Tensor, num_experts: int, top_k: int, moe_index: int = 0
+) -> Tensor:
     """Return the choices of a benchmark's gate, equal on every mesh and step: [B, S, K] int64.
 
         balanced  round robin over the row's (token, choice) pairs: experts' counts differ by at
@@ -467,7 +459,7 @@ def watch_routing(
 
 
 @contextmanager
-def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
+def recorded_choices(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """Record the choices of every router of ``model``.
 
     ``model`` must hold all layers and whole rows (no pp, no cp). Rounding can flip a top-k choice
@@ -478,7 +470,7 @@ def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
         A function that returns the choices so far: [B, S, L, 2, K] int64, with rows in the order of
         the forward passes; the dim of size 2 holds chosen and plain top-k.
     """
-    seen: dict[int, list[torch.Tensor]] = {}
+    seen: dict[int, list[Tensor]] = {}
 
     def keep(router: BalancedRouter, _tokens: Tokens, routing: Routing) -> None:
         choices = torch.stack((routing.topk_expert_ids, routing.plain_ids), dim=2).cpu()

@@ -100,8 +100,17 @@ class Console:
         left = self._time_left(record, now)
         finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
         validates = record.get("val_loss") is not None
-        first = self._lines == 0
-        if not (first or step == steps or validates or not finite or self._due(step, now, left)):
+        every = self.config.observe.log_every
+        first, since = self._first
+        due = (
+            step % every == 0
+            if every
+            else (
+                steps - first < LINES
+                or now - self._printed >= min(MAX_SILENCE_S, (now - since + left) / LINES)
+            )
+        )
+        if not (self._lines == 0 or step == steps or validates or not finite or due):
             return
         self._printed = now
         mfu = record["mfu"]
@@ -203,20 +212,6 @@ class Console:
             self._first = (step, now)
         self._last = (step, now)
         return pace * (self.config.train.steps - step)
-
-    def _due(self, step: int, now: float, left: float) -> bool:
-        """Return True if ``observe.log_every`` asks for a line for this step.
-
-        Args:
-            now: clock of this step.
-            left: expected seconds to the last step.
-        """
-        if (every := self.config.observe.log_every) > 0:
-            return step % every == 0
-        first, since = self._first
-        if self.config.train.steps - first < LINES:
-            return True
-        return now - self._printed >= min(MAX_SILENCE_S, (now - since + left) / LINES)
 
     def _print_facts(self, facts: Facts) -> None:
         from rich.text import Text

@@ -5,11 +5,12 @@ Imports matplotlib; ``automoe.observe.summary`` writes the views as text.
 
 from __future__ import annotations
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from automoe.config.mesh_shape import VIEWS, MeshShape, largest_divisor
 from automoe.observe.plot_style import CELLS, INK, MUTED, RC, new_figure
@@ -69,26 +70,16 @@ def _notes(mesh: MeshShape) -> tuple[str, str]:
     weights = "one whole copy of its stage's weights"
     experts = "every rank computes all experts of its layers"
     tokens = "no tokens are exchanged"
+    repeats = f" (the {2 * len(CELLS)} colours repeat)"
     if mesh.dp > 1:
-        rows = f"one colour: ranks that read the same rows{_repeats(mesh.dp)}"
+        rows = f"one colour: ranks that read the same rows{repeats * (mesh.dp > 2 * len(CELLS))}"
     if mesh.fsdp > 1:
         weights = "ranks that share one copy of their stage's weights (FSDP)"
     if mesh.ep > 1:
-        experts = f"one colour: ranks with the same experts{_repeats(mesh.ep)}"
+        experts = f"one colour: ranks with the same experts{repeats * (mesh.ep > 2 * len(CELLS))}"
     if mesh.ep * mesh.etp > 1:
         tokens = "one frame: ranks that exchange tokens (expert-parallel group)"
     return f"{rows}\none frame: {weights}", f"{experts}\n{tokens}"
-
-
-def _repeats(num_groups: int) -> str:
-    return "" if num_groups <= 2 * len(CELLS) else f" (the {2 * len(CELLS)} colours repeat)"
-
-
-def _colour(group: int) -> tuple[float, float, float]:
-    round_number, colour = divmod(group, len(CELLS))
-    shade = 0.8 if round_number % 2 else 1.0
-    red, green, blue = to_rgb(CELLS[colour])
-    return shade * red, shade * green, shade * blue
 
 
 def _draw_view(
@@ -113,8 +104,10 @@ def _draw_view(
     names = [] if small else [name for name, _ in mesh.active_axes(view) if name != "pp"]
     for rank, group in enumerate(groups):
         x, y = place(rank)
+        repeats, entry = divmod(group, len(CELLS))  # Every second repeat is darker.
+        colour = np.multiply(to_rgb(CELLS[entry]), 0.8 if repeats % 2 else 1.0)
         axis.add_patch(
-            Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, facecolor=_colour(group), edgecolor="none")
+            Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, facecolor=colour, edgecolor="none")
         )
         middle = y + 0.30 + 0.04 * (2 - min(len(names), 2)) if names else y + 0.5
         axis.text(
@@ -211,10 +204,5 @@ def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> No
     parts = f"{size} × {stride}" if stride > 1 else f"{size} ranks"
     axis.text(-0.02, top + 0.72, parts, color=MUTED, fontsize=8, **label)
     if stride > 1:
-        funnel = [
-            (0.004, top + 1.0),
-            (width - 0.004, top + 1.0),
-            (0.996, top + 1.5),
-            (0.004, top + 1.5),
-        ]
-        axis.add_patch(Polygon(funnel, facecolor="#e9edf1", edgecolor="none"))
+        right = (width - 0.004, 0.996)
+        axis.fill_betweenx((top + 1.0, top + 1.5), 0.004, right, color="#e9edf1", linewidth=0)

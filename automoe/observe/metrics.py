@@ -11,29 +11,29 @@ import torch.
 from __future__ import annotations
 
 import contextlib
-import errno
+import io
 import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from automoe.config.metrics import REQUIRED_KEYS
 from automoe.errors import FULL, ConfigError, retried
 from automoe.observe.environment import describe_environment
-from automoe.storage.files import named, open_regular, replace_file, set_aside
+from automoe.storage.files import named, open_regular, read_file, replace_file, set_aside
 from automoe.storage.sealed import replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 SAMPLES_FILE = "samples.jsonl"  # the model's answers to the prompts of ``observe.samples``
 MAX_LOAD_SNAPSHOTS = 200
+_BUFFER_BYTES = 1 << 26  # bytes of a log that wait in memory while its disk is full
 ENVIRONMENT_FILE = "environment.json"
 Record = dict[str, Any]  # a line of a JSON-lines file
 Records = list[Record]
@@ -90,10 +90,14 @@ def jsonable(value: Any) -> Any:
 
 
 class AppendLog:
-    """A JSON-lines file that survives a kill within a line, a full disk, and damaged lines.
+    """A JSON-lines file of steps that survives a kill within a line, and a full disk.
 
-    A line that does not fit on the disk is removed again and kept in memory for the next write, so
-    a full disk neither ends a run nor leaves a gap in its record.
+    What does not fit on the disk stays in the file object's buffer until it fits, so a full disk
+    neither ends a run nor leaves a gap in its record.
+
+    Attributes:
+        steps: the steps of the file's records.
+        waiting: bytes of the lines that did not fit on the disk yet.
 
     Args:
         resume_step: last step to keep in an existing file. None renames an existing file and
@@ -106,82 +110,56 @@ class AppendLog:
         self, path: Path, resume_step: int | None, warn: Warn, every_step: bool = False
     ) -> None:
         self.path = path
-        self.num_records = 0
-        self._pending = b""
-        self._warned = False
+        self.steps: list[int] = []
+        self.waiting = 0
         self._warn = warn
         if resume_step is None and path.exists() and path.stat().st_size:
             set_aside(path, path.stem)
-        self._fd = _open(path)
+        self._file = os.fdopen(_open(path), "ab", _BUFFER_BYTES)
         if resume_step is not None:
             self._truncate_after(resume_step, every_step)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self._pending += _bytes(record)
-        self.num_records += 1
-        self.flush()
-
-    def flush(self) -> None:
-        """Write pending lines; keep them in memory if they do not fit on the disk."""
-        end = os.fstat(self._fd).st_size
-        written = 0
+        self.steps.append(record["step"])
+        line = _bytes(record)
+        self.waiting += len(line)
         try:
-            with named(self.path, len(self._pending)):
-                while written < len(self._pending):
-                    rest = self._pending[written:]
-                    written += retried(lambda rest=rest: os.write(self._fd, rest))
+            with named(self.path, self.waiting):
+                self._file.write(line)
+                retried(self._file.flush)
+            self.waiting = 0
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            # Half a line would make the next line unreadable. Training is worth more than its log.
-            os.ftruncate(self._fd, end)
-            if not self._warned:
+            if self.waiting == len(line):  # the first line that did not fit
                 self._warn(f"{self.path}: {error.strerror}; kept in memory until it fits")
-            self._warned = True
-            return
-        self._pending = b""
-        self._warned = False
 
     def close(self) -> None:
-        """Write pending lines a last time. Raises ``OSError`` if they do not fit."""
-        if self._fd < 0:
-            return
-        try:
-            self.flush()
-        finally:
-            os.close(self._fd)
-            self._fd = -1
-        if self._pending:
-            size = len(self._pending)
-            raise OSError(errno.ENOSPC, f"no room for its last {size:,} bytes", str(self.path))
-
-    def replace(self, lines: Iterable[bytes]) -> None:
-        """Replace the content of the file by ``lines``, atomically."""
-        replace_file(self.path, b"".join(lines))
-        os.close(self._fd)
-        self._fd = _open(self.path)
+        """Write what was kept in memory. Raises ``OSError`` if it does not fit."""
+        with named(self.path, self.waiting):
+            self._file.close()
 
     def _truncate_after(self, step: int, every_step: bool) -> None:
         """Cut the file before the first record after ``step``; report what is missing before it.
 
         A line that a kill has cut goes. A damaged line stays, since readers omit it.
         """
-
-        def stays(line: _Line) -> bool:
-            return line.raw.endswith(b"\n") and (line.step or 0) <= step
-
-        # The parsed records of a long run would take several times the file's size.
-        lines = retried(
-            lambda: [line._replace(record={}) for line in takewhile(stays, _lines(self.path))]
-        )
-        steps = [line for line in lines if line.step is not None]
-        os.ftruncate(self._fd, sum(len(line.raw) for line in lines))
-        self.num_records = len(steps)
-        damaged = _damaged(lines)
-        told = [f"damaged lines: {damaged}"] if damaged else []
-        # A run that started from another run's checkpoint has no records before its own first step.
-        first = max(1, steps[0].step - steps[0].number + 1) if steps else 1
-        missing = sorted({*range(first, step + 1)} - {line.step for line in steps})
+        size = 0
+        first = 1
+        damaged = []
+        for number, (raw, record) in enumerate(_lines(self.path), start=1):
+            if not raw.endswith(b"\n") or (record and record["step"] > step):
+                break
+            size += len(raw)
+            if record is None:
+                damaged.append(number)
+                continue
+            if not self.steps:  # A run that began at another run's step has no records before it.
+                first = max(1, record["step"] - number + 1)
+            self.steps.append(record["step"])
+        os.truncate(self._file.fileno(), size)
+        told = [f"damaged lines: {_numbers(damaged)}"] if damaged else []
+        missing = sorted({*range(first, step + 1)} - {*self.steps})
         if every_step and missing:
             told.append(f"no record of steps: {_numbers(missing)}")
         if told:
@@ -221,16 +199,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             # The first sample creates the file; an existing one is truncated like the others.
             samples = self.run_dir / SAMPLES_FILE
             self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
-            # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
-            # may be off the grid.
-            steps = retried(lambda: [record["step"] for record in read_jsonl(self._load.path)])
-            self._stride = statistics.mode(np.diff(steps[1:]).tolist() or [1])
-            if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
-                warn(
-                    f"{self._load.path}: it ends after step {steps[-1]} but had reached step {due} at least"
-                )
-            # Newest counts between two snapshots; ``close`` writes them.
-            self._last_load: Record | None = None
         except OSError as error:
             path = error.filename2 or error.filename
             raise ConfigError(
@@ -239,6 +207,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 f"{path} cannot be opened: {error.strerror}",
                 "Correct its permissions, or move it away",
             ) from None
+        # Steps between two load snapshots. A resumed run keeps its stride; the first snapshot and
+        # the one at which an earlier start ended may be off the grid.
+        self._stride = statistics.mode(np.diff(self._load.steps[1:]).tolist() or [1])
+        # Newest counts between two snapshots; ``close`` writes them.
+        self._last_load: Record | None = None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
         """Append the record of one step.
@@ -255,13 +228,13 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         if counts is None:
             return
         snapshot = {"step": record["step"], "counts": jsonable(counts)}
-        if record["step"] % self._stride and self._load.num_records:
+        if record["step"] % self._stride and self._load.steps:
             self._last_load = snapshot
             return
         self._last_load = None
         self._load.append(snapshot)
-        if self._load.num_records > MAX_LOAD_SNAPSHOTS:
-            self._thin()
+        if len(self._load.steps) > MAX_LOAD_SNAPSHOTS and not self._load.waiting:
+            self._thin(record["step"])
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Append the model's answers after ``step``: ``prompt`` and ``text`` of each sample."""
@@ -280,37 +253,20 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _thin(self) -> None:
-        """Double the snapshot stride, so that a run of any length keeps a bounded number of them."""
-        stride = self._stride
-        snapshots = read_jsonl(self._load.path)
-        while len(snapshots) > MAX_LOAD_SNAPSHOTS:
-            stride *= 2
-            snapshots = snapshots[:1] + [
-                record for record in snapshots[1:] if record["step"] % stride == 0
-            ]
+    def _thin(self, step: int) -> None:
+        """Keep every second load snapshot: a run of any length keeps a bounded number of them."""
+        stride = 2 * self._stride
+        first, *later = read_jsonl(self._load.path)
+        snapshots = [first, *(record for record in later if record["step"] % stride == 0)]
         try:
-            self._load.replace(map(_bytes, snapshots))
+            replace_file(self._load.path, b"".join(map(_bytes, snapshots)))
         except OSError as error:
             if error.errno not in FULL:
                 raise
             return  # A longer record does no harm; the next snapshot tries again.
         self._stride = stride
-        self._load.num_records = len(snapshots)
-
-
-class _Line(NamedTuple):
-    """Line of a JSON-lines file.
-
-    Attributes:
-        number: from 1.
-        step: step of the record; None for a damaged line.
-    """
-
-    number: int
-    raw: bytes
-    record: Record
-    step: int | None
+        self._load.close()
+        self._load = AppendLog(self._load.path, step, self._warn)
 
 
 def _open(path: Path) -> int:
@@ -321,17 +277,20 @@ def _bytes(record: Mapping[str, Any]) -> bytes:
     return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
 
 
-def _lines(path: StrPath) -> Iterator[_Line]:
-    """Yield every line of a JSON-lines file; a missing file has none."""
-    if not os.path.exists(path):
+def _lines(path: StrPath) -> Iterator[tuple[bytes, Record | None]]:
+    """Yield every line of a file with its record, which is None if the line is damaged or cut.
+
+    A missing file has no lines.
+    """
+    try:
+        content = read_file(Path(path))
+    except FileNotFoundError:
         return
-    with named(Path(path)), os.fdopen(open_regular(Path(path)), "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            record = {}
-            with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
-                record = unsealed(raw) if raw.endswith(b"\n") else {}
-            step = record.get("step")
-            yield _Line(number, raw, record, step if type(step) is int else None)
+    for raw in io.BytesIO(content):
+        record = None
+        with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
+            record = unsealed(raw) if raw.endswith(b"\n") else None
+        yield raw, record if record and type(record.get("step")) is int else None
 
 
 def ranges(numbers: list[int]) -> list[str]:
@@ -352,7 +311,7 @@ def read_jsonl(path: StrPath) -> Records:
 
     The last of several records of a step counts. A missing file has no records: [].
     """
-    records = {line.step: line.record for line in _lines(path) if line.step is not None}
+    records = {record["step"]: record for _, record in _lines(path) if record}
     return [records[step] for step in sorted(records)]
 
 
@@ -361,13 +320,8 @@ def damaged_lines(path: StrPath) -> str:
 
     A last line that was cut by a kill does not count.
     """
-    return _damaged(_lines(path))
-
-
-def _damaged(lines: Iterable[_Line]) -> str:
-    return _numbers(
-        [line.number for line in lines if line.step is None and line.raw.endswith(b"\n")]
-    )
+    lines = enumerate(_lines(path), start=1)
+    return _numbers([n for n, (raw, record) in lines if not record and raw.endswith(b"\n")])
 
 
 def read_metrics(run_dir: StrPath) -> Records:

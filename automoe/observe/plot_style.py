@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine, TightLayoutEngine
 
@@ -68,7 +67,6 @@ def new_figure(
         TightLayoutEngine(pad=1.0) if plain else ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
     )
     figure = Figure(figsize=(width, height), layout=layout)
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
 
 

@@ -5,6 +5,7 @@ Every plot works with no step, a single step, and NaN.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, MultipleLocator
 
 from automoe.config.schema import Config
 from automoe.observe.metrics import Curve, Records, read_metrics, series
@@ -45,6 +46,7 @@ ANSWERS = (
     ("reward", "Mean reward of the sampled answers", ""),
     ("answer_tokens", "Mean length of the answers", "tokens"),
     ("ref_kl", "Distance from the first weights (k3)", "nats per token"),
+    ("teacher_kl", "Distance from the teacher", "nats per token"),
     ("engine_gap", "Mean gap of engine and trainer", "nats"),
     ("routes_differ", "Share of the engine's choices that the router would not make", ""),
 )
@@ -102,10 +104,17 @@ def draw_plots(
     return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]
 
 
+def _over_steps(axis: Axes, title: str, ylabel: str = "") -> None:
+    """Label a plot over the steps, whose ticks are whole numbers."""
+    axis.set(title=title, xlabel="step", ylabel=ylabel)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axis.margins(x=0.02)
+
+
 def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
     """Return a figure over the steps, of half the page's width."""
     figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
-    axis.set(title=title, xlabel="step", ylabel=ylabel)
+    _over_steps(axis, title, ylabel)
     return figure, axis
 
 
@@ -115,14 +124,20 @@ def _loss(records: Records) -> Figure:
     bits = series(records, "val_bits_per_byte")
     ratios = [2, 1] if len(bits[0]) else [1]
     figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), plain=True, width_ratios=ratios)
+    _over_steps(axes[0], "Loss", "nats per token")
     _line(axes[0], training, BLUE, "training", smooth=True)
-    _points(axes[0], validation, ORANGE, "validation")
-    axes[0].set(title="Loss", xlabel="step", ylabel="nats per token")
+    _points(axes[0], validation, "validation")
     _legend(axes[0])
-    _focus(axes[0], [training[1], validation[1]])
+    finite = np.concatenate([training[1], validation[1]])
+    finite = finite[np.isfinite(finite)]
+    if len(finite) >= 20:
+        low = finite.min()
+        high = max(np.percentile(finite, 99.5), finite[0])
+        if finite.max() > high + 2 * (high - low):  # The top of a spike would flatten the rest.
+            axes[0].set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
     if len(bits[0]):
-        _points(axes[1], bits, ORANGE, "validation")
-        axes[1].set(title="Validation bits per byte", xlabel="step")
+        _over_steps(axes[1], "Validation bits per byte")
+        _points(axes[1], bits, "validation")
     return figure
 
 
@@ -135,9 +150,7 @@ def _throughput(records: Records) -> Figure:
             label += f", MFU {100 * mfu:.1f}%"
         axis.axhline(middle, label=label, **THRESHOLD)
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(
-            lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
-        )
+        axis.yaxis.set_major_formatter(EngFormatter(sep=""))
     _legend(axis)
     return figure
 
@@ -196,22 +209,27 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
+        last = first_moe_layer + num_layers - 0.5
         axis.imshow(
             np.clip(load_LE, 1 / limit, limit),
             aspect="auto",
             interpolation="nearest",
             norm=LogNorm(1 / limit, limit),
             cmap=BALANCE,
+            extent=(-0.5, num_experts - 0.5, last, first_moe_layer - 0.5),
         )
         axis.set(title=title, xlabel="expert")
         axis.grid(False)
-        axis.set_yticks(*_ticks(num_layers, first_moe_layer, at_most=20))
-        axis.set_xticks(*_ticks(num_experts, 0, at_most=9 if both else 16))
+        sizes = (axis.xaxis, num_experts, 9 if both else 16), (axis.yaxis, num_layers, 20)
+        for ticks, size, most in sizes:  # at most that many, at multiples of a power of two
+            stride = 2 ** max(0, math.ceil(math.log2(size / most)))
+            ticks.set_major_locator(MultipleLocator(stride))
         if num_experts <= 16 and num_layers <= 16:
             decimals = 2 if num_experts <= 8 else 1
             for (layer, expert), load in np.ndenumerate(load_LE):
                 text = f"{load:.{decimals}f}" if np.isfinite(load) else "–"
-                axis.text(expert, layer, text, ha="center", va="center", fontsize=7.5)
+                place = expert, first_moe_layer + layer
+                axis.text(*place, text, ha="center", va="center", fontsize=7.5)
     axes[0].set_ylabel("layer")
     bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30)
     marks = {limit**power: f"{limit**power:.2g}" for power in (-1, -0.5, 0, 0.5, 1)}
@@ -227,15 +245,17 @@ def _load_over_time(
     records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int
 ) -> Figure:
     figure, (axis,) = new_figure(WIDE, 3.6)
+    _over_steps(axis, "Balance over time", "busiest / mean expert")
     _line(axis, series(records, "expert_max_load"), "#d5dbe1", "worst layer", width=5.0)
     num_layers = counts.shape[1] if len(counts) else 0
     if num_layers:
         load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
         colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
-        style = {"linewidth": 1.4, "marker": "o" if len(steps) < 3 else None, "markersize": 4}
-        for layer, colour in enumerate(colours):
-            label = f"layer {first_moe_layer + layer}" if num_layers <= MAX_LINES else None
-            axis.plot(steps, load_NL[:, layer], color=colour, label=label, **style)
+        lines = axis.plot(
+            steps, load_NL, linewidth=1.4, marker="o" if len(steps) < 3 else None, markersize=4
+        )
+        for layer, (line, colour) in enumerate(zip(lines, colours, strict=True), first_moe_layer):
+            line.set(color=colour, label=f"layer {layer}" if num_layers <= MAX_LINES else None)
         if num_layers > MAX_LINES:
             layers = Normalize(first_moe_layer, first_moe_layer + num_layers - 1)
             scale = ScalarMappable(layers, ListedColormap(colours))
@@ -246,17 +266,8 @@ def _load_over_time(
             axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
         axis.set_ylim(bottom=0.9)
-    axis.set(title="Balance over time", xlabel="step", ylabel="busiest / mean expert")
     _legend(axis, outside=num_layers <= MAX_LINES)
     return figure
-
-
-def _ticks(size: int, first: int, at_most: int) -> tuple[list[int], list[str]]:
-    stride = 1
-    while size > at_most * stride:
-        stride *= 2
-    places = list(range(0, size, stride))
-    return places, [str(first + place) for place in places]
 
 
 def _line(
@@ -275,39 +286,28 @@ def _line(
     marker = "o" if len(steps) < 3 else None
     if smooth and finite.sum() >= 60:
         axis.plot(steps, shown, color=PALE_BLUE, linewidth=0.9, label=label)
-        smoothed = f"{label}, smoothed" if label != "per step" else "smoothed"
-        axis.plot(steps, _trend(shown), color=colour, linewidth=1.9, label=smoothed)
-    else:
-        axis.plot(steps, shown, color=colour, linewidth=width, marker=marker, label=label)
+        label = f"{label}, smoothed" if label != "per step" else "smoothed"
+        shown, width = _trend(shown), 1.9
+    axis.plot(steps, shown, color=colour, linewidth=width, marker=marker, label=label)
     if not finite.all():
         axis.plot(
             steps[~finite],
             np.full((~finite).sum(), 0.02),  # near the bottom of the axes
+            "x",
             transform=axis.get_xaxis_transform(),
-            linestyle="none",
-            marker="x",
             color=RED,
             clip_on=False,
             label="not finite",
         )
-    axis.margins(x=0.02)
-    _whole_steps(axis)
 
 
-def _points(axis: Axes, curve: Curve, colour: str, label: str) -> None:
+def _points(axis: Axes, curve: Curve, label: str) -> None:
+    """Draw the finite values of a validation's curve as connected dots."""
     steps, values = curve
     finite = np.isfinite(values)
     if finite.any():
-        axis.plot(
-            steps[finite],
-            values[finite],
-            color=colour,
-            marker="o",
-            markersize=4.5,
-            linewidth=1.2,
-            label=label,
-        )
-        _whole_steps(axis)
+        style = {"color": ORANGE, "markersize": 4.5, "linewidth": 1.2}
+        axis.plot(steps[finite], values[finite], "o-", label=label, **style)
 
 
 def _trend(values: np.ndarray) -> np.ndarray:
@@ -317,33 +317,10 @@ def _trend(values: np.ndarray) -> np.ndarray:
     places = np.arange(len(values))
     low = np.maximum(places - half, 0)
     high = np.minimum(places + half + 1, len(values))
-
-    def window_sum(numbers: np.ndarray) -> np.ndarray:
-        sums = np.concatenate([[0.0], np.cumsum(numbers)])
-        return sums[high] - sums[low]
-
-    return window_sum(np.where(known, values, 0.0)) / np.maximum(window_sum(known), 1)
-
-
-def _whole_steps(axis: Axes) -> None:
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    low, high = axis.dataLim.intervalx  # limits of all curves in the axes, not only of the last one
-    if low == high:
-        axis.set_xlim(low - 1, high + 1)
-    else:
-        axis.autoscale(axis="x")
-
-
-def _focus(axis: Axes, values: list[np.ndarray]) -> None:
-    """Limit the y axis below the top of a spike, so that the rest of the curve stays readable."""
-    finite = np.concatenate(values)
-    finite = finite[np.isfinite(finite)]
-    if len(finite) < 20:
-        return
-    low = finite.min()
-    high = max(np.percentile(finite, 99.5), finite[0])
-    if finite.max() > high + 2 * (high - low):
-        axis.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
+    sums = np.cumsum([np.where(known, values, 0.0), known], axis=1)
+    sums = np.insert(sums, 0, 0.0, axis=1)
+    total, count = sums[:, high] - sums[:, low]
+    return total / np.maximum(count, 1)
 
 
 def _legend(axis: Axes, *, outside: bool = False) -> None:
@@ -371,17 +348,17 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
         {"tokens_per_second": job.get("tokens_per_second")} | (job.get("measured") or {})
         for job, _ in runs
     ]
-    others = [
+    keys = [
         key
         for key in COMPARED
-        if key != "tokens_per_second"
-        and any(measured_job.get(key) is not None for measured_job in measured)
+        if key == "tokens_per_second" or any(job.get(key) is not None for job in measured)
     ]
     height = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels)))
-    widths = [5, 5] + [2] * len(others)
-    figure, (loss, speed, *rest) = new_figure(
+    widths = [5, 5] + [2] * (len(keys) - 1)
+    figure, (loss, *bars) = new_figure(
         1.1 * sum(widths), height, columns=len(widths), width_ratios=widths
     )
+    speed = bars[0]
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
     speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")
     if not runs:
@@ -389,7 +366,7 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
         say_empty(speed, "")
         return save(figure, directory / SWEEP_PLOT)
     colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
-    panels = dict(zip(("tokens_per_second", *others), (speed, *rest), strict=True))
+    panels = dict(zip(keys, bars, strict=True))
     place = 0.0
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))

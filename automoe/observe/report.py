@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
-from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config
 from automoe.errors import AutomoeError, in_words
 from automoe.observe.metrics import (
     ENVIRONMENT_FILE,
@@ -20,7 +18,6 @@ from automoe.observe.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
     Record,
-    Records,
     StrPath,
     damaged_lines,
     read_expert_load,
@@ -63,6 +60,10 @@ def build_report(run_dir: StrPath) -> Path:
         AutomoeError: ``run_dir`` is not a directory.
         OSError: a file cannot be written.
     """
+    from automoe.observe.mesh_view import draw_mesh
+    from automoe.observe.plot_style import save
+    from automoe.observe.plots import draw_plots
+
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise AutomoeError(f"{run_dir}: no such run directory. Give the run_dir of a training run")
@@ -71,7 +72,13 @@ def build_report(run_dir: StrPath) -> Path:
     for name in (METRICS_FILE, LOAD_FILE, SAMPLES_FILE):
         if lines := damaged_lines(run_dir / name):
             _warn(run_dir / name, f"damaged lines: {lines}")
-    config, mesh, config_problem = _read_config(run_dir)
+    config = mesh = None  # The report of a dead run needs neither.
+    config_problem = ""
+    try:
+        config = load_config(run_dir)
+        mesh = frozen_shape(config)
+    except AutomoeError as problem:
+        config, config_problem = None, str(problem)
     if config is not None and status.get("state") == "done":
         for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
             rows = read_jsonl(run_dir / name)
@@ -85,7 +92,10 @@ def build_report(run_dir: StrPath) -> Path:
     if error := status.get("error") or None:
         plain = {"rank": None, "type": "", "message": "", "traceback": []}
         error = plain | (error if isinstance(error, dict) else {"message": error})
-    pictures, meshes = _draw(run_dir, records, config, mesh)
+    plots = run_dir / PLOTS_DIR
+    plots.mkdir(exist_ok=True)
+    drawn = draw_plots(records, read_expert_load(run_dir), plots, config) if records else []
+    drawn_mesh = save(draw_mesh(mesh), plots / "mesh.png", crop=True) if mesh else None
     config_file = run_dir / CONFIG_FILE
     page = render(
         TEMPLATE_FILE,
@@ -94,9 +104,11 @@ def build_report(run_dir: StrPath) -> Path:
         error=error,
         steps_done=records[-1]["step"] if records else 0,
         numbers=final_numbers(records),
-        pictures=pictures,
+        pictures=[
+            picture(path.read_bytes(), caption, path.stem in WIDE) for path, caption in drawn
+        ],
         samples=_samples(run_dir),
-        meshes=meshes,
+        meshes=picture(drawn_mesh.read_bytes(), MESH_CAPTION) if drawn_mesh else None,
         config=config,
         config_problem=config_problem,
         config_text=config_file.read_text(errors="replace") if config_file.is_file() else "",
@@ -106,22 +118,6 @@ def build_report(run_dir: StrPath) -> Path:
     report = run_dir / REPORT_FILE
     replace_file(report, page)  # A browser that reloads never sees a partial page.
     return report
-
-
-def _draw(
-    run_dir: Path, records: Records, config: Config | None, mesh: MeshShape | None
-) -> tuple[Records, Record | None]:
-    """Write the plots as PNGs; return the template's plot pictures and its mesh picture."""
-    from automoe.observe.mesh_view import draw_mesh
-    from automoe.observe.plot_style import save
-    from automoe.observe.plots import draw_plots
-
-    directory = run_dir / PLOTS_DIR
-    directory.mkdir(exist_ok=True)
-    figures = draw_plots(records, read_expert_load(run_dir), directory, config) if records else []
-    meshes = save(draw_mesh(mesh), directory / "mesh.png", crop=True) if mesh else None
-    pictures = [picture(path.read_bytes(), caption, path.stem in WIDE) for path, caption in figures]
-    return pictures, picture(meshes.read_bytes(), MESH_CAPTION) if meshes else None
 
 
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -138,18 +134,6 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
         (prompt, [(step, texts[prompt]) for step, texts in answers if prompt in texts])
         for prompt in (answers[0][1] if answers else ())
     ]
-
-
-def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
-    """Return configuration, mesh and ""; or None, None and the reason they are unreadable.
-
-    The report of a dead run needs neither configuration nor mesh.
-    """
-    try:
-        config = load_config(run_dir)
-        return config, frozen_shape(config), ""
-    except AutomoeError as error:
-        return None, None, str(error)
 
 
 def _read_json(path: Path) -> Record:

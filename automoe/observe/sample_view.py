@@ -45,23 +45,18 @@ def describe_row(
             ids = tokens[part]
             special = tokenizer.byte_lengths[ids] == 0
             cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
-            lines += _part(
-                "".join(tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts)),
-                bool(trained[part[0]]),
-                width,
+            pieces = (tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts))
+            text = "".join(pieces).replace("\n", "⏎").replace("\t", " ")
+            shown = "".join("�" if steers(char) else char for char in text)
+            is_trained = bool(trained[part[0]])
+            mark = _MARKS[is_trained]
+            wrapped = textwrap.wrap(
+                shown, width - len(mark), drop_whitespace=False, break_on_hyphens=False
             )
+            if len(wrapped) > _MOST_LINES:
+                wrapped = [wrapped[0], f"... {len(wrapped) - 2} lines ...", wrapped[-1]]
+            lines += [(mark + line, is_trained) for line in wrapped]
         lines.append(("", False))
     if count > _MOST_SAMPLES:
         lines.append((f"and {count - _MOST_SAMPLES} more", False))
     return lines
-
-
-def _part(text: str, trained: bool, width: int) -> list[Line]:
-    shown = "".join(
-        "�" if steers(char) else char for char in text.replace("\n", "⏎").replace("\t", " ")
-    )
-    room = width - len(_MARKS[trained])
-    lines = textwrap.wrap(shown, room, drop_whitespace=False, break_on_hyphens=False)
-    if len(lines) > _MOST_LINES:
-        lines = [lines[0], f"... {len(lines) - 2} lines ...", lines[-1]]
-    return [(_MARKS[trained] + line, trained) for line in lines]

@@ -82,31 +82,29 @@ def final_numbers(records: Records) -> Facts:
     validated = next(
         (record for record in reversed(records) if record.get("val_loss") is not None), {}
     )
-    facts = {"training loss": number(last.get("loss"), 4)}
-    if validated:
-        facts["validation loss"] = number(validated["val_loss"], 4)
-    if "val_perplexity" in validated:
-        facts["validation perplexity"] = perplexity_text(validated["val_loss"])
-    if len(bits):
-        facts["validation bits per byte"] = number(bits[-1], 3)
-    if validated.get("val_loss_ema") is not None:
-        facts["validation loss, EMA"] = number(validated["val_loss_ema"], 4)
+    has_perplexity = "val_perplexity" in validated
+    averaged = validated.get("val_loss_ema")
+    facts = {
+        "training loss": number(last.get("loss"), 4),
+        "validation loss": validated and number(validated["val_loss"], 4),
+        "validation perplexity": has_perplexity and perplexity_text(validated["val_loss"]),
+        "validation bits per byte": len(bits) and number(bits[-1], 3),
+        "validation loss, EMA": averaged is not None and number(averaged, 4),
+    }
     for name, loss in losses_by_source(validated):
-        facts[f"validation loss of {name}"] = number(loss, 4)
-        if "val_perplexity" in validated:
-            facts[f"validation loss of {name}"] += f", perplexity {perplexity_text(loss)}"
-    facts["trained tokens"] = short_number(last.get("tokens"))
-    facts["tokens per second, median"] = short_number(median(records, "tokens_per_second"))
-    if mfu is not None:
-        facts["MFU, median"] = f"{100 * mfu:.1f}%"
-    if len(memory):
-        facts["peak memory per rank"] = bytes_text(memory.max())
-    if load != 0:
-        facts["busiest / mean expert"] = number(load, 2)
-    facts |= _slowest_rank(records)
-    if len(seconds):
-        facts["time in steps"] = duration(float(seconds.sum()))
-    return list(facts.items())
+        facts[f"validation loss of {name}"] = number(loss, 4) + (
+            f", perplexity {perplexity_text(loss)}" if has_perplexity else ""
+        )
+    facts |= {
+        "trained tokens": short_number(last.get("tokens")),
+        "tokens per second, median": short_number(median(records, "tokens_per_second")),
+        "MFU, median": mfu is not None and f"{100 * mfu:.1f}%",
+        "peak memory per rank": len(memory) and bytes_text(memory.max()),
+        "busiest / mean expert": load != 0 and number(load, 2),
+        **_slowest_rank(records),
+        "time in steps": len(seconds) and duration(float(seconds.sum())),
+    }
+    return [(name, text) for name, text in facts.items() if text]
 
 
 def _slowest_rank(records: Records) -> dict[str, str]:
@@ -245,24 +243,24 @@ def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
     """
     if mesh.world_size == 1:
         return "one rank: both meshes are the same single cell\n"
-    return "\n".join(_render_view(mesh, view, groups) for view in VIEWS)
-
-
-def _render_view(mesh: MeshShape, view: str, groups: bool) -> str:
-    lines = [f"{view} mesh: {_product(mesh, view)}"]
-    if mesh.world_size <= MAX_GRID_RANKS and mesh.active_axes(view)[-1][1] <= MAX_COLUMNS:
-        lines += ["  " + line for line in _grid(mesh, view)]
-        if not groups:
-            return "\n".join(lines) + "\n"
+    lines = []
+    for view in VIEWS:
+        lines.append(f"{view} mesh: {_product(mesh, view)}")
+        axes = mesh.active_axes(view)
+        has_grid = mesh.world_size <= MAX_GRID_RANKS and axes[-1][1] <= MAX_COLUMNS
+        if has_grid:
+            lines += [f"  {line}" for line in _grid(mesh, view)]
+        if groups or not has_grid:
+            lines += [""] * has_grid
+            lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
+            for axis, size in axes:
+                group = mesh.groups(view, axis)[0]
+                # Long groups are written as ``0 8 16 24 32 40 ... 56``.
+                ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
+                listed = " ".join(map(str, ranks))
+                lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
         lines.append("")
-    lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
-    for axis, size in mesh.active_axes(view):
-        group = mesh.groups(view, axis)[0]
-        # Long groups are written as ``0 8 16 24 32 40 ... 56``.
-        ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
-        listed = " ".join(map(str, ranks))
-        lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _grid(mesh: MeshShape, view: str) -> list[str]:

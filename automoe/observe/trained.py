@@ -32,16 +32,10 @@ def describe_training(config: Config) -> list[str]:
         if len(moving) == len(routers):
             state = "trained"
         biases = ", and expert biases with them" if model.router.expert_bias else ""
-        names = (
-            "seq_balance_coef",
-            "global_balance_coef",
-            "micro_batch_balance_coef",
-            "z_loss_coef",
-        )
         coefs = ", ".join(
-            f"moe.{name}={getattr(config.moe, name):g}"
-            for name in names
-            if getattr(config.moe, name)
+            f"moe.{name}={value:g}"
+            for name, value in vars(config.moe).items()
+            if name.endswith("_coef") and value
         )
         losses = f"balance losses are on ({coefs})" if coefs else "balance losses are off"
         lines.append(f"routers are {state}{biases}; {losses}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from automoe.comm.local_shard import local_shard
@@ -19,7 +20,7 @@ from automoe.comm.local_shard import local_shard
 KEY = "ema"  # This key holds the average in the optimizer's state of a parameter.
 
 
-def first_average(parameter: torch.Tensor) -> torch.Tensor:
+def first_average(parameter: Tensor) -> Tensor:
     """Return the initial average of ``parameter``: a copy in the same layout, at least float32.
 
     A bfloat16 average would not move, since updates are below half a unit in the last place.
@@ -66,7 +67,7 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 weight.copy_(weight_before)
 
 
-def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's (average, parameter) shards, in the order of the parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

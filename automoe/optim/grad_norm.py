@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -28,8 +29,8 @@ _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
 
 @torch.no_grad()
 def global_grad_norm(
-    parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+    parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return the L2 norm of all gradients of the model, the same on every rank. Collective.
 
     Squares are accumulated in float64 and all-reduced over the sharded axes: one scalar for each
@@ -52,7 +53,7 @@ def global_grad_norm(
             gradient, which is not summed over ranks yet: the norm of the terms is not the norm of
             the sum.
     """
-    by_sharding: dict[_Sharding, list[torch.Tensor]] = {}
+    by_sharding: dict[_Sharding, list[Tensor]] = {}
     device = torch.device("cpu")
     for parameter in _distinct(parameters):
         device = parameter.device
@@ -74,7 +75,7 @@ def global_grad_norm(
     return total.sqrt_()
 
 
-def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+def _sum_of_squares(gradients: list[Tensor], wide: torch.dtype) -> Tensor:
     """Return the sum of squares of all numbers, squared and added in ``wide``, as a scalar."""
     if gradients[0].device.type == "cuda":
         from automoe.kernels.squares import sum_of_squares
@@ -95,7 +96,7 @@ def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.T
 
 
 @torch.no_grad()
-def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
+def clip_(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
     """Scale every gradient in place by ``min(1, max_norm / norm)``.
 
     If ``norm`` is not finite, gradients are left as they are: the caller decides whether to skip
@@ -108,7 +109,7 @@ def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> N
     """
     if max_norm == 0 or not math.isfinite(norm) or norm <= max_norm:
         return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in _distinct(parameters):
         if parameter.grad is not None:
             gradient = _local_gradient(parameter)
@@ -122,7 +123,7 @@ def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> N
                 gradient.mul_(scale)
 
 
-def _distinct(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _distinct(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     seen: set[int] = set()
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in seen:
@@ -130,7 +131,7 @@ def _distinct(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield parameter
 
 
-def _sharding(parameter: torch.Tensor) -> _Sharding:
+def _sharding(parameter: Tensor) -> _Sharding:
     if not isinstance(parameter, DTensor):
         return None, ()
     mesh = parameter.device_mesh
@@ -138,7 +139,7 @@ def _sharding(parameter: torch.Tensor) -> _Sharding:
     return mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
 
 
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+def _local_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
@@ -155,7 +156,7 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return gradient.to_local()
 
 
-def _layout(tensor: torch.Tensor) -> str:
+def _layout(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "a local tensor"
     names = tensor.device_mesh.mesh_dim_names or ("?",) * tensor.device_mesh.ndim

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import global_offset, local_shard
@@ -36,7 +37,7 @@ _EPS = 1e-7
 _RMS = 0.2
 
 
-def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Return the matrices [..., m, n] with all singular values moved to about one.
 
     Each is divided by its Frobenius norm, then X <- aX + (bA + cA^2)X with A = XX^T, five times.
@@ -127,26 +128,29 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._dtype = dtype
         self._ranks = ranks
-        self._rank = dist.get_rank(ranks) if ranks is not None else 0
-        self._num_ranks = dist.get_world_size(ranks) if ranks is not None else 1
+        self._rank = 0 if ranks is None else dist.get_rank(ranks)
+        self._num_ranks = 1 if ranks is None else dist.get_world_size(ranks)
         self._parameters = [
             (group, parameter)
             for group in self.param_groups
             if group.get("muon")
             for parameter in group["params"]
         ]
-        sharded = (p for _, p in self._parameters if isinstance(p, DTensor))
-        if (
-            max((parameter.device_mesh.size() for parameter in sharded), default=1)
-            > self._num_ranks
-        ):
+        sharded = (p.device_mesh.size() for _, p in self._parameters if isinstance(p, DTensor))
+        if max(sharded, default=1) > self._num_ranks:
             raise ConfigError(
                 "optim.algorithm",
                 "muon",
                 "matrices are sharded, and build_optimizer was given no group of their ranks",
                 "Pass ranks=meshes.stage_group()",
             )
-        self._blocks = self._gather_blocks()  # by rank, then by parameter
+        mine = [
+            _Block(tuple(global_offset(parameter)), tuple(local_shard(parameter).shape))
+            for _, parameter in self._parameters
+        ]
+        self._blocks = [mine] * self._num_ranks  # by rank, then by parameter
+        if ranks is not None:
+            dist.all_gather_object(self._blocks, mine, group=ranks)
         self._rounds = [self._owners(indices) for indices in self._split_into_rounds()]
 
     @torch.no_grad()
@@ -157,17 +161,6 @@ class Muon(torch.optim.AdamW):
         for _, parameter in self._parameters:
             parameter.grad = None  # AdamW leaves parameters without a gradient as they are.
         super().step()
-
-    def _gather_blocks(self) -> list[list[_Block]]:
-        mine = [
-            _Block(tuple(global_offset(parameter)), tuple(local_shard(parameter).shape))
-            for _, parameter in self._parameters
-        ]
-        if self._ranks is None:
-            return [mine]
-        gathered: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(gathered, mine, group=self._ranks)
-        return gathered
 
     def _split_into_rounds(self) -> list[list[int]]:
         """Return the parameters of each round, which are the same on every rank."""
@@ -219,14 +212,27 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
+        """Update the parameters of a round, whose matrices go to their owners and come back."""
+        ranks = range(self._num_ranks)
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
         mine = {
-            matrix: updates[matrix.parameter][self._place(matrix, self._rank)]
+            matrix: updates[matrix.parameter][
+                self._block(matrix, self._rank).position(matrix.index)
+            ]
             for matrix in matrices
         }
         owned = [matrix for matrix in matrices if matrix.owner == self._rank]
-        whole = self._bring(matrices, owned, mine)
-        for matrix, block in self._take_back(matrices, owned, _orthogonalize_all(whole)).items():
+        to_send = [
+            [mine[m] for m in matrices if m.owner == rank and self._rank in m.senders]
+            for rank in ranks
+        ]
+        whole = _orthogonalize_all(self._bring(to_send, owned))
+        to_send = [
+            [whole[m][self._block(m, rank).within_matrix] for m in owned if rank in m.holders]
+            for rank in ranks
+        ]
+        to_receive = [[m for m in matrices if m.owner == rank] for rank in ranks]
+        for _, matrix, block in self._exchange(to_send, to_receive, [self._rank] * len(ranks)):
             mine[matrix].copy_(block)
         for i, update in updates.items():
             group, parameter = self._parameters[i]
@@ -235,7 +241,7 @@ class Muon(torch.optim.AdamW):
             values.mul_(1 - group["lr"] * group["weight_decay"])
             values.add_(update, alpha=-group["lr"] * _RMS * max(m, n) ** 0.5)
 
-    def _momentum(self, i: int) -> torch.Tensor:
+    def _momentum(self, i: int) -> Tensor:
         """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's form."""
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
@@ -247,73 +253,36 @@ class Muon(torch.optim.AdamW):
             update = momentum * group["momentum"]
         return update.to(self._dtype or update.dtype)
 
-    def _place(self, matrix: _Matrix, rank: int) -> tuple[int, ...]:
-        place = self._blocks[rank][matrix.parameter].position(matrix.index)
-        assert place is not None
-        return place
-
     def _block(self, matrix: _Matrix, rank: int) -> _Block:
         return self._blocks[rank][matrix.parameter]
 
     def _bring(
-        self,
-        matrices: Sequence[_Matrix],
-        owned: Sequence[_Matrix],
-        mine: dict[_Matrix, torch.Tensor],
-    ) -> dict[_Matrix, torch.Tensor]:
-        """Return the whole matrices that this rank owns, from the blocks of all ranks."""
-        to_send = [
-            [mine[m] for m in matrices if m.owner == rank and self._rank in m.senders]
-            for rank in range(self._num_ranks)
-        ]
-        to_receive = [[m for m in owned if rank in m.senders] for rank in range(self._num_ranks)]
-        received = self._exchange(to_send, to_receive, range(self._num_ranks))
-        whole = {}
-        for rank, of_rank in enumerate(received):
-            for matrix, block in zip(to_receive[rank], of_rank, strict=True):
-                if matrix not in whole:
-                    whole[matrix] = block.new_empty(
-                        self._parameters[matrix.parameter][1].shape[-2:]
-                    )
-                whole[matrix][self._block(matrix, rank).within_matrix] = block
+        self, to_send: Sequence[Sequence[Tensor]], owned: Sequence[_Matrix]
+    ) -> dict[_Matrix, Tensor]:
+        """Send blocks to their owners; return the whole matrices that this rank owns."""
+        ranks = range(self._num_ranks)
+        to_receive = [[m for m in owned if rank in m.senders] for rank in ranks]
+        whole: dict[_Matrix, Tensor] = {}
+        for rank, matrix, block in self._exchange(to_send, to_receive, ranks):
+            if matrix not in whole:
+                shape = self._parameters[matrix.parameter][1].shape[-2:]
+                whole[matrix] = block.new_empty(shape)
+            whole[matrix][self._block(matrix, rank).within_matrix] = block
         return whole
-
-    def _take_back(
-        self,
-        matrices: Sequence[_Matrix],
-        owned: Sequence[_Matrix],
-        whole: dict[_Matrix, torch.Tensor],
-    ) -> dict[_Matrix, torch.Tensor]:
-        """Return this rank's blocks of the matrices that their owners orthogonalised."""
-        to_send = [
-            [whole[m][self._block(m, rank).within_matrix] for m in owned if rank in m.holders]
-            for rank in range(self._num_ranks)
-        ]
-        to_receive = [[m for m in matrices if m.owner == rank] for rank in range(self._num_ranks)]
-        received = self._exchange(to_send, to_receive, [self._rank] * self._num_ranks)
-        return {
-            matrix: block
-            for of_rank, blocks in zip(to_receive, received, strict=True)
-            for matrix, block in zip(of_rank, blocks, strict=True)
-        }
 
     def _exchange(
         self,
-        to_send: Sequence[Sequence[torch.Tensor]],
+        to_send: Sequence[Sequence[Tensor]],
         to_receive: Sequence[Sequence[_Matrix]],
         shaped_as: Sequence[int],
-    ) -> list[list[torch.Tensor]]:
-        """Send blocks to every rank; return the blocks of ``to_receive``, by rank. Collective.
+    ) -> list[tuple[int, _Matrix, Tensor]]:
+        """Send blocks to every rank; return (sender, matrix, its block) of ``to_receive``. Collective.
 
         Args:
             shaped_as: for each sending rank, the rank whose blocks it sends.
         """
-        shapes = [
-            [self._block(matrix, whose).shape[-2:] for matrix in matrices]
-            for matrices, whose in zip(to_receive, shaped_as, strict=True)
-        ]
         if self._ranks is None:
-            return [list(blocks) for blocks in to_send]
+            return [(0, *pair) for pair in zip(to_receive[0], to_send[0], strict=True)]
         blocks = [block for of_rank in to_send for block in of_rank]
         sent_sizes = [sum(block.numel() for block in of_rank) for of_rank in to_send]
         first = self._parameters[0][1]
@@ -322,17 +291,20 @@ class Muon(torch.optim.AdamW):
         places = sent.split([block.numel() for block in blocks])
         for place, block in zip(places, blocks, strict=bool(blocks)):
             place.view(block.shape).copy_(block)
-        sizes = [sum(map(prod, of_rank)) for of_rank in shapes]
+        coming = [
+            (rank, matrix, self._block(matrix, whose).shape[-2:])
+            for rank, whose in enumerate(shaped_as)
+            for matrix in to_receive[rank]
+        ]
+        sizes = [0] * self._num_ranks
+        for rank, _, shape in coming:
+            sizes[rank] += prod(shape)
         received = torch.empty(sum(sizes), **options)
         dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._ranks)
+        parts = received.split([prod(shape) for _, _, shape in coming])
         return [
-            [
-                block.view(shape)
-                for block, shape in zip(
-                    part.split([prod(shape) for shape in of_rank]), of_rank, strict=True
-                )
-            ]
-            for part, of_rank in zip(received.split(sizes), shapes, strict=True)
+            (rank, matrix, part.view(shape))
+            for (rank, matrix, shape), part in zip(coming, parts, strict=bool(coming))
         ]
 
 
@@ -344,12 +316,15 @@ def _indices(block: _Block) -> list[tuple[int, ...]]:
     return list(product(*(range(start, start + size) for start, size in pairs)))
 
 
-def _orthogonalize_all(whole: dict[_Matrix, torch.Tensor]) -> dict[_Matrix, torch.Tensor]:
-    """Orthogonalise every matrix, those of one shape in one batch; empties ``whole``."""
+def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:
+    """Return the matrices of a round orthogonalised, those of one shape in one batch.
+
+    ``whole`` is emptied meanwhile, to free its matrices.
+    """
     by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
     for matrix, values in whole.items():
         by_shape[values.shape].append(matrix)
-    done: dict[_Matrix, torch.Tensor] = {}
+    done: dict[_Matrix, Tensor] = {}
     for alike in by_shape.values():
         results = orthogonalize(torch.stack([whole.pop(matrix) for matrix in alike]))
         done |= zip(alike, results, strict=True)

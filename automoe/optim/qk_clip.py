@@ -18,15 +18,15 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.comm.process_groups import first_of_rank
-from automoe.model.attention import AttentionContext, GroupedQueryAttention
+from automoe.comm.recompute import counts
+from automoe.model.attention import AttentionSetup, GroupedQueryAttention
 from automoe.model.rows import gather_row
-from automoe.moe.recompute import counts
 
 CHUNK = 512  # queries whose logits are in memory at once
 
 
 class WatchedAttention:
-    """``AttentionContext.attend`` that records the largest logit [N] of each head it computed.
+    """``AttentionSetup.attend`` that records the largest logit [N] of each head it computed.
 
     Queries of padding do not count. The logits are computed a second time, since no attention
     kernel returns them.
@@ -39,7 +39,7 @@ class WatchedAttention:
 
     def __call__(
         self,
-        context: AttentionContext,
+        setup: AttentionSetup,
         q_BSND: Tensor,
         k_BRGD: Tensor,
         v_BRGD: Tensor,
@@ -49,14 +49,14 @@ class WatchedAttention:
         chosen_BSR: Tensor | None = None,
     ) -> Tensor:
         if counts():
-            self.first = context.heads.rank * q_BSND.shape[2]
-            valid_BS = gather_row(context.tokens.valid.int(), context.heads) > 0
-            for queries, keys, mask in context.query_blocks(window, chosen_BSR):
+            self.first = setup.heads.rank * q_BSND.shape[2]
+            valid_BS = gather_row(setup.tokens.valid.int(), setup.heads) > 0
+            for queries, keys, mask in setup.query_blocks(window, chosen_BSR):
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
                 largest = largest_logits(*block, mask, scale, valid_BS[:, queries])
                 self.largest = largest if self.largest is None else self.largest.maximum(largest)
-        return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
+        return self.attend(setup, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
 
 
 @torch.no_grad()
@@ -101,25 +101,22 @@ def take_largest_logits(
     Collective over the ranks of a pipeline stage, which hold other rows and other heads.
     """
     modules = (module for part in model_parts for module in part.modules())
-    watched = [
+    watched: list[Any] = [
         module
         for module in modules
         if isinstance(getattr(module, "attend", None), WatchedAttention)
     ]
-    rows = [_of_all_heads(module) for module in watched]
+    rows = []
+    for module in watched:
+        largest, module.attend.largest = module.attend.largest, None
+        first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
+        row = largest.new_full((module.num_heads,), -math.inf)
+        row[first : first + len(largest)] = largest
+        rows.append(row)
     by_head = torch.stack(rows) if rows else torch.zeros(0, 0, device=device)
     if ranks is not None and rows:
         dist.all_reduce(by_head, op=dist.ReduceOp.MAX, group=ranks)
     return LargestLogits(watched, by_head)
-
-
-def _of_all_heads(module: Any) -> Tensor:
-    largest = module.attend.largest
-    module.attend.largest = None
-    first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
-    row = largest.new_full((module.num_heads,), -math.inf)
-    row[first : first + len(largest)] = largest
-    return row
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automoe.comm.local_shard import local_shard
 from automoe.interop.torch_private import foreach_add_
@@ -23,7 +24,7 @@ from automoe.model.init import index_runs, indexed_blocks
 _DROPPED_BITS = 16  # bfloat16 drops this many low bits of a float32.
 
 
-def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """Round float32 ``x`` to one of its two bfloat16 neighbours at random, with expected value x.
 
     Numbers that are not finite are converted as they are.
@@ -57,9 +58,9 @@ class Numbers:
         decay: factor of weight decay on the parameter, ``1 - lr * weight_decay``.
     """
 
-    steps: torch.Tensor
-    rates: torch.Tensor
-    second_scales: torch.Tensor
+    steps: Tensor
+    rates: Tensor
+    second_scales: Tensor
     place: int
     key: int
     beta1: float
@@ -106,7 +107,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             if updated := [pair for pair in pairs if pair[1].grad is not None]:
                 self._update(group, updated)
 
-    def _update(self, group: dict[str, Any], updated: list[tuple[str, torch.Tensor]]) -> None:
+    def _update(self, group: dict[str, Any], updated: list[tuple[str, Tensor]]) -> None:
         counts = [self.state[parameter]["step"] for _, parameter in updated]
         foreach_add_(counts, 1)
         # Counts stay on the device: the host would have to wait to read them.
@@ -126,9 +127,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 update_in_triton(parameter, self.state[parameter], numbers)
 
 
-def update_in_triton(
-    parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers
-) -> None:
+def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
     """Do the work of ``update_in_torch`` in one CUDA kernel, for bfloat16 or float32."""
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
@@ -138,9 +137,7 @@ def update_in_triton(
     update_in_one_pass(local_tensors(parameter, state), first_index, runs, numbers)
 
 
-def update_in_torch(
-    parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers
-) -> None:
+def update_in_torch(parameter: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
     """Update ``parameter`` and its moments in place from its gradient.
 
     Every operation returns the float32 nearest to its exact result, so a kernel can reproduce it.
@@ -169,7 +166,7 @@ def update_in_torch(
             )
 
 
-def local_tensors(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def local_tensors(parameter: Tensor, state: dict[str, Tensor]) -> list[Tensor]:
     """Return this rank's shards of ``parameter``, its gradient and its two moments."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])

@@ -14,28 +14,29 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from automoe.moe.recompute import recompute_contexts
+from automoe.comm.recompute import recompute_contexts
 
 
 @dataclass
 class Recomputed:
-    """Wrapper of ``fn`` that drops intermediate results after the forward pass.
+    """Wrapper of ``fn`` that drops intermediate results, and computes them again in the backward pass.
 
     The wrapper has the arguments and the result of ``fn``.
 
     Args:
         to_end: recompute to the end, not only to the last tensor that is needed. An FSDP unit
             inside ``fn`` needs this: if stopped early, its state would stay that of a forward pass.
-        saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
+        saves: ``fn`` saves results for its recomputation (``automoe.comm.recompute``).
     """
 
-    fn: Callable[..., torch.Tensor]
+    fn: Callable[..., Tensor]
     to_end: bool = False
     saves: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = partial(self.fn, **kwargs) if kwargs else self.fn
         # No compiled part has an FSDP unit or saves results.
         if torch.compiler.is_compiling():

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from functools import partial, reduce
 
+from automoe.comm.calls import Call, LayerCalls, Wrap, as_it_is
 from automoe.comm.collectives import communicator
+from automoe.comm.discard_outputs import discard_outputs, discard_scope
 from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.config.plugins import look_up, registered
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
@@ -23,21 +25,18 @@ from automoe.model.backend import BackendConfig
 from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
-from automoe.moe.calls import Call, LayerCalls, Wrap, as_it_is
-from automoe.moe.discard_outputs import discard_outputs, discard_scope
 from automoe.moe.experts import ExpertFn, MakeExperts, expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.optim.qk_clip import WatchedAttention
 from automoe.parallel.activation_checkpoint import Recomputed
 from automoe.parallel.compile import compiled
-from automoe.parallel.context import ring_attention
 from automoe.parallel.fp8 import fp8_experts
 from automoe.parallel.fsdp import PARAM_DTYPES
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
-from automoe.parallel.pipeline import checked_loss
-from automoe.parallel.ring import cpu_ring, ring_masks
+from automoe.parallel.ring import cpu_ring, cuda_ring, ring_masks
+from automoe.parallel.runner import checked_loss
 
 # constructors of expert backends from other packages, by value of ``moe.experts``
 FOREIGN_EXPERTS = {"te": lambda: look_up("moe.experts", "te")()}
@@ -102,7 +101,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
     if cp is not None and cp.device_type == "cpu":
         attend, masks = cpu_ring(cp.get_group()), ring_masks(pg_collection.context)
     elif cp is not None:
-        attend = ring_attention(cp)
+        attend = cuda_ring(cp)
     elif kernels.attention == "te":
         attend = look_up("kernels.attention", "te")()
     elif kernels.attention == "flex":

@@ -77,22 +77,19 @@ def node_levels(
             )
         ]
     if per_node > 1:
-        _check_one_machine(levels[-1], gpus_per_node)
+        node = levels[-1]
+        here = zlib.crc32(socket.gethostname().encode())
+        device = "cuda" if "nccl" in dist.get_backend_config(node) else "cpu"
+        seen = torch.tensor([here, -here], device=device)
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=node)
+        if seen.tolist() != [here, -here]:
+            raise BackendError(
+                f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks as a node "
+                f"(cluster.gpus_per_node), and those around rank {dist.get_rank()}, on {socket.gethostname()}, are on "
+                "several machines. Number the ranks machine by machine and set cluster.gpus_per_node to how many each "
+                "has, or set moe.dispatcher=alltoall"
+            )
     return levels
-
-
-def _check_one_machine(node: dist.ProcessGroup, gpus_per_node: int) -> None:
-    here = zlib.crc32(socket.gethostname().encode())
-    device = "cuda" if "nccl" in dist.get_backend_config(node) else "cpu"
-    seen = torch.tensor([here, -here], device=device)
-    dist.all_reduce(seen, dist.ReduceOp.MAX, group=node)
-    if seen.tolist() != [here, -here]:
-        raise BackendError(
-            f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks as a node "
-            f"(cluster.gpus_per_node), and those around rank {dist.get_rank()}, on {socket.gethostname()}, are on "
-            "several machines. Number the ranks machine by machine and set cluster.gpus_per_node to how many each "
-            "has, or set moe.dispatcher=alltoall"
-        )
 
 
 # Constructors of dispatchers from the number of experts and the ep group.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.collectives import communicator
@@ -43,7 +44,7 @@ class FP8Linear(Linear):
         take_over(self, base)
         self.product = product
 
-    def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return self.product(x_BSI, self.shard(self.weight), bias_O)
 
 
@@ -82,7 +83,7 @@ def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
 
 def _sum_of_terms(
     rows: slice, num_rows: int, group: dist.ProcessGroup
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> Callable[[Tensor], Tensor]:
     """Return a function that sums gradients of the same ``rows`` of a weight over ranks.
 
     The weight has ``num_rows``. Other ranks of the group may use the same rows, and each has a term
@@ -93,7 +94,7 @@ def _sum_of_terms(
     size = dist.get_world_size(group)
     shared_by = size * (rows.stop - rows.start) // num_rows  # consecutive ranks share a head
 
-    def summed(grad: torch.Tensor) -> torch.Tensor:
+    def summed(grad: Tensor) -> Tensor:
         terms = grad.new_zeros(*grad.shape[:-1], num_rows)
         terms[..., rows] = grad
         dist.all_reduce(terms, group=group)

@@ -7,6 +7,7 @@ and nothing depends on how many there are (the reason for the divide factor of o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -51,11 +52,9 @@ def apply_data_parallel(
     reduce = PARAM_DTYPES[dtype]
     # Inputs are cast at the layer: the experts need routing weights in full precision, and the loss
     # its inputs.
-    as_is = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
-    )
-    wide = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    as_is = replace(dense, cast_forward_inputs=False)
+    wide = replace(as_is, param_dtype=reduce)
     shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")
     for unit in model.units():
         if unit.experts is not None:

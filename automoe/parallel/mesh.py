@@ -19,7 +19,7 @@ _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
 
 @dataclass(frozen=True)
 class Meshes:
-    """Both views of this rank's world.
+    """Device meshes of a run: one for experts, one for all other parameters, over the same ranks.
 
     Attributes:
         default: pp x dp_replicate x dp_shard x cp x tp, axes of size one left out (dp_shard stays).
@@ -37,9 +37,8 @@ class Meshes:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along ``axis``; None if the axis has one rank."""
-        if getattr(self.shape, axis) == 1:
-            return None
-        return (self.default if axis in DEFAULT_AXES else self.moe).get_group(axis)
+        mesh = self.axis(axis)
+        return None if mesh is None else mesh.get_group()
 
     def axis(self, axis: str) -> DeviceMesh | None:
         """Return the one-axis submesh; None if the axis has one rank."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automoe.comm.collectives import ProcessGroupDispatch
 
@@ -30,7 +31,10 @@ class _OtherPassFailed(Exception):
 
 
 class Turns:
-    """Turn-taking of the two passes that this process merges; ``TURNS`` is the only instance."""
+    """Turns of two threads that run a forward and a backward pass, one thread at a time.
+
+    ``TURNS`` is the only instance.
+    """
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
@@ -147,12 +151,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: torch.Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
+        ctx, x, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+    ):
         ctx.splits = output_splits, input_splits
         ctx.group = group
         x = x.contiguous()
@@ -164,7 +164,7 @@ class _Exchange(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad):
         output_splits, input_splits = ctx.splits
         return _Exchange.apply(grad, input_splits, output_splits, ctx.group), None, None, None
 
@@ -172,7 +172,5 @@ class _Exchange(torch.autograd.Function):
 class OverlappedDispatch(ProcessGroupDispatch):
     """Dispatch group that lets another micro-batch's pass run while its all-to-alls travel."""
 
-    def all_to_all(
-        self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
         return _Exchange.apply(x, output_splits, input_splits, self.group)

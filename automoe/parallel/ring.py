@@ -1,9 +1,12 @@
-"""Ring attention on the CPU: keys and values go around, and softmaxes over parts are merged.
+"""Ring attention (``parallel.context=ring``): keys and values go around the ranks of the cp axis.
 
-A rank's queries attend to the keys of one rank at a time (arXiv 2310.01889), its own first. Each
-rank holds a chunk from the head of a row and its mirror from the tail, so all ranks have equally
-many pairs of chunks. Documents of a row are masked by their ids, which all ranks know. Torch's own
-ring (``automoe.parallel.context``) has kernels only for CUDA, and no mask.
+A rank's queries attend to the keys of one rank at a time (arXiv 2310.01889), its own first, and
+softmaxes over parts are merged. Each rank holds a chunk from the head of a row and its mirror from
+the tail, so ranks have equally many pairs of chunks (``automoe.model.rows``; torch cuts rows in
+the same way). On CUDA torch's own ring runs, which has no mask but causality; rules refuse
+other settings. On the CPU documents are masked by their ids, which all ranks know. With
+other values of ``parallel.context`` attention gets whole rows (``automoe.model.rows``) and calls an
+ordinary kernel (``automoe.kernels.attention``).
 
 Letters: P ranks, R positions of the whole row, C = R / 2P positions of a chunk, and those of
 ``automoe.model.attention``.
@@ -17,9 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
-from automoe.interop.torch_private import cpu_attention, cpu_attention_backward
+from automoe.interop.torch_private import cpu_attention, cpu_attention_backward, use_ring_attention
 from automoe.kernels.attention import AttentionFn
 from automoe.model.attention_masks import MaskFn, QueryBlock, documents
 from automoe.model.rows import whole_rows
@@ -39,7 +45,7 @@ def ring_masks(ranks: Communicator) -> MaskFn:
 def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
     """Return ring attention over the cp ranks ``group``: causality and documents, no sinks."""
 
-    def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
+    def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
         """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
         assert sinks is None, "a ring has no sinks"
         value_dim = v.shape[-1]
@@ -50,11 +56,37 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
     return attend
 
 
+def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
+    """Return torch's ring attention over the cp axis ``mesh``: plain causality, no sinks."""
+    # From here on, SDPA over DTensors sharded along the sequence runs torch's ring. It stays on for
+    # the backward; nothing else in this project calls SDPA with a DTensor.
+    use_ring_attention()
+
+    def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
+        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        assert mask is None and sinks is None, (
+            "torch's ring attention has no mask but causality, and no sinks"
+        )
+        value_dim = v.shape[-1]
+        repeats = q.shape[2] // k.shape[2]
+        if repeats > 1:
+            k = k.repeat_interleave(repeats, dim=2)
+            v = v.repeat_interleave(repeats, dim=2)
+        v = F.pad(v, (0, q.shape[-1] - value_dim))  # flash kernels want equal head dims
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [B, N, S, D]
+        cut = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*cut, is_causal=True, scale=scale)
+        assert isinstance(out, DTensor)
+        return out.to_local()[..., :value_dim].transpose(1, 2)
+
+    return attend
+
+
 class _Ring(torch.autograd.Function):
     """Attention of q [B, N, S, D] to keys and values kv [2, B, G, S, D] of all ranks."""
 
     @staticmethod
-    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
@@ -90,7 +122,7 @@ class _Ring(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_kv.to(kv.dtype), None, None, None
 
 
-def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, its keys and values) around the ring; the next ones are received meanwhile."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in range(num_ranks - 1):
@@ -101,7 +133,7 @@ def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, t
     yield (rank + 1) % num_ranks, kv
 
 
-def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to send ``x`` to the next rank; return the buffer of the receive, and its work."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = ([0] * num_ranks for _ in range(2))
@@ -113,11 +145,7 @@ def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, d
 
 
 def _pairs(
-    docs_BR: torch.Tensor | None,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    source: int,
-    group: dist.ProcessGroup,
+    docs_BR: Tensor | None, q: Tensor, kv: Tensor, source: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[Any, ...]]:
     """Yield pairs of a chunk of this rank's queries and a chunk of rank ``source`` that they see.
 

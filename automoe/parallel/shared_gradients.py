@@ -8,7 +8,7 @@ from functools import reduce
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import local_shard
@@ -18,7 +18,10 @@ from automoe.parallel.mesh import Meshes
 
 
 def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of these parts so that all stages together yield each one once."""
+    """Yield the parameters of these parts, but no copy of an embedding that the first stage counts.
+
+    All stages together yield each parameter of the model once.
+    """
     for part in model_parts:
         # The first stage counts the embedding.
         copies = part.embedding is not None and not part.embeds
@@ -45,31 +48,22 @@ class SharedGradients:
         self, model_parts: dict[int, CausalLM], meshes: Meshes, holders: Sequence[int]
     ) -> None:
         # by group: the parameters of which its ranks hold terms, each a list of this rank's copies
-        self._by_group: list[tuple[dist.ProcessGroup | None, list[list[torch.Tensor]]]] = []
-        if (tp := meshes.group("tp")) is not None:
-            whole = [
-                [p] for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
-            ]
-            self._by_group.append((tp, whole))
-        if (etp := meshes.group("etp")) is not None:
-            experts = [
-                layer.experts for part in model_parts.values() for _, layer in part.moe_layers()
-            ]
-            whole = [
-                [p]
-                for e in experts
-                for name, p in e.named_parameters()
-                if e.WIDTH_DIMS[name] is None
-            ]
-            self._by_group.append((etp, whole))
+        self._by_group: list[tuple[dist.ProcessGroup | None, list[list[Tensor]]]] = []
         parts = model_parts.values()
+        if (tp := meshes.group("tp")) is not None:
+            parameters = (p for part in parts for p in part.parameters())
+            self._by_group.append((tp, [[p] for p in parameters if _whole_over_tp(p)]))
+        if (etp := meshes.group("etp")) is not None:
+            experts = (layer.experts for part in parts for _, layer in part.moe_layers())
+            named = ((e.WIDTH_DIMS[name], p) for e in experts for name, p in e.named_parameters())
+            self._by_group.append((etp, [[p] for dim, p in named if dim is None]))
         copies = [part.embedding.weight for part in parts if part.embedding is not None]
         places = sorted(set(holders))
-        if len(places) == 1 < len(copies):
-            self._by_group.append((None, [copies]))
         self._on_stages = copies if len(places) > 1 else []
         if len(places) > 1:
             self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
+        elif len(copies) > 1:
+            self._by_group.append((None, [copies]))
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -110,13 +104,13 @@ class SharedGradients:
                     term.copy_(total.view_as(term))
 
 
-def _added(terms: list[torch.Tensor]) -> torch.Tensor:
+def _added(terms: list[Tensor]) -> Tensor:
     # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
     wide = torch.promote_types(terms[0].dtype, torch.float32)
     return reduce(torch.add, [term.to(wide) for term in terms])
 
 
-def _whole_over_tp(parameter: torch.Tensor) -> bool:
+def _whole_over_tp(parameter: Tensor) -> bool:
     """Return True if every tp rank keeps the full parameter: no tp shard, and not an expert's.
 
     Parameters of experts are on the moe mesh.

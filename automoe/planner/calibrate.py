@@ -466,9 +466,13 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
     """Return the text of the cluster file: a comment on hardware and versions, then ``values``."""
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
+    if gpu == "cpu":
+        info = Path("/proc/cpuinfo")
+        match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+        gpu = match[1].strip() if match else platform.processor() or platform.machine()
     lines = [
         f"# Measured by automoe plan calibrate=true on {datetime.date.today()}: {with_what},",
-        f"# {gpu if gpu != 'cpu' else _processor()}, {num_cores()} cores{threads}, {bench.dtype}.",
+        f"# {gpu}, {num_cores()} cores{threads}, {bench.dtype}.",
     ]
     rounded = {
         key: _rounded(value, 4) if isinstance(value, float) else value
@@ -476,9 +480,3 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
     }
     text = yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None, width=1000)
     return "\n".join([*lines, text])
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return match[1].strip() if match else platform.processor() or platform.machine()

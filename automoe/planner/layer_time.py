@@ -218,15 +218,8 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
     passes.add("core_attn", seconds, ATTENTION_BACKWARD * seconds)
     keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
     heads = attention.num_heads + keys
-    turned = machine.pass_over(
-        1.0
-        * size
-        * tokens
-        / tp
-        * heads
-        * score_dims(attention)
-        * (1 + attention.qk_norm + (attention.clip_qkv is not None))
-    )
+    times = 1 + attention.qk_norm + (attention.clip_qkv is not None)
+    turned = machine.pass_over(1.0 * size * tokens / tp * heads * score_dims(attention) * times)
     passes.add("attention", turned, 2 * turned)
     if mesh.cp > 1 and (uses_ulysses(config, mesh) or is_linear(attention, layer)):
         _exchange_heads(place, layer, passes)

@@ -286,7 +286,7 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
     in_torch = config.cluster.gpu == "cpu" and rounds
     scratch = UPDATE_BYTES * min(largest, UPDATE_BLOCK) * in_torch
     scratch += _muon_scratch(config, sizes, trained(params))
-    return Moment("update", [], gradients=sizes.sharded_gradients(params), temporaries=scratch)
+    return Moment("update", gradients=sizes.sharded_gradients(params), temporaries=scratch)
 
 
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:

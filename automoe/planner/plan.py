@@ -25,6 +25,13 @@ from automoe.planner.time import StepTime, step_time
 SHOWN = 5  # number of single changes that a warning lists
 # Multiple of the even expert load up to which memory should last; below it the plan warns.
 ROOM = 2.5
+# Fields of ``Plan`` that have other names in JSON.
+_IN_JSON = {
+    "flops": "flops_per_token",
+    "ranks": "bytes_per_rank",
+    "uneven_needed": "needed_at_twice_the_even_load",
+    "full_at": "full_at_times_the_even_load",
+}
 SLOW = 0.1  # Share of a step, or of a rank's work, above which the plan warns.
 
 
@@ -72,33 +79,20 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON, with every pp rank and its peak."""
-        ranks = [{**asdict(rank), "peak": rank.peak} for rank in self.ranks]
-        return {
-            "mesh": {
-                **asdict(self.mesh),
-                "world_size": self.mesh.world_size,
-                "num_nodes": self.num_nodes,
-            },
-            "params": asdict(self.params),
-            "batch": asdict(self.batch),
-            "flops_per_token": asdict(self.flops),
+        facts = asdict(self)
+        del facts["uneven_ranks"]
+        for rank, planned in zip(facts["ranks"], self.ranks, strict=True):
+            rank["peak"] = planned.peak
+        facts["mesh"] |= {"world_size": self.mesh.world_size, "num_nodes": facts.pop("num_nodes")}
+        facts["checkpoint"]["blocked_share"] = self.checkpoint.blocked_share
+        facts |= {
+            "time": self.time.to_dict(),
             "flops_per_step": self.flops.causal * self.batch.tokens_per_step,
             "bubble": self.bubble,
-            "time": self.time.to_dict(),
-            "checkpoint": asdict(self.checkpoint)
-            | {"blocked_share": self.checkpoint.blocked_share},
             "heaviest_pp_rank": self.heaviest.pp_rank,
-            "bytes_per_rank": ranks,
             "peak_at_twice_the_even_load": self.uneven_peak,
-            "reserve": asdict(self.reserve),
-            "needed": self.needed,
-            "needed_at_twice_the_even_load": self.uneven_needed,
-            "full_at_times_the_even_load": self.full_at,
-            "not_modelled": self.not_modelled,
-            "warnings": self.warnings,
-            "single_changes": [asdict(change) for change in self.single_changes],
-            "combination": asdict(self.combination) if self.combination else None,
         }
+        return {_IN_JSON.get(name, name): fact for name, fact in facts.items()}
 
 
 def make_plan(config: Config, mesh: MeshShape) -> Plan:
@@ -127,35 +121,7 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
     if config.cluster.memory_bytes and plan.uneven_needed > config.cluster.memory_bytes:
         singles, combination = remedies(config, mesh, time.tokens_per_second)
         plan = replace(plan, single_changes=singles, combination=combination)
-    warnings = _memory_warnings(config, plan)
-    if unknown := missing_speeds(config.cluster, plan.mesh.world_size):
-        warnings.append(
-            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and a CPU's speeds are used: the times mean "
-            "nothing. Set them in its file"
-        )
-    if plan.bubble > 0.25:
-        warnings.append(
-            f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
-            f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
-        )
-    if (
-        config.cluster.peak_flops
-        and config.model.num_moe_layers
-        and plan.batch.rows_per_expert < 64
-    ):
-        warnings.append(
-            f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
-            "Raise train.micro_batch_size or mesh.ep"
-        )
-    warnings += _time_warnings(config, plan)
-    saved = plan.checkpoint
-    interval = saved.interval_seconds
-    if interval and saved.write_seconds > interval:
-        warnings.append(
-            f"a checkpoint takes {saved.write_seconds:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
-            "checkpoint.every or checkpoint.every_minutes"
-        )
-    return replace(plan, warnings=warnings)
+    return replace(plan, warnings=[*_memory_warnings(config, plan), *_warnings(config, plan)])
 
 
 def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
@@ -204,19 +170,19 @@ def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None
     return middle
 
 
-def _memory_warnings(config: Config, plan: Plan) -> list[str]:
+def _memory_warnings(config: Config, plan: Plan) -> Iterator[str]:
     limit = config.cluster.memory_bytes
     need = plan.needed
     peak = plan.heaviest.peak
     where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
     if not limit or plan.uneven_needed <= limit:
-        if plan.full_at is None or plan.full_at >= ROOM:
-            return []
-        return [
-            f"buffers of the experts are full if a rank gets {plan.full_at:.1f} times its even share of tokens, "
-            "which routers that have learnt little may send. Lower train.micro_batch_size, or bound it with "
-            "moe.capacity_factor"
-        ]
+        if plan.full_at is not None and plan.full_at < ROOM:
+            yield (
+                f"buffers of the experts are full if a rank gets {plan.full_at:.1f} times its even share of tokens, "
+                "which routers that have learnt little may send. Lower train.micro_batch_size, or bound it with "
+                "moe.capacity_factor"
+            )
+        return
     if need <= limit:
         need = plan.uneven_needed
         peak = plan.uneven_peak
@@ -235,11 +201,8 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
         shown = sorted(plan.single_changes, key=lambda change: change.needed > limit)[:SHOWN]
         text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
     text.append("All this is with experts at twice their even share")
-    return [
-        ". ".join(
-            part[0].upper() + part[1:] if number else part for number, part in enumerate(text)
-        )
-    ]
+    first, *others = text
+    yield ". ".join([first, *(part[0].upper() + part[1:] for part in others)])
 
 
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
@@ -251,9 +214,25 @@ def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
     return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
 
 
-def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
-    time = plan.time
-    step = plan.time.seconds
+def _warnings(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield what is wrong with the speed of a step and of its checkpoints."""
+    mesh, batch, time = plan.mesh, plan.batch, plan.time
+    step = time.seconds
+    if unknown := missing_speeds(config.cluster, mesh.world_size):
+        yield (
+            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and a CPU's speeds are used: the times mean "
+            "nothing. Set them in its file"
+        )
+    if plan.bubble > 0.25:
+        yield (
+            f"the pipeline idles {plan.bubble:.0%} of a step: {batch.num_micro_batches} micro-batches over "
+            f"mesh.pp={mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
+        )
+    if config.cluster.peak_flops and config.model.num_moe_layers and batch.rows_per_expert < 64:
+        yield (
+            f"an expert sees {batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
+            "Raise train.micro_batch_size or mesh.ep"
+        )
     seen = time.communication.get("ep", 0.0)
     away = time.off_node.get("ep", 0.0)
     if away and seen > SLOW * step:
@@ -264,16 +243,21 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
             f"experts' tokens leave the node: {gib(away)} a rank and step, and ep takes {seen / step:.0%} of the step. "
             f"Keep mesh.ep * mesh.etp within the {config.cluster.gpus_per_node} GPUs of a node{once}"
         )
-    usual = median(time.by_rank)
-    most = max(time.by_rank)
-    a_layer = usual * plan.mesh.pp / config.model.num_layers
+    usual, most = median(time.by_rank), max(time.by_rank)
+    a_layer = usual * mesh.pp / config.model.num_layers
     # A difference below one layer's time cannot be reduced by moving a layer.
     if most > usual + max(SLOW * usual, a_layer):
         rank = time.by_rank.index(most)
-        last = plan.mesh.pp * config.parallel.stages_per_rank - 1
-        has_head = rank == rank_of_stage(last, plan.mesh.pp, config.parallel.schedule)
+        last = mesh.pp * config.parallel.stages_per_rank - 1
+        has_head = rank == rank_of_stage(last, mesh.pp, config.parallel.schedule)
         stages = "has the head" if has_head else "has more than the others"
         yield (
             f"pp rank {rank}, which {stages}, is busy {most / usual - 1:.0%} longer than the usual rank, and all wait "
             "for it. Give it fewer layers with parallel.layers_per_stage"
+        )
+    interval, write = plan.checkpoint.interval_seconds, plan.checkpoint.write_seconds
+    if interval and write > interval:
+        yield (
+            f"a checkpoint takes {write:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
+            "checkpoint.every or checkpoint.every_minutes"
         )

@@ -71,44 +71,33 @@ def question_of(words: dict[str, str]) -> Question | None:
     Raises:
         ConfigError: a value is invalid, or two keys exclude each other.
     """
-    if words.get("html") == "":
-        raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
-    exports = "export" in words
-    if exports and words["export"] != "torchtitan":
-        rule = "a plan is exported for torchtitan"
-        raise ConfigError("export", words["export"], rule, "Write export=torchtitan")
-    if exports and words.keys() & {"search", CALIBRATE}:
-        rule = "only a plan is exported, not a search"
-        raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
-    kind = words.get("search", "")
-    number = words.get("world", "")
-    folder = user_path("out", words.get("out") or "plans")
-    if how := words.get(CALIBRATE):
-        if how != "true" or kind or number:
-            rule = "a machine is calibrated by itself: no search, no world"
-            raise ConfigError(CALIBRATE, how, rule, "Write calibrate=true")
-        return Question(CALIBRATE, None, folder)
-    if not kind:
-        for key in ("world",) if exports else ("world", "out"):
-            if words.get(key):
-                raise ConfigError(key, words[key], "this is for a search", "Add search=true")
-        return None
-    if kind not in KINDS:
-        raise ConfigError(
-            "search", kind, f"the searches are {', '.join(KINDS)}", "Write search=true"
-        )
+    kind, number, measures = (words.get(key, "") for key in ("search", "world", CALIBRATE))
+    exports, fewest = "export" in words, kind == "fewest_gpus"
+    asks = kind or measures
+    for key, broken, rule, remedy in (
+        ("html", words.get("html") == "", "a page needs a name", "Write html=plan.html"),
+        ("export", exports and words["export"] != "torchtitan", "a plan is exported for torchtitan",
+         "Write export=torchtitan"),
+        ("export", exports and words.keys() & {"search", CALIBRATE}, "only a plan is exported, not a search",
+         "Export what was found with mesh=found_..."),
+        (CALIBRATE, measures and (measures != "true" or kind or number),
+         "a machine is calibrated by itself: no search, no world", "Write calibrate=true"),
+        ("world", number and not asks, "this is for a search", "Add search=true"),
+        ("out", words.get("out") and not asks and not exports, "this is for a search", "Add search=true"),
+        ("search", kind and kind not in KINDS, f"the searches are {', '.join(KINDS)}", "Write search=true"),
+        ("world", fewest and number, "search=fewest_gpus finds the number itself", "Leave world= out"),
+        ("world", kind and not fewest and not number, "a search needs the number of ranks", "Add world=1024"),
+    ):  # fmt: skip
+        if broken:
+            raise ConfigError(key, words.get(key, ""), rule, remedy)
     most = 8 * MAX_GPUS
     if number and not (number.isdecimal() and len(number) < 10 and 0 < int(number) <= most):
         rule = f"must be a number of ranks, at most {most:,}"
         raise ConfigError("world", brief(number), rule, "Write world=1024")
-    if (kind == "fewest_gpus") == bool(number):
-        rule = "a search needs the number of ranks"
-        remedy = "Add world=1024"
-        if number:
-            rule = "search=fewest_gpus finds the number itself"
-            remedy = "Leave world= out"
-        raise ConfigError("world", number, rule, remedy)
-    return Question(kind, int(number) if number else None, folder)
+    if not asks:
+        return None
+    folder = user_path("out", words.get("out") or "plans")
+    return Question(kind or CALIBRATE, int(number) if number else None, folder)
 
 
 def answer(question: Question, args: Arguments, as_json: bool) -> int:

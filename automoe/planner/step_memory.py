@@ -9,7 +9,7 @@ reduces each layer at once, gradients and activations both shrink in the last ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Moment:
     """
 
     name: str
-    in_flight: list[int]
+    in_flight: list[int] = field(default_factory=list)
     gradients: float = 0.0
     gathered_weights: float = 0.0
     unsharded_gradients: float = 0.0
@@ -223,7 +223,6 @@ class StagePlan:
         """
         return Moment(
             "loss",
-            [],
             activations=others + (self.kept - self.head_kept * self.last),
             head=self.head,
             unsharded_gradients=self.gradients * adds,
@@ -265,7 +264,6 @@ class StagePlan:
         if not self.layers:  # the embedding or the head alone, or nothing
             yield Moment(
                 "backward",
-                [],
                 activations=below,
                 gathered_weights=weights,
                 unsharded_gradients=self.gradients if adds else self.rest_gradients,
@@ -275,10 +273,12 @@ class StagePlan:
             # Modules for multi-token prediction come before the main loss.
             held = below + self.head_kept * (self.last and place < self.mtp)
             held += 0.0 if merged is None else merged.grown(place + 1)
-            common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
+            common: dict[str, Any] = dict(
+                gathered_weights=weights, unsharded_gradients=whole, gradients=sharded
+            )
             for work in layer.workspaces:
                 yield Moment(
-                    "backward", [], activations=held - work.done,
+                    "backward", activations=held - work.done,
                     recompute=work.recompute, temporaries=work.temporaries, **common,
                 )  # fmt: skip
             if reduces and layer.experts:
@@ -287,7 +287,7 @@ class StagePlan:
                 copies = 1 + (experts_ranks == 1) + (not adds)
                 below_now = held - layer.workspaces[-1].done
                 flat = layer.experts * copies
-                yield Moment("reduction", [], activations=below_now, temporaries=flat, **common)
+                yield Moment("reduction", activations=below_now, temporaries=flat, **common)
             below -= layer.kept
             if reduces:
                 sharded += layer.sharded

@@ -16,7 +16,7 @@ from typing import Any
 from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.facts import MUON_STEPS
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
-from automoe.config.pipeline import IN_HALVES, rank_of_stage
+from automoe.config.pipeline import IN_HALVES, stages_of_ranks
 from automoe.config.schema import Config
 from automoe.model.params import embedding_stages, model_params, num_states
 from automoe.observe.flops import step_flops_per_token
@@ -149,9 +149,8 @@ def step_time(
     count = batch.num_micro_batches
     schedule = config.parallel.schedule
     pp = mesh.pp
-    held: list[list[Stage]] = [[] for _ in range(pp)]
-    for index, stage in enumerate(stages):
-        held[rank_of_stage(index, pp, schedule)].append(stage)
+    ranks = stages_of_ranks(pp, config.parallel.stages_per_rank, schedule)
+    held = [[stages[index] for index in of_rank] for of_rank in ranks]
     busy = [count * sum(stage.times.work for stage in of_rank) for of_rank in held]
     longest = max(busy)
     mine = held[busy.index(longest)]

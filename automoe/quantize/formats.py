@@ -134,10 +134,5 @@ def _spread(scales: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
     """Return the scale of each number, as a tensor that broadcasts to ``shape``."""
     if tile == WHOLE:
         return scales
-    down, across = scales.shape[-2:]
-    spread = (
-        scales.unsqueeze(-2)
-        .unsqueeze(-1)
-        .expand(*scales.shape[:-2], down, tile[0], across, tile[1])
-    )
-    return spread.flatten(-2).flatten(-3, -2).narrow(-2, 0, shape[-2]).narrow(-1, 0, shape[-1])
+    spread = scales.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
+    return spread.narrow(-2, 0, shape[-2]).narrow(-1, 0, shape[-1])

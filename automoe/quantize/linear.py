@@ -34,7 +34,7 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    def forward(ctx, x, weight, scaling: Scaling):
         x_scales = scaling.scales(x.flatten(0, -2), X)
         weight_scales = scaling.weight_scales(weight)
         rows = scaling.quantize(x.flatten(0, -2), x_scales, X)
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         x, weight, x_scales, weight_scales = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
         scaling = ctx.scaling
@@ -92,8 +92,7 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     ``WHOLE``. Both operands are contiguous along the summed dim, as Hopper's float8 units need.
     """
     if a.codes.is_cuda:
-        num_rows = a.codes.shape[0]
-        num_cols = b.codes.shape[0]
+        num_rows, num_cols = len(a.codes), len(b.codes)
         if 0 in (num_rows, num_cols, a.codes.shape[1]):  # Kernels may refuse empty operands.
             return torch.zeros(num_rows, num_cols, dtype=dtype, device=a.codes.device)
         step = _KERNEL_STEP if a.tile == WHOLE else SIDE
@@ -125,7 +124,7 @@ def _padded(q: Quantized, step: int) -> Quantized:
 
 
 def _kernel_scales(q: Quantized) -> Tensor:
-    """Return the scales in the layout of ``scaled_mm``.
+    """Return the scales of ``q`` in the layout that torch's ``scaled_mm`` reads.
 
     Scales of lines are column-major; scales of blocks are transposed and padded to multiples of 4.
     """

@@ -123,14 +123,14 @@ class _PackedProduct(torch.autograd.Function):
     """``F.linear`` of a packed weight: saves only the bytes and widens them again in backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x, weight, bias):
         ctx.save_for_backward(weight)
         ctx.columns = x.shape[-1]
         return F.linear(x, unpack(weight, x.shape[-1], x.dtype), bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         (weight,) = ctx.saved_tensors
         grad_x = grad @ unpack(weight, ctx.columns, grad.dtype) if ctx.needs_input_grad[0] else None
         return grad_x, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None

@@ -12,6 +12,7 @@ of a row, L MoE layers, K top-k.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from automoe.comm.tokens import IGNORE, StepBatch
-from automoe.config.schema import ModelConfig
+from automoe.config.batch import least_micro_batches
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, ModelConfig
 from automoe.errors import DataError
 from automoe.rl.routes import ROUTES_DTYPE, check_routes
 
@@ -134,7 +138,7 @@ class CheckedSample:
         self.number = number
         vocab_size = model.vocab_size
         if not isinstance(sample, Sample) or not isinstance(sample.values, Mapping):
-            raise self._error("values", "expected a Sample, whose values are a dictionary by name")
+            raise self.error("values", "expected a Sample, whose values are a dictionary by name")
         self.tokens = self._tensor("tokens", sample.tokens, torch.int64)
         count = self.tokens.numel()
         self._require(self.tokens.dim() == 1 and count >= 2, "tokens", "two tokens or more")
@@ -148,7 +152,7 @@ class CheckedSample:
         self._require(self.mask.shape == (count,), "mask", f"{count} values, one a token")
         self._require(not self.mask[0], "mask", "False for token 0, which has no log-probability")
         self.values: dict[str, torch.Tensor] = {}
-        for name, value in sorted(sample.values.items(), key=str):
+        for name, value in sorted(sample.values.items(), key=lambda item: str(item[0])):
             others = f"another name than {', '.join(RESERVED)}, which the session uses"
             self._require(name not in RESERVED, name, others)
             tensor = self._tensor(name, value, torch.float64)
@@ -169,7 +173,7 @@ class CheckedSample:
                 f"[{count - 1}, MoE layers, K], a line for each token but the last",
             )
             if (wrong := check_routes(self.routes, model)) is not None:
-                raise self._error("routes", wrong)
+                raise self.error("routes", wrong)
             self.routes = self.routes.to(ROUTES_DTYPE)
         self.scored_ids = None
         if sample.scored_ids is not None:
@@ -217,20 +221,21 @@ class CheckedSample:
             self._require(whole, name, "integers")
             return tensor.to(dtype)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self._error(name, f"not numbers of one shape ({error})") from None
+            raise self.error(name, f"not numbers of one shape ({error})") from None
 
     def _check_ids(self, name: str, ids: torch.Tensor, vocab_size: int) -> None:
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):
-            raise self._error(
+            raise self.error(
                 name, f"id {int(wrong[0])}; the model has ids from 0 to {vocab_size - 1}"
             )
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
-            raise self._error(name, f"expected {rule}")
+            raise self.error(name, f"expected {rule}")
 
-    def _error(self, name: str, rule: str) -> DataError:
+    def error(self, name: str, rule: str) -> DataError:
+        """Return the error that a rule of a field is broken."""
         return DataError(f"sample {self.number} of the batch, field {name}: {rule}")
 
 
@@ -276,34 +281,27 @@ def check_batch(
 
 def _check_fields(samples: list[CheckedSample], reads: Sequence[str]) -> None:
     """Raise unless the samples have the same values, of the same shapes, and all that are read."""
-    first = samples[0]
+
+    def shapes(sample: CheckedSample) -> dict[str, list[int]]:
+        fields = sample.fields().items()  # routes are compared with the model
+        return {n: [*t.shape[1:]] for n, t in fields if n not in ("routes", "candidates")}
+
+    expected = shapes(samples[0])
     for sample in samples:
+        shown = shapes(sample)
         for name in reads:
-            if name not in sample.fields():
-                raise DataError(
-                    f"sample {sample.number} of the batch, field {name}: the loss reads it, and it is missing"
-                )
-        unequal = sample.values.keys() ^ first.values.keys()
-        if (sample.scored_ids is None) != (first.scored_ids is None):
-            unequal.add("scored_ids")
-        for name in sorted(unequal):
-            raise DataError(
-                f"sample {sample.number} of the batch, field {name}: it and sample 0 do not both have it"
-            )
-        if "teacher_log_probs" in reads:
-            ids = sample.scored_ids if "scored_ids" in reads else sample.mask
-            if sample.values["teacher_log_probs"].shape != ids.shape:
-                raise DataError(
-                    f"sample {sample.number} of the batch, field teacher_log_probs: expected {list(ids.shape)} numbers"
-                )
-        for name, shape in ((name, value.shape[1:]) for name, value in sample.fields().items()):
-            known = next((s.fields()[name] for s in samples if name in s.fields()), None)
-            assert known is not None
-            if shape != known.shape[1:] and name != "candidates":
-                raise DataError(
-                    f"sample {sample.number} of the batch, field {name}: {list(shape)} numbers a token, "
-                    f"{list(known.shape[1:])} in samples before"
-                )
+            if name not in shown:
+                raise sample.error(name, "the loss reads it, and it is missing")
+        for name in sorted(shown.keys() | expected):
+            both = shown.get(name), expected.get(name)
+            if None in both:
+                raise sample.error(name, "it and sample 0 do not both have it")
+            if both[0] != both[1]:
+                raise sample.error(name, f"{both[0]} numbers a token, {both[1]} in samples before")
+    if "teacher_log_probs" in reads:
+        width = expected["scored_ids" if "scored_ids" in reads else "mask"]
+        if expected["teacher_log_probs"] != width:
+            raise samples[0].error("teacher_log_probs", f"expected {width} numbers a token")
 
 
 def _first_difference(samples: list[CheckedSample]) -> str:
@@ -347,49 +345,63 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
+def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
+    """Return how samples of these lengths are put into rows, and rows into micro-batches.
+
+    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
+    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
+    positions, and the number of micro-batches is one that the pipeline's schedule can run.
+    """
+    train = config.train
+    unit = math.lcm(8, 2 * shape.cp * shape.tp)
+    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
+    filled = fill_rows(lengths, row_length)
+    least = least_micro_batches(config, shape)
+    rows = -(-len(filled) // shape.dp)
+    most = max(1, train.micro_batch_size * train.seq_len // row_length)
+    step = shape.pp  # what the schedule can run
+    fewest = -(-max(-(-rows // most), least) // step) * step
+    # Some more micro-batches may need less padding.
+    micro_batches = min(range(fewest, 2 * fewest, step), key=lambda n: n * -(-rows // n))
+    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
+
+
 def pack(samples: list[CheckedSample], plan: RowPlan, dp_rank: int, dp_size: int) -> Packed:
     """Return the rows of one data-parallel rank: every ``dp_size``-th of those that are filled."""
-    rows_per_rank = plan.num_micro_batches * plan.micro_batch_rows
-    shape = (rows_per_rank, plan.row_length)
-    tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    labels, doc_ids = torch.full(shape, IGNORE), torch.full(shape, -1)
+    shape = (plan.num_micro_batches * plan.micro_batch_rows, plan.row_length)
+    packed: dict[str, torch.Tensor] = {}
     lengths = [len(sample.tokens) for sample in samples]
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    values = {"places": torch.full(shape, -1)}
-    routes = None
-    first = samples[0]
-    for name, tensor in first.values.items():
-        values[name] = torch.zeros(*shape, *tensor.shape[1:], dtype=torch.float64)
-    if first.scored_ids is not None:
-        values["scored_ids"] = torch.zeros(*shape, first.scored_ids.shape[1], dtype=torch.int64)
     widest = max((s.candidates.shape[1] for s in samples if s.candidates is not None), default=0)
-    if widest:
-        values["candidates"] = torch.full((*shape, widest), -1)
-    with_routes = next((s.routes for s in samples if s.routes is not None), None)
-    if with_routes is not None:
-        routes = with_routes.new_full((*shape, *with_routes.shape[1:]), -1)
-    for row, items in enumerate(plan.filled[dp_rank::dp_size]):
+
+    def put(name: str, numbers: torch.Tensor, row: int, at: int, filler: int = 0) -> None:
+        if name not in packed:  # also on a rank without a filled row
+            packed[name] = numbers.new_full((*shape, *numbers.shape[1:]), filler)
+        if row % dp_size == dp_rank:
+            packed[name][row // dp_size, at : at + len(numbers)] = numbers
+
+    for row, items in enumerate(plan.filled):
         at = 0
         for document, item in enumerate(items):
-            sample = samples[item]
-            count = lengths[item] - 1
-            here = (row, slice(at, at + count))
+            sample, here = samples[item], (row, at)
             trained = sample.mask[1:]
-            tokens[here] = sample.tokens[:-1]
-            labels[here] = torch.where(trained, sample.tokens[1:], IGNORE)
-            positions[here] = torch.arange(count)
-            doc_ids[here] = document
-            number = torch.arange(1, count + 1) + starts[item]
-            values["places"][here] = torch.where(trained, number, -1)
+            index = torch.arange(len(trained))
+            put("tokens", sample.tokens[:-1], *here)
+            put("labels", torch.where(trained, sample.tokens[1:], IGNORE), *here, IGNORE)
+            put("positions", index, *here)
+            put("doc_ids", torch.full_like(index, document), *here, -1)
+            put("places", torch.where(trained, index + starts[item] + 1, -1), *here, -1)
             for name, tensor in sample.values.items():
-                # A product with zero would keep NaN of tokens that are not trained.
-                values[name][here][trained] = tensor[1:][trained]
+                numbers = tensor[1:].clone()
+                numbers[~trained] = 0  # a product with zero would keep NaN
+                put(name, numbers, *here)
             if sample.scored_ids is not None:
-                values["scored_ids"][here] = sample.scored_ids[1:]
-            if sample.candidates is not None:
-                values["candidates"][here][:, : sample.candidates.shape[1]] = sample.candidates[1:]
-            if routes is not None and sample.routes is not None:
-                routes[here] = sample.routes
-            at += count
-    rows = StepBatch(tokens, labels, positions, doc_ids, 0, dp_rank * rows_per_rank)
-    return Packed(rows, values, routes, lengths)
+                put("scored_ids", sample.scored_ids[1:], *here)
+            if (ids := sample.candidates) is not None:
+                put("candidates", pad(ids[1:], (0, widest - ids.shape[1]), value=-1), *here, -1)
+            if sample.routes is not None:
+                put("routes", sample.routes, *here, -1)
+            at += len(trained)
+    columns = [packed.pop(name) for name in ("tokens", "labels", "positions", "doc_ids")]
+    rows = StepBatch(*columns, 0, dp_rank * shape[0])
+    return Packed(rows, packed, packed.pop("routes", None), lengths)

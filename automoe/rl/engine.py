@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,12 @@ class Answer:
 
     tokens: list[int]
     log_probs: list[float]
-    routes: torch.Tensor | None = None
+    routes: torch.Tensor | list[Any] | None = None
+
+    def as_json(self) -> tuple[Any, ...]:
+        """Return the fields as plain JSON."""
+        routes = self.routes.tolist() if isinstance(self.routes, torch.Tensor) else self.routes
+        return self.tokens, self.log_probs, routes
 
 
 class Engine(Protocol):
@@ -81,10 +87,50 @@ def check_gap(
     return mean, max(gaps)
 
 
+def gap_by_layer(
+    engine: Sequence[float], trainer: Sequence[float], first_differing: Sequence[int]
+) -> dict[str, float]:
+    """Return the mean difference of log-probabilities by what the routes say, for the record.
+
+    Args:
+        first_differing: of each token, as in ``LogProbs``.
+
+    Returns:
+        ``engine_gap.same`` of tokens whose experts all layers would choose, ``engine_gap.layer_N``
+        of those for which MoE layer N is the first that would not.
+    """
+    gaps: dict[int, list[float]] = {}
+    for theirs, ours, layer in zip(engine, trainer, first_differing, strict=True):
+        gaps.setdefault(layer, []).append(abs(theirs - ours))
+    return {
+        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(each) / len(each)
+        for layer, each in sorted(gaps.items())
+    }
+
+
+def gaps_of(
+    answers: Sequence[Answer], said: dict[str, list[list[Any]]], bound: float
+) -> dict[str, float]:
+    """Return how far the engine's log-probabilities are from the trainer's, for the record.
+
+    Args:
+        said: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
+            ``LogProbs.first_differing``, if there are routes.
+        bound: as for ``check_gap``, which raises.
+    """
+    theirs = list(chain(*(answer.log_probs for answer in answers)))
+    ours = list(chain(*said["old_log_probs"]))
+    mean, largest = check_gap(theirs, ours, bound)
+    gaps = {"engine_gap": mean, "engine_gap_max": largest}
+    if "differing" in said:
+        gaps |= gap_by_layer(theirs, ours, list(chain(*said.pop("differing"))))
+    return gaps
+
+
 class TransformersEngine:
     """``generate`` of transformers in the ranks of the training, each with a whole copy of the model.
 
-    Args:
+    Attributes:
         stops: tokens that end an answer.
     """
 
@@ -99,7 +145,7 @@ class TransformersEngine:
         if (config.model.hidden_size | config.model.moe_intermediate_size) % 4:
             hf_config._experts_implementation = "eager"  # as in automoe.hf.verify
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
-        self._stops = sorted(stops)
+        self.stops = sorted(stops)
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer
         for name, module in self._model.named_modules():
             if name.endswith(".mlp.experts"):
@@ -150,8 +196,8 @@ class TransformersEngine:
             temperature=temperature,
             top_k=0,
             max_new_tokens=max_tokens,
-            eos_token_id=self._stops or None,
-            pad_token_id=self._stops[0] if self._stops else 0,
+            eos_token_id=self.stops or None,
+            pad_token_id=self.stops[0] if self.stops else 0,
             return_dict_in_generate=True,
             output_logits=True,
         )
@@ -174,7 +220,7 @@ class TransformersEngine:
         for row, (tokens, log_probs) in enumerate(
             zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
         ):
-            ends = (at for at, token in enumerate(tokens, 1) if token in self._stops)
+            ends = (at for at, token in enumerate(tokens, 1) if token in self.stops)
             size = next(ends, len(tokens))
             rows = None if routes is None else routes[row, : len(prompt) + size - 1]
             answers.append(Answer(tokens[:size], log_probs[:size], rows))

@@ -1,10 +1,14 @@
-"""Engines by the names that ``recipe_args.sampler`` and ``recipe_args.engine`` give them."""
+"""Engines and teachers by the names that ``recipe_args`` gives them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from automoe.config.schema import Config
+from automoe.config.train_schema import LoraConfig
+from automoe.errors import ConfigError
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.rl.engine import Engine, TransformersEngine
 from automoe.rl.sglang import ServedSGLang
 from automoe.rl.vllm import LocalVLLM, ServedVLLM
@@ -23,3 +27,15 @@ def open_engine(config: Config, stops: Collection[int], context: RunContext) -> 
     served = ServedSGLang if args.sampler == "sglang" else ServedVLLM
     kind = served if "://" in args.engine else LocalVLLM
     return kind(args.engine, config, stops, context.run_dir)
+
+
+def teacher_of(config: Config) -> Config:
+    """Return the configuration of the teacher's session: the model of its folder."""
+    path = config.recipe_args.teacher
+    model, ids = model_config_from_hf(path), config.model.vocab_size
+    if model.vocab_size != ids:
+        rule = f"the teacher has {model.vocab_size} ids and the student {ids}: not the same tokens"
+        raise ConfigError(
+            "recipe_args.teacher", path, rule, "Name one with the student's tokenizer"
+        )
+    return replace(config, model=model, lora=LoraConfig())

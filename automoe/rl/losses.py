@@ -13,10 +13,9 @@ positions of this rank, K scored ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, signature
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,11 +34,13 @@ METRICS = (
 )
 
 
-def policy_loss(reads: Sequence[str] = ("advantages", "old_log_probs")) -> Callable[[Any], Any]:
+def policy_loss(
+    reads: Sequence[str] = ("advantages", "old_log_probs"), *more: str
+) -> Callable[[Any], Any]:
     """Return a decorator that notes what a loss reads and reports."""
 
     def note(loss: Any) -> Any:
-        loss.reads, loss.metrics = tuple(reads), METRICS
+        loss.reads, loss.metrics = tuple(reads), (*METRICS, *more)
         return loss
 
     return note
@@ -159,7 +160,7 @@ def cispo(
     """
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
-    _report_share("clipped_share", weight_BS != r_BS, inputs)
+    _report_mean("clipped_share", weight_BS != r_BS, inputs)
     return finish(weight_BS * inputs.given["advantages"] * nll_BS, nll_BS, inputs, mean, **options)
 
 
@@ -184,6 +185,30 @@ def sapo(
 
 
 @policy_loss()
+def dppo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    high: float = 20.0,
+    mean: Mean = "tokens",
+    **options: Any,
+) -> Tensor:
+    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, by total variation of the sampled token.
+
+    Tokens whose pi - old is above clip_high for A > 0, or below -clip_low else, are dropped.
+    Options are those of ``finish``.
+    """
+    advantages_BS = inputs.given["advantages"]
+    d_BS = log_ratio(nll_BS, inputs).detach()
+    gained_BS = (-nll_BS.detach()).exp() * -torch.expm1(-d_BS)
+    far_BS = torch.where(advantages_BS > 0, gained_BS > clip_high, gained_BS < -clip_low)
+    _report_mean("clipped_share", far_BS, inputs)
+    weight_BS = d_BS.exp().clamp_max(high).masked_fill(far_BS, 0.0)
+    return finish(weight_BS * advantages_BS * nll_BS, nll_BS, inputs, mean, **options)
+
+
+@policy_loss()
 def importance_sampling(
     nll_BS: Tensor, inputs: LossInputs, mean: Mean = "tokens", **options: Any
 ) -> Tensor:
@@ -200,7 +225,7 @@ def cross_entropy(
     return finish(nll_BS, nll_BS, inputs, mean, **options)
 
 
-@policy_loss(reads=("old_log_probs", "teacher_log_probs"))
+@policy_loss(("old_log_probs", "teacher_log_probs"), "teacher_kl")
 def distill(
     nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0, mean: Mean = "tokens", **options: Any
 ) -> Tensor:
@@ -211,6 +236,7 @@ def distill(
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
+    _report_mean("teacher_kl", gap_BS, inputs)
     r_BS = log_ratio(nll_BS, inputs).exp()
     return finish(-r_BS * advantages_BS, nll_BS, inputs, mean, **options)
 
@@ -241,46 +267,6 @@ def distill_top_k(
 
 
 # ---------------------------------------------------------------- what losses are made of
-
-
-def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if one of this module's losses cannot run with these options."""
-    if not callable(loss):
-        raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
-    if getattr(loss, "__module__", None) != __name__:
-        return
-    key = f"losses.{getattr(loss, '__name__', '')}"
-    taken = signature(loss).parameters
-    passed_on = [finish] if "options" in taken else []
-    passed_on += [grpo] if passed_on and loss in (dr_grpo, dapo, gspo) else []
-    hints: dict[str, Any] = {}
-    for function in (*passed_on, loss):
-        hints |= get_type_hints(function)
-    left_out = {"nll_BS", "inputs", "loss_BS", "options", "return"}
-    left_out |= {"mean"} if loss in (dr_grpo, dapo) else set()  # theirs is fixed
-    known = sorted(hints.keys() - left_out)
-    if unknown := sorted(options.keys() - known):
-        rule = f"the loss takes {', '.join(known)}"
-        raise ConfigError(key, unknown, rule, "Correct the option's name")
-    for name in known:
-        if name in options:
-            converted(hints[name], options[name], f"{key}.{name}")
-        elif name in taken and taken[name].default is Parameter.empty:
-            raise ConfigError(f"{key}.{name}", "", "has no default", f"Give {name}")
-    if (length := options.get("length", 1)) < 1:
-        raise ConfigError(f"{key}.length", length, "is a divisor", "Give 1 or more")
-
-
-def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the samples' values that a loss reads with these options."""
-    names = {*getattr(loss, "reads", ())}
-    if options.get("correction") is not None:
-        names |= {"old_log_probs", "sampler_log_probs"}
-    if options.get("kl_coef"):
-        names.add("ref_log_probs")
-        if options.get("kl_kind") == "k3_weighted":
-            names.add("old_log_probs")
-    return tuple(sorted(names))
 
 
 def group_advantages(
@@ -394,6 +380,7 @@ def finish(
     mean: Mean,
     length: int = 1,
     correction: Correction | None = None,
+    max_drift: float | None = None,
     kl_coef: float = 0.0,
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
@@ -404,11 +391,20 @@ def finish(
         mean: ``tokens``: over the trained tokens of the global batch; ``samples``: over the tokens
             of a sample, then over samples; ``length``: the sum over samples * length; ``sum``.
         correction: weight for the mismatch of trainer and engine.
+        max_drift: drops answers with A < 0 whose mean of log mu - log pi (old, without mu) is above
+            it (DeepSeek-V3.2, arXiv 2512.02556, eq. 9); None: none.
         kl_coef: weight of ``kl`` to the reference (``ref_log_probs``).
         entropy_coef: weight of the entropy, which lowers the loss.
     """
     if correction is not None:
         loss_BS = loss_BS * corrected(inputs, correction)
+    if max_drift is not None:
+        values = inputs.given
+        drawn_BS = values["sampler_log_probs" if "sampler_log_probs" in values else "old_log_probs"]
+        drift_BS = mean_of_sample(drawn_BS + nll_BS, inputs)
+        far_BS = (drift_BS > max_drift) & (values["advantages"] < 0) & trained(inputs)
+        report_dropped(far_BS, inputs)
+        loss_BS = loss_BS.masked_fill(far_BS, 0.0)
     if "weights" in inputs.given:
         loss_BS = loss_BS * inputs.given["weights"]
     if kl_coef:
@@ -452,7 +448,7 @@ def _clipped(
     if dual_clip is not None:
         limited_BS = torch.minimum(loss_BS, -dual_clip * advantages_BS)
         loss_BS = torch.where(advantages_BS < 0, limited_BS, loss_BS)
-    _report_share("clipped_share", clipped_BS > plain_BS, inputs)
+    _report_mean("clipped_share", clipped_BS > plain_BS, inputs)
     return finish(loss_BS, nll_BS, inputs, mean, **options)
 
 
@@ -463,10 +459,10 @@ def _with_rest(log_probs_BSK: Tensor) -> Tensor:
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
 
 
-def _report_share(name: str, is_BS: Tensor, inputs: LossInputs) -> None:
-    """Report the share of trained tokens for which ``is_BS`` is true."""
-    number = (is_BS & trained(inputs)).sum()
-    inputs.report(name, number / inputs.counts.trained.clamp_min(1))
+def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
+    """Report the mean of x over trained tokens."""
+    total = torch.where(trained(inputs), x_BS, 0).sum()
+    inputs.report(name, total / inputs.counts.trained.clamp_min(1))
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
@@ -481,5 +477,4 @@ def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
     for name, (drawn_BS, other_BS) in pairs.items():
         if drawn_BS is not None and other_BS is not None:
             d_BS = torch.where(trained(inputs), drawn_BS - other_BS, 0.0)
-            share = (torch.expm1(-d_BS) + d_BS).sum() / inputs.counts.trained.clamp_min(1)
-            inputs.report(name, share)
+            _report_mean(name, torch.expm1(-d_BS) + d_BS, inputs)

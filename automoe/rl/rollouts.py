@@ -1,22 +1,23 @@
-"""Answers that a run samples, step by step: what stands where other recipes have a data loader."""
+"""Answers that a run samples, rollout by rollout, in place of other recipes' data loader."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
+from automoe.checkpoint.steps import committed_steps, step_number
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
+from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer
 from automoe.storage.files import replace_durably
 from automoe.storage.sealed import sealed, unsealed
@@ -27,9 +28,10 @@ FOLDER = "rollouts"
 class Rollouts:
     """Prompts in an order that the seed decides, and the answers drawn since the last checkpoint.
 
-    Answers are written before they are trained on. A run that was killed trains on them again from
-    its checkpoint, so it goes on to the bit, whatever the engine would sample now. It has the
-    methods of a loader that a run and its checkpoints call.
+    A rollout is the answers to some prompts by the same weights; one or several updates train on it.
+    Answers, and what is known of them, are written before they are trained on. A run that was
+    killed reads them again, so it goes on to the bit, whatever the engine and the weights would say
+    now. It has the methods of a loader that a run and its checkpoints call.
 
     Args:
         texts: the prompts.
@@ -37,7 +39,7 @@ class Rollouts:
         tokenizer: of prompts and answers.
 
     Attributes:
-        rows_of_last_step: rows of ``train.seq_len`` tokens that the step's answers would fill.
+        rows_of_last_step: rows of ``train.seq_len`` tokens that the update's answers would fill.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Rollouts:
         self.tokenizer = tokenizer
         self._config = config
         self._folder = run_dir / FOLDER
-        self._per_step = config.recipe_args.prompts
-        self._step = 0
+        args = config.recipe_args
+        self._per_rollout, self._updates = args.prompts, args.iterations * args.mini_batches
+        self._rollout = 0
         self._ranks = Ranks()
         self.rows_of_last_step = 0.0
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
@@ -68,13 +71,13 @@ class Rollouts:
         tokenizer = fitting_tokenizer(config)
         rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)
         if config.checkpoint.resume == "never":
-            rollouts.forget()
+            rollouts._ranks.lead(lambda: shutil.rmtree(run_dir / FOLDER, ignore_errors=True))
         return rollouts
 
-    def of_step(self, step: int) -> list[int]:
-        """Return the numbers of the prompts of a step, counted from 0; each comes once an epoch."""
+    def numbers(self, rollout: int) -> list[int]:
+        """Return the numbers of the prompts of a rollout from 0; each comes once an epoch."""
         numbers = []
-        for place in range(step * self._per_step, (step + 1) * self._per_step):
+        for place in range(rollout * self._per_rollout, (rollout + 1) * self._per_rollout):
             epoch, at = divmod(place, len(self.prompts))
             order = list(range(len(self.prompts)))
             random.Random(f"{self._config.train.seed} {epoch}").shuffle(order)
@@ -82,75 +85,79 @@ class Rollouts:
         return numbers
 
     def draw(
-        self, step: int, sample: Callable[[list[list[int]]], list[list[Answer]]]
+        self, rollout: int, sample: Callable[[list[list[int]]], list[list[Answer]]]
     ) -> list[list[Answer]]:
-        """Return the answers to the prompts of a step: those on disk, else new ones. Collective."""
-        self._step = step
-        prompts = [self.prompts[number] for number in self.of_step(step)]
-        file = self._folder / f"step-{step + 1:08d}.json"
-        groups = self._ranks.lead(lambda: self._read(file))
-        if groups is None:
-            groups = sample(prompts)
-            self._ranks.lead(lambda: self._write(file, groups), again=False)
-        lengths = [
-            len(prompt) + len(answer.tokens)
-            for prompt, group in zip(prompts, groups, strict=True)
-            for answer in group
-        ]
-        self.rows_of_last_step = sum(lengths) / self._config.train.seq_len
-        return groups
+        """Return the answers to a rollout's prompts: those on disk, else new ones. Collective."""
+        self._rollout = rollout
 
-    def forget(self, before: int | None = None) -> None:
-        """Remove the answers of the first ``before`` steps, which a checkpoint holds; None: all."""
+        groups = self.kept(rollout, "answers")
+        if groups is None:
+            drawn = sample([self.prompts[number] for number in self.numbers(rollout)])
+            written = [[answer.as_json() for answer in of_prompt] for of_prompt in drawn]
+            groups = self.keep(rollout, "answers", written)
+        return [[Answer(*fields) for fields in of_prompt] for of_prompt in groups]
+
+    def kept(self, rollout: int, name: str) -> Any:
+        """Return what ``keep`` wrote; None if it wrote nothing for a run like this. Collective."""
+        return self._ranks.lead(lambda: self._read(self._file(rollout, name)))
+
+    def keep(self, rollout: int, name: str, content: Any) -> Any:
+        """Write plain JSON of a rollout; return that of rank 0 on every rank. Collective."""
+
+        def write() -> Any:
+            self._folder.mkdir(exist_ok=True)
+            facts = {"drawn_by": self._drawn_by, "content": content}
+            replace_durably(self._file(rollout, name), sealed(facts))
+            return content
+
+        return self._ranks.lead(write, again=False)
+
+    def part(self, batch: Sequence[Sample], at: int) -> list[Sample]:
+        """Return the samples of a rollout's update ``at``: one in ``recipe_args.mini_batches``.
+
+        The answers to a prompt are shared out evenly; each pass over the batch has the same parts.
+        """
+        count = self._config.recipe_args.mini_batches
+        samples = list(batch[at % count :: count])
+        tokens = sum(len(sample.tokens) for sample in samples)
+        self.rows_of_last_step = tokens / self._config.train.seq_len
+        return samples
+
+    def forget(self, checkpoints: Path) -> None:
+        """Remove the rollouts that no checkpoint of a folder goes on with. Collective.
+
+        A background save is none before it is committed, and a run whose newest checkpoint is
+        damaged goes on from an older one.
+        """
 
         def remove() -> None:
-            if before is None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-            for file in self._folder.glob("step-*.json") if before else ():
-                if int(file.stem.removeprefix("step-")) <= before:
+            steps = [step_number(name) for name in committed_steps(checkpoints)]
+            before = min(steps, default=0) // self._updates
+            for file in self._folder.glob("*-*.json"):
+                if int(file.stem.partition("-")[2]) <= before:
                     file.unlink()
 
         self._ranks.lead(remove)
 
-    def _read(self, file: Path) -> list[list[Answer]] | None:
+    def _file(self, rollout: int, name: str) -> Path:
+        return self._folder / f"{name}-{rollout + 1:08d}.json"
+
+    def _read(self, file: Path) -> Any:
         try:
             content = unsealed(file.read_bytes()) if file.is_file() else {}
         except ValueError as error:
             raise DataError(
                 f"{file} cannot be read ({error}). Remove it: the answers are then drawn anew"
             ) from None
-        if content.get("drawn_by") != self._drawn_by:
-            return None
-        return [
-            [
-                Answer(tokens, log_probs, None if routes is None else torch.tensor(routes))
-                for tokens, log_probs, routes in group
-            ]
-            for group in content["groups"]
-        ]
-
-    def _write(self, file: Path, groups: list[list[Answer]]) -> None:
-        self._folder.mkdir(exist_ok=True)
-        content = [
-            [
-                (
-                    answer.tokens,
-                    answer.log_probs,
-                    None if answer.routes is None else answer.routes.tolist(),
-                )
-                for answer in group
-            ]
-            for group in groups
-        ]
-        replace_durably(file, sealed({"drawn_by": self._drawn_by, "groups": content}))
+        return content.get("content") if content.get("drawn_by") == self._drawn_by else None
 
     # ---------------------------------------------------------------- as a loader
 
     def describe(self) -> list[str]:
-        return [f"{len(self.prompts)} prompts, {self._per_step} a step"]
+        return [f"{len(self.prompts)} prompts, {self._per_rollout} a rollout"]
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        numbers = self.of_step(self._step)
+        numbers = self.numbers(self._rollout)
         return numbers[0], numbers[-1], [f"observe.samples:{number + 1}" for number in numbers]
 
     def state_dict(self) -> dict[str, Any]:

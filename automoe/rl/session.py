@@ -27,20 +27,21 @@ import torch.distributed as dist
 
 from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
-from automoe.comm.tokens import MicroBatch, TokenCounts
-from automoe.config.batch import least_micro_batches
+from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.convert import converted
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
+from automoe.moe.router import BalancedRouter, Routing, watch_routing
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
-from automoe.parallel.pipeline import StepRunner, build_runner
-from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
-from automoe.rl.losses import check_options, values_read
+from automoe.parallel.pipeline import build_runner
+from automoe.parallel.runner import StepRunner
+from automoe.rl.batch import Batch, Packed, check_batch, pack, plan_rows
+from automoe.rl.loss_options import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import first_weights
@@ -59,10 +60,14 @@ class LogProbs:
             tokens that are not trained.
         entropy: [n] of each sample: entropy of the distribution that token i was drawn from, in
             nats, 0 for tokens that are not trained; None: not asked for.
+        first_differing: [n] of each sample: the first MoE layer in which the router would have sent
+            the token before token i elsewhere than the routes say, -1 if there is none; None: no
+            sample has routes.
     """
 
     log_probs: list[torch.Tensor]
     entropy: list[torch.Tensor] | None = None
+    first_differing: list[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,16 @@ class _Recorded:
         self.log_probs.append((places_BS[trained], -nll_BS.detach()[trained]))
         if inputs.entropy is not None:
             self.entropies.append((places_BS[trained], inputs.entropy.detach()[trained]))
-        return nll_BS.sum() if self.loss is None else self.loss(nll_BS, inputs, **self.options)
+        if self.loss is None:
+            return nll_BS.sum()
+        share = self.loss(nll_BS, inputs, **self.options)
+        if not isinstance(share, torch.Tensor) or share.dim():
+            said = list(share.shape) if isinstance(share, torch.Tensor) else type(share).__name__
+            rule = "returns one number, this rank's share of the loss"
+            raise ConfigError(
+                "loss", said, rule, "Sum over tokens, divided by a count of the batch"
+            )
+        return share
 
 
 class Session:
@@ -179,12 +193,13 @@ class Session:
             raise ConfigError(
                 "data.document_mask", False, "a session packs samples into rows", "Set it to true"
             )
-        if not auxiliary_losses:
-            config = without_auxiliary_losses(config)
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
+        # Of the settings as given: those are what a resumed run is compared with.
         store = CheckpointStore(config, shape, context.run_dir)
         store.check()  # before the weights are read
+        if not auxiliary_losses:
+            config = without_auxiliary_losses(config)
         model_parts, _ = first_weights(config, meshes, context.device)
         runner = build_runner(model_parts, meshes, config, context.device)
         parts = list(model_parts.values())
@@ -208,9 +223,25 @@ class Session:
         packed, inputs, _ = self._inputs(batch, temperature)
         recorded = _Recorded(None, {}, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
-        self._runner.evaluate(inputs)
+        layers = self.config.model.num_moe_layers
+        after = torch.zeros(sum(packed.lengths), dtype=torch.int64)  # layers from the first on
+
+        def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
+            if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
+                differs_BS = lacking_BS > 0
+                rows = tokens.row_ids[differs_BS].cpu() - packed.rows.first_row
+                places = packed.values["places"][rows, tokens.index[differs_BS].cpu()]
+                places = places[places >= 0]
+                after[places] = after[places].clamp_min(layers - router.moe_index)
+
+        with watch_routing(self.state.model_parts.values(), compare):
+            self._runner.evaluate(inputs)
+        differing = None
+        if packed.routes is not None:
+            dist.all_reduce(after, op=dist.ReduceOp.MAX)
+            differing = list(torch.where(after > 0, layers - after, -1).split(packed.lengths))
         entropies = self._in_order(recorded.entropies, packed) if entropy else None
-        return LogProbs(self._in_order(recorded.log_probs, packed), entropies)
+        return LogProbs(self._in_order(recorded.log_probs, packed), entropies, differing)
 
     def forward_backward(
         self,
@@ -229,7 +260,8 @@ class Session:
                 parts (``count``) if an update is made of several calls.
 
         Raises:
-            ConfigError: the loss does not take an option, or the temperature is none.
+            ConfigError: the loss does not take an option or returns no scalar, or the temperature or
+                a count is none.
             DataError: as ``check_batch`` and ``check_replay``.
             Exception: whatever the loss raises; the gradients so far are then forgotten, as after
                 ``check_replay``.
@@ -238,8 +270,16 @@ class Session:
             loss, options = loss.func, {**loss.keywords, **options}
         check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
-        counts = counts or own_counts
-        inputs = replace(inputs, counts=self._token_counts(inputs, counts))
+        counts = own_counts if counts is None else counts
+        if counts is not own_counts:
+            for name in ("tokens", "samples"):
+                number = converted(int, getattr(counts, name, None), f"counts.{name}")
+                if number < 1:
+                    rule = "divides the loss of the update"
+                    raise ConfigError(f"counts.{name}", number, rule, "Give 1 or more")
+        tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
+        divisors = dict(zip(("trained", "documents"), tensors, strict=True))
+        inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = _Recorded(loss, options, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
@@ -249,13 +289,14 @@ class Session:
         except BaseException:
             self.zero_grad()  # some micro-batches have added theirs
             raise
+        # Losses report sums over ranks: a share is divided by its own number of answers here.
+        reported = stats.metrics
+        for name in [name for name in reported if name.startswith("answers.")]:
+            answers, share = reported[name], name.replace("answers", "dropped_share")
+            reported[share] /= max(answers, 1)
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
         self._pending_tokens += own_counts.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
-        for name in [name for name in metrics if name.startswith("dropped_share.")]:
-            # Losses report sums over ranks: a share is divided by its own number of answers here.
-            answers = metrics[name.replace("dropped_share", "answers")]
-            metrics[name] = metrics[name] / answers if answers else 0.0
         placed = self._in_order(recorded.log_probs, packed)
         return Outcome(stats.loss, metrics, counts, placed, stats)
 
@@ -319,10 +360,11 @@ class Session:
             extra: plain JSON of the caller, equal on every rank, which ``load`` gives back.
 
         Returns:
-            The checkpoint's folder; None if it is being written in the background, or a warning
-            says why it was not written.
+            The checkpoint's folder; None if it is being written in the background
+            (``checkpoint.async_save``).
 
         Raises:
+            SaveError: it could not be written, or the one in the background before it.
             CheckpointError: the run directory has a checkpoint of this step, of other content.
             DataError: ``extra`` is no JSON object.
         """
@@ -340,7 +382,12 @@ class Session:
                 "the next save, or set another run_dir"
             )
         self.store.facts["session"] = extra
-        saved = self.store.save(self.state)
+        failures, saved = self.store.failures, None
+        self.store.poll(wait=True)
+        if self.store.failures == failures:
+            saved = self.store.save(self.state, stopping=not self.config.checkpoint.async_save)
+        if self.store.failures > failures:
+            raise SaveError("a save in the background failed, as a warning says. Save again")
         self._stored = self.state.step, extra
         return saved
 
@@ -410,18 +457,7 @@ class Session:
         inputs, num_tokens = prepare_inputs(
             packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
         )
-        counts = inputs.counts
-        assert counts is not None
-        return packed, inputs, Counts(num_tokens, int(counts.documents))
-
-    def _token_counts(self, inputs: MicroBatch, counts: Counts) -> TokenCounts:
-        assert inputs.counts is not None
-        device = self.device
-        return replace(
-            inputs.counts,
-            trained=torch.tensor(counts.tokens, device=device),
-            documents=torch.tensor(counts.samples, device=device),
-        )
+        return packed, inputs, Counts(num_tokens, int(inputs.known_counts().documents))
 
     def _in_order(self, placed: list[Placed], packed: Packed) -> list[torch.Tensor]:
         """Return the numbers that all ranks recorded, by sample. Collective."""
@@ -433,26 +469,6 @@ class Session:
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
         return list(flat.cpu().split(packed.lengths))
-
-
-def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
-    """Return how samples of these lengths are put into rows, and rows into micro-batches.
-
-    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
-    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
-    positions, and the number of micro-batches is one that the pipeline's schedule can run.
-    """
-    train = config.train
-    unit = math.lcm(8, 2 * shape.cp * shape.tp)
-    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
-    filled = fill_rows(lengths, row_length)
-    least = least_micro_batches(config, shape)
-    rows = -(-len(filled) // shape.dp)
-    most = max(1, train.micro_batch_size * train.seq_len // row_length)
-    micro_batches = max(-(-rows // most), least)
-    if shape.pp > 1:
-        micro_batches = -(-micro_batches // shape.pp) * shape.pp
-    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
 
 
 def without_auxiliary_losses(config: Config) -> Config:

@@ -19,12 +19,12 @@ from automoe.errors import ConfigError
 from automoe.hf.files import DTYPES, split
 from automoe.hf.headers import StoredTensor
 from automoe.hf.keys import Encoding
+from automoe.hf.merge import adapted_weights, added_product
 from automoe.hf.save_plan import Transfer, WriteItem, bytes_of, gather
 from automoe.hf.shards import Parts, as_parts, config_of
 from automoe.hf.wrapper import ALONE
 from automoe.hf.write import plan_export, source_of
 from automoe.model.causal_lm import CausalLM
-from automoe.model.lora import adapted_weights, added_product
 
 _ALIGNED = 16  # bytes: a view of any dtype may begin here
 # Most copies of a tensor that are alive while it is gathered and encoded.

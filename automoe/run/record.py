@@ -17,7 +17,7 @@ from automoe.hf.families.registry import read_hf_config
 from automoe.hf.wrapper import text_config
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog
-from automoe.observe.trackers import make_trackers
+from automoe.observe.trackers import Trackers, make_trackers
 from automoe.observe.trackers.base import Outcome
 from automoe.observe.trained import describe_training
 from automoe.training.context import RunContext
@@ -48,42 +48,47 @@ class RunRecord:
         self.warn = self._console.warn
         self.show_row = self._console.row
         self._console.start(resume_step=step)
-        for line in (*describe_training(config), *_describe_length(config)):
-            for part in textwrap.wrap(line, 66):  # with a note's margin: 80 columns
-                self.note(part)
-        self._log = self._trackers = None
+        self.note_wrapped([*describe_training(config), *_describe_length(config)])
+        self._log = None
+        self._trackers = Trackers({}, config, self.warn)
         if context.rank == 0:
             # The record of another run is not continued.
             record_ends = resumed.step if resumed and resumed.of_run else None
             self._log = MetricsLog(context.run_dir, record_ends, self.warn)
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
 
+    def note_wrapped(self, lines: list[str]) -> None:
+        """Print lines for the user, wrapped to 80 columns with a note's margin."""
+        for line in lines:
+            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False):
+                self.note(part)
+
     def show_step(self, record: Mapping[str, Any]) -> None:
         self._console.step(record)
 
     def write_step(self, record: Mapping[str, Any], expert_counts: torch.Tensor) -> None:
         """Write a step to ``metrics.jsonl`` and the trackers."""
-        if self._log is not None and self._trackers is not None:
+        if self._log is not None:
             self._log.write(record, expert_counts)
             self._trackers.log(record)
 
     def write_samples(self, step: int, samples: list[dict[str, str]], seconds: float) -> None:
         """Print, write and track the answers to ``observe.samples``, which took ``seconds``."""
         self._console.samples(samples, seconds)
-        if self._log is not None and self._trackers is not None:
+        if self._log is not None:
             self._log.write_samples(step, samples)
             self._trackers.texts(step, "samples", samples)
 
     def rewind(self, step: int) -> None:
         """Remove every step after ``step``, to which the run has gone back."""
-        if self._log is not None and self._trackers is not None:
+        if self._log is not None:
             self._log.close()
             self._log = MetricsLog(self._run_dir, step, self.warn)
             self._trackers.rewind(step)
 
     def close(self, outcome: Outcome) -> None:
         """Write pending records and tell the trackers how the run ended."""
-        if self._log is not None and self._trackers is not None:
+        if self._log is not None:
             try:
                 self._log.close()
             except OSError as error:
@@ -95,8 +100,7 @@ class RunRecord:
     def finish(self, outcome: Outcome, paths: Mapping[str, str | Path]) -> None:
         """Close the record and print the summary, with the ``paths`` of results by their names."""
         self.close(outcome)
-        places = self._trackers.places if self._trackers is not None else {}
-        self._console.finish({**paths, **places})
+        self._console.finish({**paths, **self._trackers.places})
 
 
 def _describe_length(config: Config) -> list[str]:

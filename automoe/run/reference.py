@@ -26,7 +26,7 @@ from automoe.data.prepare import Split
 from automoe.errors import DataError
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import StepRunner
+from automoe.parallel.runner import StepRunner
 from automoe.storage.files import read_file
 from automoe.storage.sealed import replace_json, unsealed
 from automoe.training.context import RunContext
@@ -122,7 +122,7 @@ def open_reference(
 def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
-    """Return the facts that the reference depends on, as plain JSON values."""
+    """Return the settings, weights and data that change a pair's log-probabilities, as JSON."""
     settings = flat(config_to_dict(config)).items()
     facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
     del facts["model.hf_path"]  # The path does not change the numbers.

@@ -57,8 +57,7 @@ def open_run(
         store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, store, resumed, record, hooks)
         # Printed here and not in a recipe, which could leave it out.
-        for line in cast(Loader, state.loader).describe():
-            record.note(line)
+        record.note_wrapped(cast(Loader, state.loader).describe())
         if context.world_size > 1:
             record.note(str(open_groups(exchanges_heads(config, shape))))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
@@ -186,7 +185,14 @@ class Run:
             "skipped": state.skipped,
         }
         if update.skipped:
-            record |= self._skip_record(update)
+            first, last, documents = self._loader.last_batch()
+            record |= {
+                "skip_reason": update.skip_reason
+                or "another rank's loss or gradient is not finite",
+                "skipped_rows": [first, last],
+                "skipped_documents": documents[:NAMED_DOCUMENTS],
+                "num_skipped_documents": len(documents),
+            }
             self._record.warn(f"step {state.step} skipped: {_skip_text(record)}")
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
@@ -224,13 +230,17 @@ class Run:
         )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples``, which ``write`` prints. Collective."""
+        """Generate answers to ``observe.samples``, printed with the step's record. Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self.show_samples(sampler.generate(), time.perf_counter() - began)
 
     def show_samples(self, samples: list[dict[str, str]], seconds: float) -> None:
-        """Hand over pairs of ``prompt`` and ``text`` that took ``seconds``; ``write`` prints them."""
+        """Hand over pairs of ``prompt`` and ``text``, to be printed with the step's record.
+
+        Args:
+            seconds: time that the samples took.
+        """
         self._samples = samples, seconds
 
     def saves(self) -> bool:
@@ -253,11 +263,12 @@ class Run:
         self._save_is_due &= not due
         return due
 
-    def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
-        """Print, write and track a step's record, with its validation and the numbers of plugins.
+    def write_or_go_back(self, record: Mapping[str, Any], stats: StepStats) -> None:
+        """Print, write and track a step's record; load an earlier checkpoint if no step was taken.
 
-        If every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the
-        state goes back to the checkpoint before.
+        The record gets the numbers of plugins. The run goes back to the checkpoint before the one
+        that it resumed if every step since then was skipped, up to ``train.max_skipped`` or the
+        last one; ``state.step`` is then smaller than before.
 
         Raises:
             AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the
@@ -292,12 +303,14 @@ class Run:
                 f"{gave_up if self.context.fell_back else ''}"
             )
 
+    write = write_or_go_back  # its name in recipes that were copied before version 0.17
+
     def _took_a_step(self) -> bool:
         """Return True if a step was taken since the start, the resume or the last fall back."""
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Load the checkpoint before the resumed one; return False if there is none."""
+        """Go back to the checkpoint before the one that the run resumed; False if there is none."""
         before = self._resumed
         earlier = self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
@@ -331,16 +344,6 @@ class Run:
         """Close the record and print the summary, with the ``paths`` of results by their names."""
         self._hooks.call("run.finish", self)
         self._record.finish("preempted" if self.context.preempted else "done", paths)
-
-    def _skip_record(self, update: Update) -> dict[str, Any]:
-        """Return a skipped step's extra record: its reason, and its batch's rows and documents."""
-        first, last, documents = self._loader.last_batch()
-        return {
-            "skip_reason": update.skip_reason or "another rank's loss or gradient is not finite",
-            "skipped_rows": [first, last],
-            "skipped_documents": documents[:NAMED_DOCUMENTS],
-            "num_skipped_documents": len(documents),
-        }
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:

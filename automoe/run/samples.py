@@ -23,9 +23,9 @@ from automoe.data.chat_template import chat_template_of
 from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer
 from automoe.hf.folder import write_settings
-from automoe.model.loss import NO_TOKEN
+from automoe.model.loss import NAN_TOKEN
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import StepRunner
+from automoe.parallel.runner import StepRunner
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 
@@ -46,7 +46,7 @@ class Engine:
     ) -> list[list[int]]:
         """Return the tokens that follow each prompt, including the one that ends it. Collective.
 
-        An answer ends with a token of ``stops``, with ``NO_TOKEN`` if the logits are NaN, or after
+        An answer ends with a token of ``stops``, with ``NAN_TOKEN`` if the logits are NaN, or after
         ``max_tokens``.
         """
         rows = dict(enumerate(prompts))
@@ -56,7 +56,7 @@ class Engine:
                 break
             for n, token in self._next_tokens({n: rows[n] for n in running}).items():
                 rows[n] = [*rows[n], token]
-            running = [n for n in running if rows[n][-1] not in (*stops, NO_TOKEN)]
+            running = [n for n in running if rows[n][-1] not in (*stops, NAN_TOKEN)]
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
@@ -72,7 +72,7 @@ class Engine:
         length = -(-max(map(len, rows.values())) // unit) * unit
         length = train.seq_len if shape.pp > 1 else min(length, train.seq_len)
         numbers = list(rows)
-        next_tokens = dict.fromkeys(rows, NO_TOKEN)
+        next_tokens = dict.fromkeys(rows, NAN_TOKEN)
         for first in range(0, len(numbers), count * shape.dp):
             start = first + self.meshes.dp_rank * count
             chunk = numbers[start : start + count]
@@ -83,7 +83,7 @@ class Engine:
             # Only the last stage has tokens; a cp rank without the row's end has none for the row.
             if tokens is not None:
                 for n, token in zip(chunk, tokens.amax(1).tolist(), strict=False):
-                    next_tokens[n] = max(token, NO_TOKEN)
+                    next_tokens[n] = max(token, NAN_TOKEN)
         return {n: int(token) for n, token in max_over_ranks(next_tokens).items()}
 
 
@@ -127,14 +127,13 @@ class Sampler:
             answers = self.engine.generate(
                 self._prompts, self.config.observe.sample_tokens, self._stops
             )
-        texts = map(self._decode, answers)
-        return [
-            {"prompt": prompt, "text": text} for prompt, text in zip(self.texts, texts, strict=True)
-        ]
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NO_TOKEN) else ids)
-        return f"{text}[NaN: no next token]" if ids[-1] == NO_TOKEN else text
+        samples = []
+        for prompt, ids in zip(self.texts, answers, strict=True):
+            text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NAN_TOKEN) else ids)
+            if ids[-1] == NAN_TOKEN:
+                text += "[NaN: no next token]"
+            samples.append({"prompt": prompt, "text": text})
+        return samples
 
 
 def stop_tokens(config: Config) -> list[int]:

@@ -32,22 +32,19 @@ def first_weights(
         ConfigError: as ``CausalLM.check_isolation``.
     """
     model_parts = build_parts(config, meshes)
-    loaded = _fill(model_parts, config, device)
+    loaded = None
+    if config.model.hf_path and not config.model.random_weights:
+        allocate(model_parts, device)
+        keys = None  # of the dense checkpoint, if the model is made from one
+        if config.model.upcycle:
+            _, keys = upcycled_model(config.model, config.train.seed)
+        loaded = load_hf(model_parts, config.model.hf_path, keys=keys, progress=True)
+    else:
+        materialize(model_parts, config, device)
     for part in model_parts.values():
         if config.data.document_mask:
             part.check_isolation(config.train.seq_len)
     return model_parts, loaded
-
-
-def _fill(model_parts: dict[int, CausalLM], config: Config, device: torch.device) -> Loaded | None:
-    if not config.model.hf_path or config.model.random_weights:
-        materialize(model_parts, config, device)
-        return None
-    allocate(model_parts, device)
-    dense_keys = None
-    if config.model.upcycle:
-        _, dense_keys = upcycled_model(config.model, config.train.seed)
-    return load_hf(model_parts, config.model.hf_path, keys=dense_keys, progress=True)
 
 
 def export_weights(

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from automoe.errors import FULL, retried
+from automoe.errors import FULL, CheckpointError, retried
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -87,6 +87,21 @@ def named(path: Path, size: int = 0) -> Iterator[None]:
                     f" ({size:,} bytes to write, {free:,} bytes and {disk.f_favail:,} files free)"
                 )
         raise OSError(error.errno, why, str(path)) from error
+
+
+@contextmanager
+def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
+    """Turn an ``OSError`` of the body into a ``CheckpointError`` with advice.
+
+    Args:
+        place: file or folder for the message, if the error names none or ``fault`` is given.
+        fault: what is wrong with ``place``, such as "cannot be written".
+    """
+    try:
+        yield
+    except OSError as error:
+        subject = f"{place} {fault}" if fault else error.filename or place
+        raise CheckpointError(f"{subject}: {error.strerror}. {remedy}") from error
 
 
 def write_text(path: Path, text: str) -> None:

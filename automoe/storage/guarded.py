@@ -158,7 +158,7 @@ def limited_memory(block: str) -> Iterator[None]:
     Memory of a GPU is not limited.
 
     Raises:
-        DataError: the block takes more; the error begins with ``what``.
+        DataError: the block takes more; the error begins with ``block``, its name.
     """
     before = limit_memory()
     try:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automoe.model.loss import LossInputs
 
 
-def pair_log_probs(
-    nll_BS: torch.Tensor, inputs: LossInputs, num_pairs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pair_log_probs(nll_BS: Tensor, inputs: LossInputs, num_pairs: int) -> tuple[Tensor, Tensor]:
     """Return the summed log-probability and the token count of both answers of every pair.
 
     Both results have shape [B, P, 2].
@@ -53,14 +52,14 @@ class PreferenceLoss:
         self.beta = beta
         self.kind = kind
 
-    def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    def __call__(self, nll_BS: Tensor, inputs: LossInputs) -> Tensor:
         reference = inputs.given["reference"].to(nll_BS.dtype)
         log_probs, lengths = pair_log_probs(nll_BS, inputs, reference.shape[1])
         there_BP = lengths[..., 0] > 0
         num_pairs = (inputs.counts.documents // 2).clamp_min(1)
         gained = torch.where(there_BP.unsqueeze(-1), log_probs - reference, 0.0)
 
-        def mean(x_BP: torch.Tensor) -> torch.Tensor:
+        def mean(x_BP: Tensor) -> Tensor:
             return inputs.share(torch.where(there_BP, x_BP, 0.0).sum() / num_pairs)
 
         rewards = self.beta * gained.detach()

@@ -5,18 +5,15 @@ Shapes: L MoE layers of the whole model, E experts.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automoe.config.schema import Config
-from automoe.errors import DataError
 from automoe.model.causal_lm import CausalLM
 from automoe.model.indexer import Indexer
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
@@ -45,18 +42,18 @@ class StepStats:
 
     loss: float
     balance_losses: dict[str, float]
-    expert_counts: torch.Tensor
+    expert_counts: Tensor
     dropped_share: list[float]
-    device_counts: torch.Tensor
+    device_counts: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
-    replayed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
+    replayed: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64))
 
 
 def gather_stats(
-    loss_share: torch.Tensor,
+    loss_share: Tensor,
     model_parts: Iterable[CausalLM],
     config: Config,
-    reported: Mapping[str, torch.Tensor],
+    reported: Mapping[str, Tensor],
 ) -> StepStats:
     """Sum loss shares and every layer's counters over all ranks, and zero the counters.
 
@@ -71,12 +68,8 @@ def gather_stats(
     if model.attention.index_topk:
         modules = [module for part in model_parts for module in part.modules()]
         indexers = [module for module in modules if isinstance(module, Indexer)]
-        reported = {
-            **reported,
-            "indexer_loss": sum(
-                (indexer.loss_sum for indexer in indexers), loss_share.new_zeros(())
-            ),
-        }
+        indexer_losses = (indexer.loss_sum for indexer in indexers)
+        reported = {**reported, "indexer_loss": sum(indexer_losses, loss_share.new_zeros(()))}
         for indexer in indexers:
             indexer.reset_buffers()
     num_layers = model.num_moe_layers
@@ -130,7 +123,7 @@ def update_balance_state(
             router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
 
 
-def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[float]:
+def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]:
     """Return the sum of each value over all ranks, in float64."""
     sums = torch.stack(
         [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
@@ -150,31 +143,3 @@ def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
     maxima = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return dict(zip(values, maxima.tolist(), strict=True))
-
-
-def same_on_all_ranks(value: Any, subject: str) -> None:
-    """Raise unless ``value`` is equal on all ranks. Collective over the CPU backend.
-
-    Each rank sends a digest of 16 characters.
-
-    Args:
-        value: plain JSON values.
-        subject: subject of the error's sentence, for example "the corpus".
-
-    Raises:
-        DataError: on every rank alike. The message lists the ranks whose value differs from the
-            most frequent one, or from rank 0's value if none is more frequent.
-    """
-    mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, mine)
-    usual = Counter(digests).most_common(1)[0][0]  # on a tie: the first one
-    differing = [rank for rank, digest in enumerate(digests) if digest != usual]
-    if differing:
-        ranks = ", ".join(str(rank) for rank in differing[:16]) + (
-            ", ..." if len(differing) > 16 else ""
-        )
-        raise DataError(
-            f"{subject} is not the same on all ranks: {len(differing)} of {len(digests)} differ from the others: "
-            f"rank {ranks}. Give every node the same files, or a run_dir and data on a disk that all share"
-        )

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automoe.comm.tokens import MicroBatch, StepBatch, TokenCounts, count_shifted, num_documents
 from automoe.comm.trace import phase
@@ -25,14 +26,14 @@ from automoe.config.metrics import perplexity
 from automoe.config.schema import Config, TrainConfig
 from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, shift_rows
+from automoe.model.rows import head_tail_index
 from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.qk_clip import clip_logits, take_largest_logits
-from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import StepRunner
+from automoe.parallel.runner import StepRunner
 from automoe.parallel.shared_gradients import counted_parameters
 from automoe.training.state import TrainState
 from automoe.training.stats import (
@@ -70,7 +71,7 @@ class Update:
 
 
 class ValidationSource(Protocol):
-    """What ``validate`` asks of a loader: batches of each source, and the sources' shares."""
+    """Validation data of one or more sources: their names, weights in the mean, and batches."""
 
     names: Sequence[str]
     weights: Sequence[float]
@@ -85,8 +86,8 @@ def prepare_inputs(
     meshes: Meshes,
     config: Config,
     device: torch.device,
-    forced_ids: torch.Tensor | None = None,
-    values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    forced_ids: Tensor | None = None,
+    values: Mapping[str, Tensor] = MappingProxyType({}),
     mtp: bool = True,
 ) -> tuple[MicroBatch, int]:
     """Return this rank's rows of one step, and the global batch's label count. Collective.
@@ -130,9 +131,7 @@ def prepare_inputs(
     if meshes.shape.cp > 1:
         index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
     local: dict[str, Any] = {
-        name: send(x[:, index], device)
-        for name, x in vars(whole).items()
-        if isinstance(x, torch.Tensor)
+        name: send(x[:, index], device) for name, x in vars(whole).items() if isinstance(x, Tensor)
     }
     local["given"] = {name: send(x[:, index], device) for name, x in values.items()}
     sent = send(counts, device)
@@ -266,7 +265,7 @@ def validate(
     meshes: Meshes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
-    extra_inputs: Callable[[StepBatch], Mapping[str, torch.Tensor]] = lambda batch: {},
+    extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]] = lambda batch: {},
 ) -> Mapping[str, float]:
     """Return the validation losses for the record of a step; empty without data. Collective.
 
@@ -327,7 +326,7 @@ def _validation_sums(
     batches: Iterator[StepBatch],
     meshes: Meshes,
     device: torch.device,
-    extra_inputs: Callable[[StepBatch], Mapping[str, torch.Tensor]],
+    extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]],
 ) -> dict[str, float]:
     """Return the sums ``nats``, ``count``, ``bytes`` and ``val_NAME`` over all ranks.
 
@@ -363,7 +362,7 @@ def _validation_sums(
     return sums
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to ``device``; for a GPU, pin it and do not wait for the copy."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():

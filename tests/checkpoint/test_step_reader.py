@@ -46,6 +46,28 @@ def test_what_torch_wrote_is_read(step: Path) -> None:
     assert tensors["torch.bfloat16"].tolist() == [0, 1, 2, 3, 4, 5] and tensors["scalar"].item() == 3.0
 
 
+def views(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A matrix, its transpose, every second column, no rows, and rows from the middle of a larger one."""
+    columns, rows = numbers.clone()[:, ::2], torch.cat([numbers] * 3)[6:12]
+    return {"matrix": numbers, "turned": numbers.t().clone().t(), "columns": columns, "none": numbers[:0], "rows": rows}
+
+
+@pytest.mark.parametrize("read_as", [torch.float32, torch.bfloat16])
+def test_every_layout_is_read_into_every_other(tmp_path: Path, read_as: torch.dtype) -> None:
+    """Straight into its place or through memory of torch's own: the numbers are those that were saved."""
+    saved = {
+        f"{name}.{into}": tensor for name, tensor in views(torch.randn(6, 10)).items() for into in ("plain", "turned")
+    }
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    tensors = {}
+    for name, tensor in saved.items():
+        zeros = torch.zeros(tensor.shape, dtype=read_as)
+        tensors[name] = zeros.t().contiguous().t() if name.endswith("turned") else zeros
+    StepReader(tmp_path).load(tensors, no_dist=True)
+    for name, tensor in saved.items():
+        assert torch.equal(tensors[name], tensor.to(read_as)), name
+
+
 @pytest.mark.parametrize("where", ["state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"])
 def test_code_in_the_index_is_named_and_not_run(step: Path, tmp_path: Path, where: str) -> None:
     class Attack:

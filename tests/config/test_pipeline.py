@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from torch.distributed.pipelining import schedules
 
-from automoe.config.pipeline import IN_ROUNDS, NAMES, SINGLE, V_SHAPED, pipeline_order, rank_of_stage, stages_of_ranks
+from automoe.config.pipeline import IN_ROUNDS, SINGLE, V_SHAPED, pipeline_order, rank_of_stage, stages_of_ranks
+from automoe.config.schema import ParallelConfig
 from automoe.errors import ConfigError
 
+NAMES = get_args(get_type_hints(ParallelConfig)["schedule"])
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 

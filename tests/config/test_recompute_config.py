@@ -68,7 +68,7 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
         (["parallel.recompute_layers=[0]"], ["parallel.recompute_layers", "names nothing to recompute"]),
         (
             ["parallel.recompute=full", "parallel.recompute_layers=[0,4]"],
-            ["layer 4 is outside 0..3", "Nearest valid choice: parallel.recompute_layers=[0]"],
+            ["layer 4 is outside 0..3", "Set parallel.recompute_layers=[0]"],
         ),
         (["parallel.recompute=full", "parallel.recompute_layers=[1,1]"], ["twice", "parallel.recompute_layers=[1]"]),
         (["parallel.recompute=full", "parallel.recompute_layers=2"], ["a list of whole numbers or text"]),

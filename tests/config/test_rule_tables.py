@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from contextlib import suppress
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
@@ -14,36 +16,56 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.rule_engine import Scope, Table, filled, is_key, parsed, refused, table
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
+from automoe.launch import hardware, rules_adapters
 
-MODULES = (recompute, rules, rules_kernels, rules_model, rules_parallel, rules_settings)
+MODULES = (hardware, recompute, rules, rules_adapters, rules_kernels, rules_model, rules_parallel, rules_settings)
 SETTING = re.compile(r"(?<![\w.{])((?:[a-z_]+\.)+[a-z_]\w*)=")
+
+
+class Fact(int):
+    """A fact of any name, and facts inside it."""
+
+    def __getattr__(self, name: str) -> Fact:
+        return Fact(1)
 
 
 def check(rows: Table) -> None:
     """Raise unless each name is a key or a fact of a configuration, and each word a value of its key."""
-    see = Scope(Config(), resolve_mesh(MeshConfig(dp_shard=1), None), "cpu")
+    see = Scope(Config(), resolve_mesh(MeshConfig(dp_shard=1), None), "cpu", Fact())
     for first, second, reason, *remedy in rows:
         for part in parsed(first) + parsed(second):
             with suppress(ZeroDivisionError):
                 see(part.number)
-            if part.operator in ("==", "!=") and is_key(part.key):
+            if part.operator in ("==", "!=") and is_key(part.number):
                 for value in part.values(see):
-                    typed(part.key, value)
+                    typed(part.number, value)
         filled(see, reason)
         for key in SETTING.findall(" ".join([reason, *remedy])):
             check_key(key, None)
 
 
-def test_every_name_and_word_of_a_table_exists() -> None:
-    rows = [
-        row
-        for module in MODULES
-        for name, value in vars(module).items()
-        if name.isupper() and isinstance(value, tuple) and value and isinstance(value[0], tuple) and len(value[0]) > 2
-        for row in value
-    ]
-    assert len(rows) > 150
+def rows_in(value: object) -> list[tuple[str, ...]]:
+    """The rows of a table, or of several tables in a tuple or a dictionary."""
+    if isinstance(value, dict):
+        return [row for part in value.values() for row in rows_in(part)]
+    if not isinstance(value, tuple):
+        return []
+    if len(value) > 2 and all(isinstance(cell, str) for cell in value) and any(" " in cell for cell in value):
+        return [value]
+    return [row for part in value for row in rows_in(part)]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_name_and_word_of_a_table_exists(module: ModuleType) -> None:
+    rows = [row for name, value in vars(module).items() if name.isupper() for row in rows_in(value)]
+    assert len(rows) > 8
     check(tuple(rows))
+    computed = set(re.findall(r"\b(\w+)(?:=|\": )", inspect.getsource(module)))
+    assert set(re.findall(r"facts\.(\w+)", str(rows))) <= computed
+
+
+def test_all_tables_are_checked() -> None:
+    assert sum(len(rows_in(value)) for module in MODULES for value in vars(module).values()) > 250
 
 
 @pytest.mark.parametrize(

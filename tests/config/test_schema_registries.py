@@ -10,6 +10,7 @@ import pytest
 from automoe.config import schema
 from automoe.config.data_schema import CHAT_KINDS
 from automoe.config.facts import ELEMENT_BYTES
+from automoe.config.pipeline import IN_ROUNDS, SINGLE, V_SHAPED
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES, UNDECLARED
 from automoe.kernels.attention import FORCED
@@ -31,6 +32,7 @@ from automoe.verify.run import TOLERANCES
         (schema.MoEConfig, "gate", ["learned", *GATES]),
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
         (schema.KernelsConfig, "attention", ["sdpa", "te", "flex", *FORCED]),
+        (schema.ParallelConfig, "schedule", [*SINGLE, *IN_ROUNDS, "LoopedBFS", *V_SHAPED]),
         (schema.DataConfig, "kind", [*_SOURCES, *CHAT_KINDS, "benchmark"]),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (DTYPE_BYTES, TOLERANCES)),

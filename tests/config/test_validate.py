@@ -121,8 +121,8 @@ BAD = [
         "mesh.pp=1",
         "parallel.stages_per_rank=1",
     ),
-    (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "the schedules are GPipe", "schedule=1F1B"),
-    (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "the schedules are GPipe", "Nearest valid"),
+    (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "must be one of GPipe", "schedule=1F1B"),
+    (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "must be one of GPipe", "Nearest valid"),
     (
         2,
         [

@@ -71,7 +71,7 @@ def gqa(dim: int, **changes: object) -> AttentionConfig:
     ],
 )
 def test_what_a_kernel_cannot_serve(wrong: Config, device: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{problem}.*Nearest valid choice: kernels\.attention=sdpa"):
+    with pytest.raises(ConfigError, match=rf"{problem}.*Set kernels\.attention=sdpa"):
         check(wrong, device)
 
 
@@ -129,7 +129,7 @@ def test_what_experts_of_a_foreign_framework_cannot_serve() -> None:
     foreign.moe.experts = "te"
     check(foreign)
     check(foreign, "auto")
-    nearest = r"Nearest valid choice: moe\.experts=grouped_mm"
+    nearest = r"Set moe\.experts=grouped_mm"
     with pytest.raises(ConfigError, match=f"needs CUDA, and this run is on cpu.*{nearest}"):
         check(foreign, "cpu")
     foreign.model.biased_experts = True

@@ -70,7 +70,7 @@ def next_config(**options: Any) -> Config:
         (
             partial(config, mesh=dict(dp_shard=8, etp=4, ep_shard=2), model__hidden_size=180),
             "model.hidden_size",
-            ["mesh.etp*mesh.ep_shard = 4*2 = 8", "180 % 8 = 4"],
+            ["etp*ep_shard = 4*2 = 8", "180 % 8 = 4"],
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

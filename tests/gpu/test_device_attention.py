@@ -16,8 +16,8 @@ from automoe.comm.process_groups import SINGLE_RANK
 from automoe.comm.tokens import Tokens
 from automoe.kernels.attention import attend_in_blocks, attention_fn, prepare_cuda
 from automoe.model.attention_masks import block_masks, dense_masks
+from automoe.model.rows import head_tail_index
 from automoe.parallel.compile import compiled
-from automoe.parallel.context import head_tail_index
 from tests.support.rows import PartOfRows
 
 KERNELS = {"cpu": ["sdpa", "flash", "math"], "cuda": ["sdpa", "cudnn", "flash", "math"]}

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import gc
 import inspect
+import io
 import pickle
 import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -338,6 +339,24 @@ def test_the_stager_copies_into_memory_that_it_keeps() -> None:
     assert first.tolist() == [0, 1, 2, 3], "a copy, not a view"
     second = stager.stage({"weight": weight}, non_blocking=False)["weight"]
     assert second.data_ptr() == place and second.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "saved", [torch.randn(30, 50), torch.arange(12).view(3, 4).t(), torch.tensor(3.0), torch.zeros(0)]
+)
+def test_the_place_of_a_saved_tensor(saved: torch.Tensor) -> None:
+    stream = io.BytesIO()
+    torch.save(saved, stream)
+    whole = b"before" + stream.getvalue() + b"behind"
+    place = SimpleNamespace(offset=6, length=stream.tell())
+    tensor, begin = torch_private.stored_tensor(dcp.FileSystemReader("."), io.BytesIO(whole), place)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (
+        saved.shape,
+        saved.stride(),
+        saved.dtype,
+    ) and tensor.is_meta
+    raw = saved.untyped_storage()
+    assert whole[begin : begin + raw.nbytes()] == bytes(raw.tolist())
 
 
 def plans_by_key(folder: str) -> list[set[str]]:

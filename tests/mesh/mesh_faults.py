@@ -28,6 +28,7 @@ import automoe.moe.router
 import automoe.optim.qk_clip
 import automoe.parallel.parallelize
 import automoe.parallel.pipeline
+import automoe.parallel.runner
 import automoe.verify.trajectory
 from automoe.comm.collectives import GroupCommunicator
 from automoe.comm.local_shard import local_shard
@@ -212,7 +213,7 @@ def initialised_by_rank():
 
 def gradients_never_reduced():
     return _replace(
-        automoe.parallel.pipeline,
+        automoe.parallel.runner,
         "defer",
         lambda original: lambda part, parallel, last: original(part, parallel, last=False),
     )
@@ -225,7 +226,7 @@ def gradients_of_the_last_micro_batch_only():
 
         return train
 
-    return _replace(automoe.parallel.pipeline.SingleStageRunner, "train", make)
+    return _replace(automoe.parallel.runner.SingleStageRunner, "train", make)
 
 
 def pipeline_averages_micro_batches():

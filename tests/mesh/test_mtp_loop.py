@@ -22,7 +22,7 @@ from automoe.config.schema import ModelConfig, MoEConfig, RopeConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
-from automoe.model.mtp import NO_TOKEN, shift_rows
+from automoe.model.mtp import ENDED, shift_rows
 
 WEIGHT, BALANCE, SEQ = 0.3, 0.05, 12
 # Lengths of each row's documents, some shorter than a depth; the rest of a row is padding.
@@ -198,10 +198,10 @@ def test_shifts_end_with_their_document() -> None:
             start, end = end, end + size
             for i in range(start, end):
                 later = tokens[row, i + 1 : end].tolist()
-                assert given[row, i].tolist() == later + [NO_TOKEN] * (SEQ + 2 - len(later))
+                assert given[row, i].tolist() == later + [ENDED] * (SEQ + 2 - len(later))
                 of_labels = labels[row, i + 1 : end].tolist()
                 assert shifted[row, i].tolist() == of_labels + [IGNORE] * (SEQ + 2 - len(of_labels))
-        assert (given[row, end:] == NO_TOKEN).all() and (shifted[row, end:] == IGNORE).all()
+        assert (given[row, end:] == ENDED).all() and (shifted[row, end:] == IGNORE).all()
 
 
 def test_a_depth_that_no_document_reaches_costs_nothing() -> None:

@@ -10,11 +10,10 @@ from automoe.comm.tokens import Tokens
 from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.kernels.attention import attend
-from automoe.model.attention import AttentionContext
+from automoe.model.attention import AttentionSetup
 from automoe.model.attention_masks import attention_mask
 from automoe.model.backend import BackendConfig
-from automoe.model.rows import gather_row
-from automoe.parallel.context import head_tail_index
+from automoe.model.rows import gather_row, head_tail_index
 from tests.support.rows import PartOfRows
 
 B, S, N, G, D = 2, 11, 4, 2, 6
@@ -102,7 +101,7 @@ def test_ranks_that_share_rows_compute_what_is_seen(window: int, with_documents:
         assert torch.equal(gather_row(docs[:, mine], keys), docs)
         tokens = Tokens(mine.expand(B, -1), mine.expand(B, -1), docs[:, mine] if with_documents else None, index.sum())
         runtime = BackendConfig(pg_collection=ProcessGroupCollection(context=keys, keys=keys), attend=counting)
-        context = AttentionContext(ModelConfig(attention=attention), tokens, runtime, torch.float64)
+        context = AttentionSetup(ModelConfig(attention=attention), tokens, runtime, torch.float64)
         got = context.attend(q[:, mine], k, v, 0.5, window, sinks)
         torch.testing.assert_close(got, wanted[:, mine], rtol=1e-11, atol=1e-12)
         pairs, chunk = sum(computed), length // 6

@@ -33,8 +33,8 @@ from automoe.config.schema import (
 from automoe.kernels.attention import attend, attend_in_blocks
 from automoe.model import attention_masks
 from automoe.model.attention_masks import block_masks, dense_masks
+from automoe.model.rows import head_tail_index
 from automoe.parallel.compile import compiled
-from automoe.parallel.context import head_tail_index
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories

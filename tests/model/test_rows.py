@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from automoe.comm.process_groups import Communicator
-from automoe.model.rows import exchange_heads, exchange_positions, own_heads
-from automoe.parallel.context import head_tail_index
+from automoe.model.rows import exchange_heads, exchange_positions, head_tail_index, own_heads
 
 
 class Threads(Communicator):

@@ -36,7 +36,8 @@ WRITERS = {
 }
 BY_DEPTH = {"mtp_loss.k", "mtp_acceptance.k"}
 # What recipes/grpo.py and its loss add.
-GRPO = {"reward", "answer_tokens", "engine_gap", "engine_gap_max", "ref_kl"}
+GRPO = {"rollout", "update_tokens", "reward", "answer_tokens", "engine_gap", "engine_gap_max", "ref_kl", "teacher_kl"}
+GRPO |= {"engine_gap.same", "engine_gap.layer_N"}
 KNOWN = {*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, "val_loss.NAME"}
 # Small models on GPUs, since the search for what makes a plan fit takes seconds.
 PLANS = (

@@ -257,7 +257,7 @@ def test_one_validation_does_not_push_the_training_out_of_the_picture() -> None:
     records[-1] |= {"val_loss": 4.1, "val_bits_per_byte": 3.7}
     loss, bits = automoe.observe.plots._loss(records).axes
     assert loss.get_xlim()[0] < 1.5 and loss.get_xlim()[1] > 40
-    assert bits.get_xlim() == (39, 41)
+    assert bits.get_xlim()[0] < 40 < bits.get_xlim()[1] and [tick for tick in bits.get_xticks() if tick == 40]
 
 
 @pytest.mark.exhaustive

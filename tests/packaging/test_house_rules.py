@@ -27,7 +27,7 @@ LAYERS = (
         "automoe.export",
         "automoe.convert",
     )
-    + ("automoe.generate", "automoe.upcycle", "automoe.eval", "automoe.session", "automoe.verl"),
+    + ("automoe.generate", "automoe.upcycle", "automoe.eval", "automoe.session", "automoe.tinker", "automoe.verl"),
     ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
@@ -355,8 +355,9 @@ ASSIGNED_LATER = {
     "automoe.classes.model": ["module.reset_buffers"],
     # a ``ParallelStyle`` gets modules that exist, and binds their experts to its dispatcher
     "automoe.moe.experts": ["self.dispatcher"],
-    # a recipe may set the loss of a run; ``op`` is a record of torch's, not a module
-    "automoe.parallel.pipeline": ["part.loss", "op.group"],
+    # a record of torch's, not a module; and a recipe may set the loss of a run
+    "automoe.parallel.pipeline": ["op.group"],
+    "automoe.parallel.runner": ["part.loss"],
 }  # fmt: skip
 
 

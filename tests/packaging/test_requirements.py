@@ -63,7 +63,7 @@ def test_what_is_imported_is_declared() -> None:
     names = {group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()}
     assert third_party_imports("automoe") <= names[""] | names["gpu"] | names["eval"] | names["mlflow"] | names[
         "wandb"
-    ] | {"protobuf", "verl", "tensordict"}
+    ] | names["tinker"] | {"protobuf", "verl", "tensordict"}
     lines = (ROOT / "benchmarks" / "requirements-peers.txt").read_text().splitlines()
     peers = {Requirement(line).name for line in lines if not line.startswith("#")}
     peers |= {name.replace("-", "_") for name in peers}  # where they are not installed only modules' names are known

@@ -12,6 +12,8 @@ import torch
 import automoe.moe.balance
 import automoe.moe.router
 import automoe.parallel.activation_checkpoint
+from automoe.comm.discard_outputs import _Recompute
+from automoe.comm.recompute import is_recomputing, recompute_contexts
 from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -24,8 +26,6 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.moe.discard_outputs import _Recompute
-from automoe.moe.recompute import is_recomputing, recompute_contexts
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
 

@@ -14,7 +14,7 @@ import torch
 
 import automoe.kernels.launches
 import automoe.kernels.stochastic_adamw
-import automoe.parallel.pipeline
+import automoe.parallel.runner
 from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
@@ -23,7 +23,7 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.build import layer_calls
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
-from automoe.parallel.pipeline import SingleStageRunner
+from automoe.parallel.runner import SingleStageRunner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.fake_world import fake_world
@@ -50,7 +50,7 @@ def places_of_a_step(config: Config) -> Counter[str]:
         backend = BackendConfig(calls=partial(layer_calls, config))
         part = build_decoder(config.model, config.moe, torch.bfloat16, backend=backend).train()
         optimizer = build_optimizer([part], config.optim)
-        stack.enter_context(patch.object(automoe.parallel.pipeline, "defer"))  # FSDP's switches
+        stack.enter_context(patch.object(automoe.parallel.runner, "defer"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
         # A launch wants storage; the kernels themselves cannot wait for themselves.
         stack.enter_context(patch.object(automoe.kernels.launches, "products", MagicMock()))

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from automoe.comm.collectives import communicator
 from automoe.comm.process_groups import SINGLE_RANK
 from automoe.comm.tokens import Tokens
-from automoe.parallel.context import head_tail_index
+from automoe.model.rows import head_tail_index
 from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.verify.pool import RankPool
 

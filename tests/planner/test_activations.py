@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 import automoe.parallel.activation_checkpoint
+from automoe.comm.recompute import recompute_contexts
 from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import resolve_mesh
@@ -25,7 +26,6 @@ from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.lora import adapt
-from automoe.moe.recompute import recompute_contexts
 from automoe.parallel.build import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes

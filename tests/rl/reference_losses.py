@@ -78,6 +78,7 @@ def of_trl(loss_type: str, **options: Any) -> dict[str, Any]:
         args=SimpleNamespace(**config, steps_per_generation=1, gradient_accumulation_steps=1),
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
         _metrics=metrics,
     )
 
@@ -94,6 +95,7 @@ def of_trl(loss_type: str, **options: Any) -> dict[str, Any]:
             ref_per_token_logps=ref,
             num_items_in_batch=mask.sum(),
             importance_sampling_ratio=weights,
+            sampling_per_token_logps=sampler,
         )
         return trl.GRPOTrainer._compute_loss(self, None, inputs)
 
@@ -128,6 +130,7 @@ cases = {
     "trl sapo": of_trl("sapo"),
     "trl kl": of_trl("grpo", beta=0.3),
     "trl kl weighted": of_trl("grpo", beta=0.3, use_bias_correction_kl=True),
+    "trl drift": of_trl("dapo", off_policy_mask_threshold=0.05),
     "trl token_truncate": of_trl(
         "dapo", use_vllm=True, vllm_importance_sampling_correction=True, importance_sampling_ratio=ratio.clamp(max=1.1)
     ),
@@ -148,6 +151,7 @@ cases = {
     "verl vanilla length": of_verl("vanilla", "seq-mean-token-sum-norm", clip_ratio_low=0.2, clip_ratio_high=0.2),
     "verl gspo": of_verl("gspo", "seq-mean-token-mean", clip_ratio_low=3e-2, clip_ratio_high=4e-2),
     "verl cispo": of_verl("cispo", "token-mean", clip_ratio_low=0.1, clip_ratio_high=0.2),
+    "verl dppo": of_verl("dppo_tv", "token-mean", clip_ratio_low=0.02, clip_ratio_high=0.01, clip_ratio_c=1.1),
     "verl sapo": of_verl("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05),
     **{f"verl kl {kind}": of_verl_kl(kind) for kind in ("k1", "k2", "k3", "k3+")},
     "verl token truncate": of_verl("vanilla", "token-mean", of_verl_correction("token", 1.1)),

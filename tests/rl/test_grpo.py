@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +26,12 @@ from automoe.config.schema import (
 )
 from automoe.data.tokenizer import ByteTokenizer
 from automoe.errors import BackendError, ConfigError, DataError
+from automoe.hf.write import to_hf
 from automoe.observe.metrics import read_metrics
 from automoe.rl.engine import Answer, TransformersEngine, check_gap
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.weights import WeightStream
+from automoe.session import open_session
 from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
@@ -108,6 +112,39 @@ def train(settings: Config, cut: str = "", at: int = -1) -> tuple[dict[str, torc
     return weights, records
 
 
+UPDATES = {"iterations": 2, "mini_batches": 3}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cuts"),
+    [
+        ({}, [("step", 3), ("forget", 4), ("draw", 4), ("step", 5), ("draw", 6), ("step", 7)]),
+        ({"dp_shard": 2, "ep": 2}, [("step", 3), ("forget", 4)]),
+    ],
+)
+def test_a_run_that_was_cut_between_the_updates_of_a_rollout_goes_on_to_the_bit(
+    mesh: dict[str, int], cuts: list[tuple[str, int]], tmp_path: Path, ranks: RankPool
+) -> None:
+    """Advantages and old log-probabilities are those of the weights that drew the answers, whatever was cut."""
+    settings = [config(tmp_path / name, **mesh) for name in ("whole", "cut")]
+    for one in settings:
+        one.train.steps = 8
+        vars(one.recipe_args).update(UPDATES)
+    count = resolve_mesh(settings[0].mesh, None).world_size
+    expected, records = ranks.run(train, count, settings[0])[0]
+    assert [one["rollout"] for one in records] == [1] * 6 + [2] * 2
+    assert len({one["reward"] for one in records[:6]}) == 1
+    tokens = [one["update_tokens"] for one in records]
+    answers = 2 * 4 * records[0]["answer_tokens"]
+    assert sum(tokens[:3]) == sum(tokens[3:6]) == answers and tokens[:3] == tokens[3:6]
+    assert records[0]["old_kl"] < 1e-9 < records[5]["old_kl"]
+    for cut, at in cuts:
+        ranks.run(train, count, settings[1], cut, at)
+    weights, again = ranks.run(train, count, settings[1])[0]
+    assert again == records
+    assert all(torch.equal(weights[name], one) for name, one in expected.items())
+
+
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "ep": 2}])
 def test_a_run_that_was_cut_goes_on_to_the_bit(mesh: dict[str, int], tmp_path: Path, ranks: RankPool) -> None:
     """Between drawing and training, between a checkpoint and the removal of its answers, after an update."""
@@ -130,6 +167,18 @@ def test_answers_that_were_drawn_are_trained_on_whatever_the_engine_says_now(tmp
     assert all(torch.equal(weights[name], one) for name, one in expected.items())
 
 
+def test_another_reward_function_judges_answers_that_were_drawn(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path / "run")
+    ranks.run(train, 1, settings, "draw", 3)
+    _, records = ranks.run(with_another_reward, 1, settings)[0]
+    assert [one["reward"] for one in records][2:] == [0.5] * (STEPS - 2)
+
+
+def with_another_reward(settings: Config) -> Any:
+    with mock.patch.object(grpo, "reward", lambda prompt, answer, num_tokens: 0.5):
+        return with_another_engine(settings)
+
+
 def with_another_engine(settings: Config) -> Any:
     def sample(*given: Any) -> list[list[Answer]]:
         raise AssertionError("the answers are on disk")
@@ -144,7 +193,27 @@ def test_rewards_rise(tmp_path: Path, ranks: RankPool) -> None:
     _, records = ranks.run(train, 1, settings)[0]
     rewards = [one["reward"] for one in records]
     assert rewards[0] < 0.15 and rewards[-1] > 0.5
+    assert all(one["engine_gap.same"] == one["engine_gap"] for one in records if not one["routes_differ"])
     assert all(one["engine_gap_max"] < 5e-6 and one["ref_kl"] >= 0 and one["answer_tokens"] <= 6 for one in records)
+
+
+def test_answers_stay_until_no_checkpoint_goes_on_with_them(tmp_path: Path) -> None:
+    """A save in the background is no checkpoint yet, and the newest one may turn out to be damaged."""
+    with one_rank("cpu"):
+        rollouts = rollouts_of(tmp_path, [[1], [2]])
+        rollouts._updates = 3
+        for rollout in range(4):
+            rollouts.keep(rollout, "answers", [])
+        kept = {(): 4, (8,): 2, (4, 8): 3, (8, 9): 2, (2,): 4, (12,): 0}
+        for steps, number in kept.items():
+            folder = tmp_path / f"checkpoints-{len(steps)}-{sum(steps)}"
+            for step in steps:
+                (folder / f"step-{step}").mkdir(parents=True)
+                (folder / f"step-{step}" / "manifest.json").write_text(json.dumps({"step": step}))
+            for rollout in range(4):
+                rollouts.keep(rollout, "answers", [])
+            rollouts.forget(folder)
+            assert len([*(tmp_path / "rollouts").iterdir()]) == number, steps
 
 
 def rollouts_of(folder: Path, prompts: list[list[int]], per_step: int = 2) -> Rollouts:
@@ -179,14 +248,14 @@ def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path) -> None:
         [file] = (tmp_path / "rollouts").iterdir()
         for content in (b"", file.read_bytes()[:20], file.read_bytes().replace(b"-1.0", b"-2.0"), b"\xff"):
             file.write_bytes(content)
-            with pytest.raises(DataError, match="step-00000001.json cannot be read.*Remove it"):
+            with pytest.raises(DataError, match="answers-00000001.json cannot be read.*Remove it"):
                 drawn_first(rollouts_of(tmp_path, prompts), 5)
 
 
 def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
     with one_rank("cpu"):
         rollouts = rollouts_of(tmp_path, [[n] for n in range(6)], per_step=4)
-    drawn = [number for step in range(6) for number in rollouts.of_step(step)]
+    drawn = [number for step in range(6) for number in rollouts.numbers(step)]
     epochs = [drawn[at : at + 6] for at in range(0, 24, 6)]
     assert all(sorted(one) == list(range(6)) for one in epochs) and len({tuple(one) for one in epochs}) > 1
 
@@ -195,6 +264,9 @@ def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ({"samples": 1}, "recipe_args.samples=1: the answers to a prompt are compared"),
+        ({"mini_batches": 65}, "recipe_args.mini_batches=65: a rollout has prompts \\* samples = 64 answers"),
+        ({"iterations": 0}, "recipe_args.iterations=0: must be larger than 0"),
+        ({"teacher": "nowhere"}, "recipe_args.teacher=nowhere: is no folder of a checkpoint"),
         ({"kl": -0.1}, "recipe_args.kl=-0.1: would drive the weights away"),
         ({"sampler": "vllm", "engine": "http://", "replay": False}, "sampler=vllm takes an address"),
         ({"sampler": "sglang", "engine": "ftp://there"}, "sampler=sglang takes an address"),
@@ -242,3 +314,26 @@ def test_scrambled_experts_end_the_run(tmp_path: Path, ranks: RankPool) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(Exception, match="it has other weights, or computes another model"):
         ranks.run(engine_of_stale_weights, 1, settings)
+
+
+def test_a_student_learns_the_teachers_answers(tmp_path: Path, ranks: RankPool) -> None:
+    """On-policy distillation: the reverse KL to the teacher, here of another shape, falls on the student's answers."""
+    teacher = replace(config(tmp_path).model, num_layers=1, num_experts=6)
+    settings = config(tmp_path / "run")
+    settings.train.steps, settings.optim.lr, settings.observe.sample_tokens = 16, 0.03, 2
+    settings.recipe_args = GRPOArgs(prompts=2, samples=48, teacher=str(tmp_path / "teacher"))
+    ranks.run(export_sharp, 1, teacher, tmp_path / "teacher")
+    _, records = ranks.run(train, 1, settings)[0]
+    far = [one["teacher_kl"] for one in records]
+    assert sum(far[-4:]) / 4 < 0.75 * far[0], far
+    assert "ref_kl" not in {k for one in records for k, v in one.items() if v}
+
+
+def export_sharp(model: ModelConfig, folder: Path) -> None:
+    """A model that is sure of few tokens."""
+    settings = config(folder.parent / "of_teacher")
+    settings.model, settings.train.val_every = model, 1
+    part = open_session(settings).state.model_parts[0]
+    with torch.no_grad():
+        part.head_weight.mul_(40)
+    to_hf(part, folder, verify=False)

@@ -15,6 +15,7 @@ from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
 from automoe.rl import losses
+from automoe.rl.loss_options import check_options
 from automoe.rl.losses import Correction
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_losses.json").read_text())
@@ -79,6 +80,8 @@ def loss_and_gradient(loss: Callable[..., torch.Tensor], **options: Any) -> tupl
         ("verl vanilla length", losses.dr_grpo, {"length": HORIZON, "dual_clip": 3.0}),
         ("verl gspo", losses.gspo, WEIGHTS),
         ("verl cispo", losses.cispo, {"clip_low": 0.1, "clip_high": 0.2}),
+        ("verl dppo", losses.dppo, {"clip_low": 0.02, "clip_high": 0.01, "high": 1.1}),
+        ("trl drift", losses.dapo, EVEN | {"max_drift": 0.05}),
         ("verl sapo", losses.sapo, {}),
         ("verl token truncate", losses.dapo, EVEN | {"correction": Correction(high=1.1)}),
         ("verl sequence truncate", losses.dapo, EVEN | {"correction": Correction("truncate", "sequence", 1.1)}),
@@ -182,7 +185,7 @@ def test_equal_rewards_have_no_advantage() -> None:
 )
 def test_options_of_no_meaning_are_refused(loss: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        losses.check_options(loss, options)
+        check_options(loss, options)
 
 
 @pytest.mark.parametrize("fields", [{"kind": "trunc"}, {"level": "seq"}, {"kind": "mask", "high": 0.5, "low": 2.0}])

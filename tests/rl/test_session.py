@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -9,17 +11,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import automoe
+from automoe.checkpoint import store
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
 from automoe.rl.batch import fill_rows
-from automoe.session import Sample, Session, losses, open_session
+from automoe.session import Counts, Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
 from tests.rl.small import SMALL
@@ -302,6 +306,43 @@ def test_a_mesh_of_another_size_is_refused(ranks: RankPool, tmp_path: Path) -> N
     assert "2 ranks" in said or "mesh.dp_shard=2" in said, said
 
 
+def refused_losses_and_counts(run_dir: str) -> list[str]:
+    session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
+
+    def of_rows(nll: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return nll.sum(1) / inputs.counts.trained
+
+    messages, batch = [], batch_of()
+    calls: list[Any] = [
+        lambda: session.forward_backward(batch, lambda nll, inputs: nll / inputs.counts.trained),
+        lambda: session.forward_backward(batch, of_rows),
+        lambda: session.forward_backward(batch, lambda nll, inputs: nll.sum().view(1)),
+        lambda: session.forward_backward(batch, lambda nll, inputs: 0.5),  # type: ignore[arg-type,return-value]
+        *(
+            lambda counts=counts: session.forward_backward(batch, losses.dapo, counts=counts)
+            for counts in (Counts(0, 6), Counts(87, -1), Counts(2.5, 6), Counts("many", 6), (87, 6))
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+        with pytest.raises(AutomoeError, match="there are no gradients"):
+            session.optim_step()
+    halves = session.forward_backward(batch, losses.dapo, counts=Counts(2 * session.count(batch).tokens, 12)).loss
+    assert halves == pytest.approx(session.forward_backward(batch, losses.dapo).loss / 2)
+    return messages
+
+
+def test_a_loss_of_several_numbers_and_divisors_below_one_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(refused_losses_and_counts, 2, str(tmp_path))
+    assert first == second
+    assert all("returns one number" in message for message in first[:4])
+    names = ["counts.tokens=0", "counts.samples=-1", "counts.tokens", "counts.tokens", "counts.tokens"]
+    for message, name in zip(first[4:], names, strict=True):
+        assert message.startswith(name), message
+
+
 # ---------------------------------------------------------------- what stays as it is
 
 
@@ -362,8 +403,16 @@ def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
     assert resumed == straight[0] and extra == {"samples": [1, 2, 2]}
 
 
+def test_a_checkpoint_has_the_settings_as_given(ranks: RankPool, tmp_path: Path) -> None:
+    """They are what a run that is started again is compared with; a session without balance losses changes its own."""
+    ranks.run(saves_twice, 1, str(tmp_path))
+    manifest = json.loads(next(tmp_path.glob("checkpoints/step-*/manifest.json")).read_text())
+    moe = manifest["config"]["moe"]
+    assert (moe["bias_update_rate"], moe["global_balance_coef"], moe["z_loss_coef"]) == (0.1, 0.1, 0.2)
+
+
 def saves_twice(run_dir: str) -> None:
-    session = open_session([*SMALL, f"run_dir={run_dir}"])
+    session = open_session([*SMALL, f"run_dir={run_dir}", "moe.z_loss_coef=0.2"])
     assert session.save({"a": 1}) == session.save({"a": 1})
     with pytest.raises(CheckpointError, match="step-0 is there, and this session did not write it with this extra"):
         session.save({"a": 2})
@@ -378,6 +427,39 @@ def saves_twice(run_dir: str) -> None:
 
 def test_a_save_that_would_change_nothing_on_disk_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(saves_twice, 1, str(tmp_path))
+
+
+def fails_to_save(run_dir: str, background: bool) -> list[str]:
+    session = open_session([*SMALL, f"run_dir={run_dir}", f"checkpoint.async_save={background}"])
+    messages = []
+    with mock.patch.object(store.folders, "point_to", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        if background:
+            assert session.save({"a": 1}) is None
+            session.store._in_flight.exception()  # type: ignore[union-attr]
+        with pytest.raises(SaveError) as caught:
+            session.save({"a": 1})
+        messages.append(str(caught.value))
+    session.forward_backward(batch_of(), losses.grpo)
+    session.optim_step()
+    weight = next(iter(session.state.parameters()))
+    number = weight.flatten()[0].item()
+    with torch.no_grad():
+        weight.flatten()[0] = float("nan")
+        with pytest.raises(SaveError) as caught:
+            session.save({"a": 2})
+        messages.append(str(caught.value))
+        weight.flatten()[0] = number
+    session.save({"a": 2})
+    session.store.poll(wait=True)
+    assert open_session([*SMALL, f"run_dir={run_dir}"]).load() == {"a": 2}
+    return messages
+
+
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_save_that_failed_is_an_error(ranks: RankPool, tmp_path: Path, background: bool) -> None:
+    [disk, numbers] = ranks.run(fails_to_save, 1, str(tmp_path), background)[0]
+    words = ["in the background failed"] * 2 if background else ["No space left", "numbers are not finite"]
+    assert words[0] in disk and words[1] in numbers
 
 
 def test_an_answer_has_values_of_any_numbers() -> None:

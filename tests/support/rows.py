@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from automoe.comm.process_groups import Communicator
-from automoe.parallel.context import head_tail_index
+from automoe.model.rows import head_tail_index
 
 
 class PartOfRows(Communicator):

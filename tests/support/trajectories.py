@@ -10,7 +10,7 @@ import automoe.verify.trajectory
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import StepRunner
+from automoe.parallel.runner import StepRunner
 from automoe.run.samples import Engine
 from automoe.training.step import prepare_inputs
 from automoe.verify.compare import Comparison, compare_trajectories

@@ -287,7 +287,12 @@ class Family(Tier):
 
 @contextmanager
 def _readable(content: str, path: str) -> Iterator[None]:
-    """Turn errors from converting a value into a ``ConfigError`` that names ``what``."""
+    """Turn errors from converting a value of config.json into a ``ConfigError``.
+
+    Args:
+        content: the value, for the message.
+        path: folder of config.json.
+    """
     try:
         yield
     except ConfigError:

@@ -7,7 +7,7 @@ of the ep axis, L experts of this rank, A = P T tokens of all ranks.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
 from automoe.moe.dispatch.wire import arrived, encode_rows
@@ -28,7 +28,7 @@ class AllGatherDispatcher:
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if self.ep.in_8_bits:
             lines_AW = self.ep.all_gather(encode_rows(x_TH))
             x_AH = arrived(x_TH, lines_AW, self.ep.reduce_scatter)
@@ -46,7 +46,7 @@ class AllGatherDispatcher:
             else rows_per_expert * self.num_local * self.ep.num_ranks
         )
 
-        def wait_and_run(x_AH: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        def wait_and_run(x_AH: Tensor, *routing: Tensor) -> Tensor:
             return experts(self.ep.wait(x_AH), *routing)
 
         partial_AH = run_choices(

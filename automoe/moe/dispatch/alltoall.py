@@ -7,6 +7,7 @@ rank, M rows sent (T K without dropping), R rows received.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.rows import RowExchange, run_received
@@ -25,7 +26,7 @@ class AllToAllDispatcher:
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
         order_M = order_M[: sum(sent)]  # dropped choices come last
@@ -36,7 +37,7 @@ class AllToAllDispatcher:
         out_MH = self.ep.all_to_all(out_RH, sent, received)
         return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
-    def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None):
+    def _sizes(self, counts_E: Tensor, rows_per_expert: int | None):
         """Return how many rows the ranks exchange.
 
         Returns:

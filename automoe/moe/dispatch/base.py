@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.wire import rounded_to_8_bits
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Dispatcher = Callable[..., torch.Tensor]  # the module docstring lists its arguments
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Dispatcher = Callable[..., Tensor]  # the module docstring lists its arguments
 
 
 class DispatchGroup(Protocol):
@@ -49,34 +50,32 @@ class DispatchGroup(Protocol):
     num_ranks: int
     in_8_bits: bool
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Gather [T, ...], of equal size on all ranks: [P T, ...].
 
         Gradients are reduce-scattered.
         """
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum the ranks' terms [P T, ...] and return this rank's shard [T, ...].
 
         Gradients are all-gathered.
         """
 
-    def all_to_all(
-        self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
         """Send ``input_splits[r]`` rows to rank r and receive ``output_splits[r]`` from it.
 
         Gradients are sent back.
         """
 
-    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, counts: Tensor) -> Tensor:
         """Send n counts to each rank and return n from each rank: [P n] int64 -> [P n]."""
 
-    def wait(self, x: torch.Tensor) -> torch.Tensor:
+    def wait(self, x: Tensor) -> Tensor:
         """Return ``x`` once its data has arrived."""
 
 
-def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort choices by expert and count the choices of each expert.
 
     Args:
@@ -91,7 +90,7 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tens
     return topk_ids.flatten().argsort(stable=True), count_choices(topk_ids, num_experts)
 
 
-def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+def count_choices(topk_ids: Tensor, num_experts: int) -> Tensor:
     """Count how often each expert occurs in ids of any shape: [num_experts] int64."""
     ids_M = topk_ids.flatten()
     # torch.bincount would sync with the host on CUDA to read the largest id.
@@ -101,12 +100,12 @@ def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     ]
 
 
-def group_ends(counts_E: torch.Tensor) -> torch.Tensor:
+def group_ends(counts_E: Tensor) -> Tensor:
     """Return the ends of groups that grouped matrix products take: counts [E] -> [E] int32."""
     return counts_E.cumsum(0).to(torch.int32)
 
 
-def regroup_by_expert(counts_PE: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def regroup_by_expert(counts_PE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the order that takes rows sorted by (rank, expert) to (expert, rank), and its inverse.
 
     Args:
@@ -132,22 +131,18 @@ class _SumToTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, rows_MH: torch.Tensor, token_idx_M: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
+    def forward(ctx, rows_MH, token_idx_M, num_tokens: int):
         ctx.save_for_backward(token_idx_M)
         return sum_rows(rows_MH, token_idx_M, num_tokens)
 
     @staticmethod
-    def backward(ctx, grad_TH: torch.Tensor):
+    def backward(ctx, grad_TH):
         (token_idx_M,) = ctx.saved_tensors
         # An index beyond the tokens is clamped to one that can be read.
         return grad_TH.index_select(0, token_idx_M.clamp(max=grad_TH.shape[0] - 1)), None, None
 
 
-def sum_to_tokens(
-    rows_MH: torch.Tensor, token_idx_M: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
+def sum_to_tokens(rows_MH: Tensor, token_idx_M: Tensor, num_tokens: int) -> Tensor:
     """Sum rows [M, H] by their tokens ``token_idx`` [M]: [num_tokens, H].
 
     A row whose index is ``num_tokens`` has no token. Only the index is saved for the backward.
@@ -156,13 +151,13 @@ def sum_to_tokens(
 
 
 def run_choices(
-    x_TH: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    weights_TK: Tensor,
     experts: Experts,
     num_experts: int,
     num_rows: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return each token's weighted sum over the experts that it chose here: [T, H].
 
     Only choices among the ``num_experts`` experts of this rank count.
@@ -199,7 +194,7 @@ class LocalDispatcher:
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         num_rows = None if self.drops else topk_ids_TK.numel()
         if self.in_8_bits:
             x_TH = rounded_to_8_bits(x_TH)

@@ -9,6 +9,7 @@ group, P ranks of the etp axis, E experts of this rank, H hidden.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts
 from automoe.moe.dispatch.rows import RowExchange, run_received
@@ -28,10 +29,10 @@ class ExpertTensorDispatcher:
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         num_ranks = self.etp.num_ranks
 
-        def spread(x_XH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
+        def spread(x_XH, gather_idx_R, offsets_E, probs_R) -> Tensor:
             num_rows = gather_idx_R.shape[0]
             ends_E = offsets_E.to(torch.int64)
             counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))

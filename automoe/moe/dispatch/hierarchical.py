@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from automoe.moe.dispatch.base import (
     DispatchGroup,
@@ -37,70 +38,66 @@ class HierarchicalDispatcher:
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
         self.num_experts = num_experts
-        self.levels = tuple(levels)
+        self.group, *inner = levels
+        per_part = num_experts // self.group.num_ranks
+        self.inner = HierarchicalDispatcher(per_part, inner) if inner else None
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
-    ) -> torch.Tensor:
-        return _send(
-            self.levels, self.num_experts, x_TH, topk_ids_TK, weights_TK, experts, rows_per_expert
-        )
+    ) -> Tensor:
+        """Dispatch between the parts of the first level, then within a part over the other levels.
 
-
-def _send(
-    levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert
-) -> torch.Tensor:
-    """Dispatch between the parts of the first level, then within it over the other ``levels``;
-    ids outside 0 ... E - 1 are dropped."""
-    group, *inner = levels
-    num_parts = group.num_ranks
-    top_k = topk_ids_TK.shape[1]
-    num_local = num_experts // num_parts
-    part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
-    # If a token has several choices in one part, the first stands for all of them.
-    again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
-    order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
-    choices_P = count_choices(part_TK, num_parts)
-    if rows_per_expert is None:
-        theirs_P2 = group.exchange_counts(torch.stack((copies_P, choices_P), dim=1).flatten()).view(
-            num_parts, 2
+        Ids outside 0 ... E - 1 are dropped.
+        """
+        group = self.group
+        num_parts = group.num_ranks
+        top_k = topk_ids_TK.shape[1]
+        num_local = self.num_experts // num_parts
+        part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
+        # If a token has several choices in one part, the first stands for all of them.
+        again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
+        order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
+        choices_P = count_choices(part_TK, num_parts)
+        if rows_per_expert is None:
+            theirs_P2 = group.exchange_counts(
+                torch.stack((copies_P, choices_P), dim=1).flatten()
+            ).view(num_parts, 2)
+            counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
+            *sizes, choices = torch.cat(
+                (counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))
+            ).tolist()
+            sent = sizes[:num_parts]
+            received = sizes[num_parts:]
+        else:  # tokens have one choice each
+            sent = received = [rows_per_expert * num_local] * num_parts
+            counts_2P = torch.full_like(copies_P, sent[0]).expand(2, -1)
+            choices = sum(received)
+            rows_per_expert *= num_parts
+        token_idx_M = order_M[: sum(sent)] // top_k
+        weights_MK = weights_TK[token_idx_M]
+        ids_MK = topk_ids_TK[token_idx_M]
+        exchange = RowExchange(
+            group,
+            x_TH,
+            token_idx_M,
+            torch.cat((weights_MK, ids_MK.to(weights_MK.dtype)), dim=1),
+            counts_2P,
+            sent,
+            received,
         )
-        counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
-        *sizes, choices = torch.cat(
-            (counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))
-        ).tolist()
-        sent = sizes[:num_parts]
-        received = sizes[num_parts:]
-    else:  # tokens have one choice each
-        sent = received = [rows_per_expert * num_local] * num_parts
-        counts_2P = torch.full_like(copies_P, sent[0]).expand(2, -1)
-        choices = sum(received)
-        rows_per_expert *= num_parts
-    token_idx_M = order_M[: sum(sent)] // top_k
-    weights_MK = weights_TK[token_idx_M]
-    ids_MK = topk_ids_TK[token_idx_M]
-    exchange = RowExchange(
-        group,
-        x_TH,
-        token_idx_M,
-        torch.cat((weights_MK, ids_MK.to(weights_MK.dtype)), dim=1),
-        counts_2P,
-        sent,
-        received,
-    )
-    x_BH, words_RC = exchange.wait()
-    ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
-    ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
-    # A line of words counts as a token without a choice.
-    ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
-        0, exchange.row_R, ids_RK
-    )
-    weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
-        0, exchange.row_R, words_RC[:, :top_k]
-    )
-    if inner:
-        out_BH = _send(inner, num_local, x_BH, ids_BK, weights_BK, experts, rows_per_expert)
-    else:
-        out_BH = run_choices(x_BH, ids_BK, weights_BK, experts, num_local, choices)
-    out_BH = group.all_to_all(out_BH, exchange.out_splits, exchange.in_splits)
-    return sum_to_tokens(out_BH, exchange.source_B, x_TH.shape[0])
+        x_BH, words_RC = exchange.wait()
+        ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
+        ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
+        # A line of words counts as a token without a choice.
+        ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
+            0, exchange.into.row_M, ids_RK
+        )
+        weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
+            0, exchange.into.row_M, words_RC[:, :top_k]
+        )
+        if self.inner is not None:
+            out_BH = self.inner(x_BH, ids_BK, weights_BK, experts, rows_per_expert)
+        else:
+            out_BH = run_choices(x_BH, ids_BK, weights_BK, experts, num_local, choices)
+        out_BH = group.all_to_all(out_BH, exchange.out.splits, exchange.into.splits)
+        return sum_to_tokens(out_BH, exchange.source_B, x_TH.shape[0])

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from automoe.config.rules_kernels import wire_row_bytes
@@ -37,23 +38,23 @@ class Layout:
     """
 
     splits: list[int]
-    row_M: torch.Tensor
-    word_MC: torch.Tensor
+    row_M: Tensor
+    word_MC: Tensor
     line_words: int
 
-    def word_places(self, width: int) -> torch.Tensor:
+    def word_places(self, width: int) -> Tensor:
         """Return ``word_MC`` for lines ``width`` words wide that hold ``line_words`` words each."""
         if width == self.line_words:
             return self.word_MC
         return self.word_MC // self.line_words * width + self.word_MC % self.line_words
 
-    def words(self, lines_BW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def words(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the words [M, C] that lines of any width hold."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _words(lines_BW, dtype)[self.word_places(width)]
 
 
-def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
+def layout_of(counts_P: Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
     """Return the layout of a buffer with a block of ``counts[r]`` rows for each rank r.
 
     Args:
@@ -80,13 +81,11 @@ def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_wo
     )
 
 
-def _words(lines_BH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _words(lines_BH: Tensor, dtype: torch.dtype) -> Tensor:
     return lines_BH.view(-1).view(dtype)
 
 
-def _packed(
-    rows_TW: torch.Tensor, words_MC: torch.Tensor, source_B: torch.Tensor, word_MC: torch.Tensor
-) -> torch.Tensor:
+def _packed(rows_TW: Tensor, words_MC: Tensor, source_B: Tensor, word_MC: Tensor) -> Tensor:
     lines_BW = rows_TW.index_select(0, source_B.clamp(max=rows_TW.shape[0] - 1))
     _words(lines_BW, words_MC.dtype)[word_MC] = words_MC
     return lines_BW
@@ -99,20 +98,14 @@ class _Pack(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x_TH: torch.Tensor,
-        words_MC: torch.Tensor,
-        source_B: torch.Tensor,
-        word_MC: torch.Tensor,
-    ):
+    def forward(ctx, x_TH, words_MC, source_B, word_MC):
         ctx.save_for_backward(source_B, word_MC)
         ctx.num_tokens = x_TH.shape[0]
         ctx.dtype = words_MC.dtype
         return _packed(x_TH, words_MC, source_B, word_MC)
 
     @staticmethod
-    def backward(ctx, grad_BH: torch.Tensor):
+    def backward(ctx, grad_BH):
         source_B, word_MC = ctx.saved_tensors
         grad_BH = grad_BH.contiguous()
         return (
@@ -127,12 +120,12 @@ class _Unpack(torch.autograd.Function):
     """Autograd function that returns received lines [B, H], and the weights that came among them."""
 
     @staticmethod
-    def forward(ctx, lines_BH: torch.Tensor, word_RC: torch.Tensor, dtype: torch.dtype):
+    def forward(ctx, lines_BH, word_RC, dtype: torch.dtype):
         ctx.save_for_backward(word_RC)
         return lines_BH.view_as(lines_BH), _words(lines_BH, dtype)[word_RC]
 
     @staticmethod
-    def backward(ctx, grad_BH: torch.Tensor, grad_RC: torch.Tensor):
+    def backward(ctx, grad_BH, grad_RC):
         (word_RC,) = ctx.saved_tensors
         # Experts read no lines of words, so these lines of the gradient are free to be overwritten.
         grad_BH = grad_BH.contiguous()
@@ -147,13 +140,7 @@ class _ArrivedIn8Bits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x_TH: torch.Tensor,
-        words_MC: torch.Tensor,
-        lines_BW: torch.Tensor,
-        exchange: RowExchange,
-    ):
+    def forward(ctx, x_TH, words_MC, lines_BW, exchange: RowExchange):
         ctx.num_tokens, hidden = x_TH.shape
         ctx.dtype = words_MC.dtype
         wide = hidden * x_TH.element_size() // words_MC.element_size()
@@ -165,7 +152,7 @@ class _ArrivedIn8Bits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BH: torch.Tensor, grad_RC: torch.Tensor):
+    def backward(ctx, grad_BH, grad_RC):
         source_B, word_MC, word_RC = ctx.saved_tensors
         grad_BH = grad_BH.contiguous()
         _words(grad_BH, ctx.dtype)[word_RC] = grad_RC
@@ -185,17 +172,16 @@ class RowExchange:
 
     Attributes:
         source_B: row of x in each sent line; T for a line of words.
-        row_R: the line of each row received.
-        out_splits, in_splits: lines sent to and received from each rank.
+        out, into: layouts of the lines sent and received.
     """
 
     def __init__(
         self,
         group: DispatchGroup,
-        x_TH: torch.Tensor,
-        token_idx_M: torch.Tensor,
-        words_MC: torch.Tensor,
-        counts_2P: torch.Tensor,
+        x_TH: Tensor,
+        token_idx_M: Tensor,
+        words_MC: Tensor,
+        counts_2P: Tensor,
         sent: list[int],
         received: list[int],
     ) -> None:
@@ -214,9 +200,6 @@ class RowExchange:
         )
         self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
         self.source_B[self.out.row_M] = token_idx_M
-        self.out_splits = self.out.splits
-        self.in_splits = self.into.splits
-        self.row_R = self.into.row_M
         self._given = (x_TH, words_MC) if group.in_8_bits else ()
         if group.in_8_bits:
             rows_TW = encode_rows(x_TH)
@@ -225,9 +208,9 @@ class RowExchange:
             lines = _packed(rows_TW, words_MC.detach(), self.source_B, places)
         else:
             lines = _Pack.apply(x_TH, words_MC, self.source_B, self.out.word_MC)
-        self._lines = group.all_to_all(lines, self.in_splits, self.out_splits)
+        self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> tuple[Tensor, Tensor]:
         """Return the lines [B, H] and the words [R, C] that have arrived. Call it once."""
         lines, metadata = self.group.wait(self._lines), self._given
         del self._lines, self._given
@@ -237,13 +220,14 @@ class RowExchange:
         return _Unpack.apply(lines, self.into.word_MC, self.dtype)
 
 
-def run_received(exchange: RowExchange, counts_PE: torch.Tensor, experts: Experts) -> torch.Tensor:
+def run_received(exchange: RowExchange, counts_PE: Tensor, experts: Experts) -> Tensor:
     """Run the experts on rows that arrive with their routing weights: [R, H], in order of arrival.
 
     ``regroup_by_expert`` describes ``counts_PE``.
     """
-    by_expert_R, back_R = regroup_by_expert(counts_PE, exchange.row_R.shape[0])
-    gather_idx_R = exchange.row_R[by_expert_R]
+    line_R = exchange.into.row_M
+    by_expert_R, back_R = regroup_by_expert(counts_PE, len(line_R))
+    gather_idx_R = line_R[by_expert_R]
     lines_BH, words_R1 = exchange.wait()
     probs_R = words_R1.squeeze(1)[by_expert_R]
     out_RH = experts(lines_BH, gather_idx_R, group_ends(counts_PE.sum(0)), probs_R)

@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.discard_outputs import discard
 from automoe.config.rules_kernels import wire_row_bytes
-from automoe.moe.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 _WORD = torch.int64  # wide elements: a gather of rows uses one thread per element
 _SCALE_BYTES = 4
 
 
-def encode_rows(x_TH: torch.Tensor) -> torch.Tensor:
+def encode_rows(x_TH: Tensor) -> Tensor:
     """Quantize rows to lines of codes and scales: int64 [T, W].
 
     A block of 128 columns that holds a non-finite number becomes NaN.
@@ -38,13 +39,13 @@ def encode_rows(x_TH: torch.Tensor) -> torch.Tensor:
     return lines_TW
 
 
-def decode_rows(lines_BW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
     """Return the numbers [B, H] of encoded rows in ``dtype``, rounded only in float16."""
     codes, scales = _parts(lines_BW, hidden)
     return scaled(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
 
 
-def _parts(lines_BW: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
     """Return views of the bytes of lines that hold codes, and of those that hold scales."""
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
@@ -52,7 +53,7 @@ def _parts(lines_BW: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Ten
     return lines[:, :hidden], lines[:, first : first + scales]
 
 
-def scaled(codes_BH: torch.Tensor, scales_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
     """Return codes times the scales of their 128 columns: [B, H] in ``dtype``."""
     x_BH = codes_BH.to(dtype)
     scales_BS = scales_BS.to(dtype)
@@ -62,14 +63,12 @@ def scaled(codes_BH: torch.Tensor, scales_BS: torch.Tensor, dtype: torch.dtype) 
     return x_BH
 
 
-def rounded_to_8_bits(x_TH: torch.Tensor) -> torch.Tensor:
+def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
     """Return rows as experts on another rank would read them, with an unchanged gradient."""
     return arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
 
 
-def arrived(
-    x_TH: torch.Tensor, lines_BW: torch.Tensor, send_back: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
     """Decode received lines, which ranks encoded from their rows x: [B, H], differentiable in x.
 
     ``send_back`` maps the gradient of the result to the gradient of x.
@@ -77,7 +76,7 @@ def arrived(
     return keep_encoded(_Arrived.apply(x_TH, lines_BW, send_back), lines_BW)
 
 
-def keep_encoded(x_BH: torch.Tensor, lines_BW: torch.Tensor) -> torch.Tensor:
+def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
     """Return ``x``; in a ``discard_scope``, operations on it save ``lines`` for their backward.
 
     The backward then decodes the lines again.
@@ -88,16 +87,11 @@ def keep_encoded(x_BH: torch.Tensor, lines_BW: torch.Tensor) -> torch.Tensor:
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        x_TH: torch.Tensor,
-        lines_BW: torch.Tensor,
-        send_back: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+    def forward(ctx, x_TH, lines_BW, send_back: Callable[[Tensor], Tensor]):
         ctx.send_back = send_back
         return decode_rows(lines_BW, x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BH: torch.Tensor):
+    def backward(ctx, grad_BH):
         return ctx.send_back(grad_BH), None, None

@@ -10,7 +10,8 @@ resumed run continues.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,23 @@ def make_trackers(
         BackendError: a package cannot be imported. Other errors of a tracker's library become
             warnings.
     """
-    ids = _read_ids(run_dir) if resume_step is not None else {}
+    ids = {}  # Without a readable file of ids, trackers start new runs.
+    if resume_step is not None:
+        with suppress(OSError, ValueError):
+            ids = {name: str(id_) for name, id_ in read_json(run_dir / IDS_FILE).items()}
     observe = config.observe
+    selected = {
+        "W&B": ("wandb", observe.wandb != "off"),
+        "TensorBoard": ("tensorboard", observe.tensorboard),
+        "MLflow": ("mlflow", observe.mlflow),
+    }
     absolute = run_dir.resolve()
     sweep = absolute.parent
     group = observe.run_group or (sweep.name if (sweep / SWEEP_FILE).is_file() else "")
     opened = {}
-    for name, module in _selected(config):
+    for name, (module, is_selected) in selected.items():
+        if not is_selected:
+            continue
         about = About(
             name=observe.run_name or absolute.name,
             group=group,
@@ -143,23 +154,3 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
         for key, value in record.items()
         if key != "step" and (isinstance(value, (int, float)) or value in names)
     }
-
-
-def _selected(config: Config) -> Iterator[tuple[str, str]]:
-    if config.observe.wandb != "off":
-        yield "W&B", "wandb"
-    if config.observe.tensorboard:
-        yield "TensorBoard", "tensorboard"
-    if config.observe.mlflow:
-        yield "MLflow", "mlflow"
-
-
-def _read_ids(run_dir: Path) -> dict[str, str]:
-    """Return the id of each tracker.
-
-    The result is empty if the file is missing or damaged; trackers then start new runs.
-    """
-    try:
-        return {name: str(id_) for name, id_ in read_json(run_dir / IDS_FILE).items()}
-    except (OSError, ValueError):
-        return {}

@@ -18,9 +18,9 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker(Tracker):
-    """An open event file.
+    """Writer of a TensorBoard event file.
 
-    A file that starts with a purge step makes readers ignore later steps of earlier files.
+    If the file starts with a purge step, readers ignore later steps in earlier files.
     """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
@@ -33,7 +33,7 @@ class TensorBoardTracker(Tracker):
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def held(self) -> Mapping[int, float | None]:
-        """Return the loss of each step in the files of earlier starts, as TensorBoard reads them."""
+        """Return step -> loss of the event files of earlier starts, without steps taken back."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         held = {}

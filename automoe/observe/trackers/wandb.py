@@ -34,9 +34,10 @@ class WandbTracker(Tracker):
         run.define_metric("*", step_metric="step")
 
     def held(self) -> dict[int, float | None]:
-        """Return the steps of the server, which gets them in order, or else of the run's files.
+        """Return the steps that W&B has, with their losses: of its server, or of an offline run's files.
 
-        W&B writes files 32 KiB or 15 seconds late, and what it had not written is gone at a kill.
+        The server gets steps in order, and its losses are not asked for (None). W&B writes files
+        32 KiB or 15 seconds late, and what it had not written is gone at a kill.
         """
         if not self._run.offline:
             return dict.fromkeys(range(1 + int(self._run.summary.get("step", 0))))

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from automoe.errors import DataError
-from automoe.training.stats import same_on_all_ranks
+from automoe.run.services import same_on_all_ranks
 from automoe.verify.pool import RankPool
 
 

@@ -25,7 +25,7 @@ def call_module(module: nn.Module, *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """What each call of one layer is wrapped in; default: nothing.
+    """Wrappers of one layer's calls, such as compilation and recomputation; default: none.
 
     A wrapped function gets its module as the first argument. ``automoe.parallel.build`` decides.
 

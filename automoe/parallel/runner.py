@@ -1,0 +1,177 @@
+"""One step's forward and backward over all micro-batches, and the runner without a pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+from automoe.comm.tokens import MicroBatch
+from automoe.comm.trace import training_pass
+from automoe.config.mesh_shape import stage_layers
+from automoe.config.metrics import is_taken
+from automoe.config.pipeline import rank_of_stage
+from automoe.config.rules_model import BY_CROSS_ENTROPY
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+from automoe.model.causal_lm import CausalLM
+from automoe.model.loss import Loss
+from automoe.model.params import embedding_stages
+from automoe.parallel.fsdp import defer, reshard
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.shared_gradients import SharedGradients
+
+
+def checked_loss(loss: Loss | None, name: str) -> Loss | None:
+    """Return ``loss`` after checking that its metric names collide with no other metric.
+
+    Raises:
+        ConfigError: a name is taken, is listed twice or begins with ``val_``; or ``mean_over`` is
+            unknown.
+    """
+    names = [*getattr(loss, "metrics", ())]
+    for metric in names:
+        if (
+            is_taken(metric)
+            or is_taken(f"val_{metric}")
+            or metric.startswith("val_")
+            or names.count(metric) > 1
+        ):
+            rule = f"it reports {metric!r}, and the record uses that name, or its val_ form, for another number"
+            raise ConfigError(
+                "train.loss", name, rule, "Use another name in its metrics and where it reports"
+            )
+    if (over := getattr(loss, "mean_over", "tokens")) not in ("tokens", "documents"):
+        raise ConfigError(
+            "train.loss", name, f"mean_over={over!r}", "A loss is a mean over tokens or documents"
+        )
+    return loss
+
+
+class StepRunner(ABC):
+    """Runner of this rank's stages over the micro-batches of a step.
+
+    Attributes:
+        model_parts: this rank's stages.
+        micro_batch_rows: rows of a micro-batch, by default ``train.micro_batch_size``.
+    """
+
+    def __init__(
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
+    ) -> None:
+        self.model_parts = model_parts
+        self.config = config
+        self.device = device
+        self.micro_batch_rows = config.train.micro_batch_size
+        shape, schedule = meshes.shape, config.parallel.schedule
+        embedded = embedding_stages(config.model, stage_layers(config, shape))
+        holders = [rank_of_stage(stage, shape.pp, schedule) for stage in embedded]
+        self.shared = SharedGradients(model_parts, meshes, holders)
+        self.reports_loss = meshes.coordinate("tp") == 0
+
+    @property
+    def loss(self) -> Loss | None:
+        """Loss of the model, the same on all its stages; None means cross-entropy."""
+        return next(iter(self.model_parts.values())).loss
+
+    def set_loss(self, loss: Loss | None, mtp: bool = True) -> None:
+        """Replace the loss of training and validation.
+
+        Args:
+            mtp: False if steps leave modules for multi-token prediction out.
+
+        Raises:
+            ConfigError: as ``checked_loss``.
+        """
+        loss = checked_loss(loss, "the recipe's")
+        for part in self.model_parts.values():
+            if mtp and loss is not None and (depths := part.config.num_mtp_layers):
+                remedy = "Set model.num_mtp_layers=0"
+                raise ConfigError("model.num_mtp_layers", depths, BY_CROSS_ENTROPY, remedy)
+            part.loss = loss
+
+    def train(self, inputs: MicroBatch) -> Tensor:
+        """Run forward and backward; gradients are summed over the global batch on return.
+
+        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
+        on all tp ranks but the first, because tp ranks have equal losses.
+        """
+        for part in self.model_parts.values():
+            part.reported.clear()  # of a pass outside of this runner
+        with training_pass(), self.shared.summed():
+            loss = self._train(inputs)
+        return loss.detach().to(torch.float64) * self.reports_loss
+
+    @abstractmethod
+    def _train(self, inputs: MicroBatch) -> Tensor:
+        """Run forward and backward; return the sum of the losses of this rank's last stage."""
+
+    def evaluate(self, inputs: MicroBatch) -> Tensor:
+        """Run a forward pass without gradients or counting; return this rank's loss share."""
+        shares = self.outputs(inputs)
+        if shares is None or not self.reports_loss:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return shares.to(torch.float64).sum()
+
+    def outputs(self, inputs: MicroBatch) -> Tensor | None:
+        """Run a forward pass without gradients or counting; return the last stage's outputs.
+
+        Returns:
+            The outputs joined over micro-batches; None on ranks without the last stage.
+        """
+        for part in self.model_parts.values():
+            part.eval().reported.clear()
+        outputs = self._outputs(inputs)
+        for part in self.model_parts.values():
+            part.train()
+        reshard(self.model_parts.values())
+        return outputs
+
+    @abstractmethod
+    def _outputs(self, inputs: MicroBatch) -> Tensor | None:
+        """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
+
+    def take_reported(self) -> dict[str, Tensor]:
+        """Return and reset this rank's contributions to the losses' extra metrics, by name."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        reported = dict[str, Tensor]()
+        for part in self.model_parts.values():
+            for name in part.metrics:
+                reported[name] = (
+                    reported.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
+                )
+            if part.reported:
+                names = sorted(part.reported)
+                rule = "the loss reports them, and does not list them in its attribute metrics"
+                raise ConfigError("loss", names, rule, "List them there")
+        return reported
+
+
+class SingleStageRunner(StepRunner):
+    """Runner of the whole model on this rank, in a loop over micro-batches."""
+
+    @property
+    def part(self) -> CausalLM:
+        return self.model_parts[0]
+
+    def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
+        """Split the rows of a step, as torch's schedules do."""
+        count = len(inputs.tokens) // self.micro_batch_rows
+        _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
+        return [part["batch"] for part in parts]
+
+    def _train(self, inputs: MicroBatch) -> Tensor:
+        micro_batches = self._split(inputs)
+        total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
+        for micro_batch in micro_batches:
+            defer(self.part, self.config.parallel, last=micro_batch is micro_batches[-1])
+            loss = self.part(batch=micro_batch).sum()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def _outputs(self, inputs: MicroBatch) -> Tensor:
+        return torch.cat([self.part(batch=micro_batch) for micro_batch in self._split(inputs)])

@@ -1,0 +1,421 @@
+"""A client with the names and types of tinker's SDK, over a session in this process.
+
+A loop written for the service runs with ``automoe.tinker.ServiceClient`` in the place of
+``tinker.ServiceClient``, alone or on every rank of torchrun with the same data. A call is over when
+it returns, and raises its errors; ``result()`` of its future, or ``await``, gives the answer.
+
+Letters: n tokens of a datum's input, P of a prompt, A of an answer, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tinker import APIFuture, types
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+from torch import Tensor
+
+from automoe.config.convert import converted
+from automoe.config.frozen import load_config, save_config
+from automoe.errors import BackendError, CheckpointError, ConfigError, DataError
+from automoe.model.loss import LossInputs
+from automoe.rl.engine import TransformersEngine
+from automoe.rl.weights import WeightStream
+from automoe.run.samples import stop_tokens
+from automoe.session import Sample, Session, open_session, store_at
+
+# What each loss reads beside target_tokens, the factor of its tokens first.
+READS = {"cross_entropy": ("weights",)}
+READS |= dict.fromkeys(("importance_sampling", "ppo", "cispo"), ("advantages", "logprobs"))
+
+
+@dataclass(frozen=True)
+class RoutedSequence(types.SampledSequence):
+    """A sampled sequence, and its experts.
+
+    Attributes:
+        routes: [P + A - 1, L, K] experts of the tokens that the engine read, ``routes`` of a datum
+            whose input they are; None for a dense model.
+    """
+
+    routes: Tensor | None = None
+
+
+class ServiceClient:
+    """Factory of training clients, whose sessions ``automoe.session.open_session`` opens.
+
+    Args:
+        overrides: of the configuration.
+        options: further arguments of ``open_session``.
+    """
+
+    def __init__(self, overrides: Sequence[str] = (), **options: Any) -> None:
+        self._overrides = overrides
+        self._options = options
+
+    def create_lora_training_client(
+        self, base_model: str | None = None, rank: int = 32, seed: int | None = None
+    ) -> APIFuture[TrainingClient]:
+        """Open a session on the checkpoint ``base_model``; without it, as the overrides say.
+
+        Args:
+            rank: of the adapters; 0 trains the weights themselves.
+            seed: ``train.seed``.
+        """
+        # The decay marks the groups of parameters that a step's weight_decay applies to.
+        words = [*self._overrides, f"lora.rank={rank}", "optim.weight_decay=1"]
+        words += [f"model.hf_path={base_model}"] if base_model else []
+        words += [] if seed is None else [f"train.seed={seed}"]
+        return _done(TrainingClient(open_session(words, **self._options)))
+
+    def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
+        """Open a session with the weights that ``TrainingClient.save_state`` saved."""
+        config = load_config(path)
+        saved = config.model.hf_path, config.lora.rank, config.train.seed
+        client = self.create_lora_training_client(*saved)
+        client.result().load_state(path)
+        return client
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str
+    ) -> APIFuture[TrainingClient]:
+        """Open a session with its weights and optimizer."""
+        client = self.create_training_client_from_state(path)
+        client.result().load_state_with_optimizer(path)
+        return client
+
+
+class TrainingClient:
+    """Verbs of training; ``ServiceClient`` makes one."""
+
+    def __init__(self, session: Session) -> None:
+        algorithm = session.config.optim.algorithm
+        if algorithm != "adamw":
+            rule = "optim_step takes AdamParams"
+            raise ConfigError("optim.algorithm", algorithm, rule, "Set it to adamw")
+        self.session = session
+        self._decays = [g["weight_decay"] for g in session.state.optimizer.param_groups]
+        self.engine: TransformersEngine | None = None
+        self.num_updates = 0  # of the engine's weights
+        self.num_calls = 0  # of the engine
+
+    def forward(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Return what ``forward_backward`` returns, without gradients."""
+        return self._scored(False, data, _options(loss_fn, loss_fn_config))
+
+    def forward_backward(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Add the gradients of a loss's sum over all tokens to those that are there.
+
+        Inputs of a datum are ``target_tokens``, what the loss reads, and ``routes`` [n, L, K] to
+        repeat (-1: the router chooses). Each target is the token that follows in the input, or has
+        weight (or advantage) 0 and no log-probability.
+
+        Args:
+            loss_fn: with r = pi / exp(logprobs) and A = advantages, the sum of: ``cross_entropy``,
+                -weights log pi; ``importance_sampling``, -r A; ``ppo``, -min(r A, clip(r) A);
+                ``cispo``, -sg[clip(r)] A log pi.
+            loss_fn_config: bounds of clip, which are ratios: ``clip_low_threshold`` (0.8),
+                ``clip_high_threshold`` (1.2).
+
+        Raises:
+            ConfigError: there is no such loss, or it does not take an option.
+            DataError: names the datum and the field.
+        """
+        return self._scored(True, data, _options(loss_fn, loss_fn_config))
+
+    def _scored(
+        self, trains: bool, data: Sequence[types.Datum], options: dict[str, Any]
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        batch, session = _Samples(data, options["loss_fn"]), self.session
+        scores: Any
+        try:
+            if trains:
+                scores = session.forward_backward(batch, summed, **options)
+            else:
+                scores = session.log_probs(batch)
+        except DataError as error:
+            text = str(error).replace("sample", "datum")
+            raise DataError(text.replace("field tokens", "field model_input")) from None
+        outputs, total = [], 0.0
+        for sample, log_probs in zip(batch, scores.log_probs, strict=True):
+            values = {name: torch.as_tensor(value)[1:] for name, value in sample.values.items()}
+            terms = elementwise(log_probs[1:], values, **options)
+            total += terms.sum().item()
+            tensors = {"logprobs": log_probs[1:], "elementwise_loss": terms}
+            outputs.append({k: types.TensorData.from_torch(v) for k, v in tensors.items()})
+        metrics = {"loss:sum": scores.loss if trains else total}
+        return _done(types.ForwardBackwardOutput("TorchLossReturn", outputs, metrics))
+
+    def optim_step(
+        self, optim_params: Any = None, *, adam_params: Any = None
+    ) -> APIFuture[types.OptimStepResponse]:
+        """Update the weights with ``AdamParams`` and clear the gradients.
+
+        Norms and biases do not decay. If all gradients are 0, nothing moves, and ``skipped`` of the
+        metrics is 1, as for a loss that is not finite.
+        """
+        params = adam_params if optim_params is None else optim_params
+        numbers = []
+        for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
+            key = f"AdamParams.{name}"
+            number = converted(float, getattr(params, name, None), key)
+            bound = 1.0 if name.startswith("beta") else math.inf
+            if not 0 <= number < bound:
+                raise ConfigError(key, number, f"is at least 0 and below {bound}", "Correct it")
+            numbers.append(number)
+        lr, beta1, beta2, eps, decay, clip = numbers
+        session = self.session
+        for group, factor in zip(session.state.optimizer.param_groups, self._decays, strict=True):
+            group |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay * factor}
+        session.config = replace(
+            session.config, train=replace(session.config.train, grad_clip=clip)
+        )
+        update = session.optim_step(lr)
+        metrics = {"grad_norm": update.grad_norm, "skipped": float(update.skipped)}
+        return _done(types.OptimStepResponse(metrics=metrics))
+
+    # ---------------------------------------------------------------- states
+
+    def save_state(
+        self, name: str, ttl_seconds: int | None = None, overwrite: bool = False
+    ) -> APIFuture[types.SaveWeightsResponse]:
+        """Save weights and optimizer in ``run_dir/weights/NAME``, which stays, whatever its ttl.
+
+        Raises:
+            CheckpointError: the folder is there, and ``overwrite`` is False.
+        """
+        return _done(types.SaveWeightsResponse(path=self._save("weights", name, overwrite)))
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """Save a state in ``run_dir/sampler_weights/NAME``, which ``automoe export`` converts."""
+        path = self._save("sampler_weights", name, False)
+        return _done(types.SaveWeightsForSamplerResponse(path=path))
+
+    def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """Load weights; the optimizer begins anew."""
+        response = self.load_state_with_optimizer(path)
+        for tensors in self.session.state.optimizer.state.values():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                tensors[name].zero_()
+        return response
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """Load weights and optimizer."""
+        if store_at(self.session, Path(path)).load_latest(self.session.state) is None:
+            raise CheckpointError(f"{path} holds no state. Give the path that save_state returned")
+        self.session.zero_grad()
+        return _done(types.LoadWeightsResponse(path=path))
+
+    def _save(self, kind: str, name: str, overwrite: bool) -> str:
+        if name in ("", "..") or Path(name).name != name:
+            raise ConfigError("name", name, "names a folder of the run directory", "Use letters")
+        folder = self.session.store.run_dir / kind / name
+        store = store_at(self.session, folder)
+
+        def prepare() -> bool:
+            if folder.exists() and not overwrite:
+                return False
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            save_config(self.session.config, folder)
+            return True
+
+        if not store.ranks.lead(prepare, again=False):
+            raise CheckpointError(f"{folder} is there. Give another name, or overwrite=True")
+        store.save(self.session.state, stopping=True)
+        return str(folder)
+
+    # ---------------------------------------------------------------- sampling
+
+    def save_weights_and_get_sampling_client(
+        self, record_stability_info: bool = False
+    ) -> APIFuture[SamplingClient]:
+        """Hand the weights of now to ``generate`` of transformers; earlier clients end."""
+        if record_stability_info:
+            rule = "only the loss stable_reinforce of the service reads it"
+            raise ConfigError("record_stability_info", True, rule, "Leave it out")
+        session = self.session
+        if self.engine is None:
+            self.engine = TransformersEngine(session.config, (), session.device)
+        self.engine.update(WeightStream(session.state.model_parts, **self.engine.options))
+        self.num_updates += 1
+        return _done(SamplingClient(self, self.engine))
+
+
+class SamplingClient:
+    """Samples from the weights that ``save_weights_and_get_sampling_client`` handed over."""
+
+    def __init__(self, trainer: TrainingClient, engine: TransformersEngine) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._number = trainer.num_updates
+        self._stops = stop_tokens(trainer.session.config)
+
+    def sample(
+        self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams
+    ) -> APIFuture[types.SampleResponse]:
+        """Return ``RoutedSequence``s with the log-probabilities that they were drawn with.
+
+        Raises:
+            ConfigError: an option that the engine lacks.
+            DataError: the prompt is empty, or has ids beyond the vocabulary.
+            BackendError: the engine has newer weights by now.
+        """
+        if self._number != self._trainer.num_updates:
+            raise BackendError(
+                "the engine has newer weights than this client had. Use the newest client, or sample before it is made"
+            )
+        config = self._trainer.session.config
+        tokens, vocab_size = prompt.to_ints(), config.model.vocab_size
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise DataError(f"prompt: expected ids from 0 to {vocab_size - 1}, one or more")
+        params = sampling_params
+        stop = self._stops if params.stop is None else params.stop
+        most = params.max_tokens
+        if most is None:
+            most = config.train.seq_len + 1 - len(tokens)
+        holds = {
+            "top_k": params.top_k == -1,
+            "top_p": params.top_p == 1,
+            "temperature": params.temperature > 0,
+            "max_tokens": most > 0,
+            "num_samples": num_samples > 0,
+            "stop": all(type(token) is int for token in stop),
+        }
+        for name in (name for name, right in holds.items() if not right):
+            rule = "expected top_k=-1, top_p=1, stop=[ids of tokens], the others larger than 0"
+            value = getattr(params, name, num_samples)
+            raise ConfigError(f"sample.{name}", value, rule, "The engine has no other")
+        trainer, seed = self._trainer, params.seed
+        if seed is None:
+            seed = config.train.seed * 1_000_003 + trainer.num_calls
+        trainer.num_calls += 1
+        self._engine.stops = sorted(stop)
+        [answers] = self._engine.sample([tokens], num_samples, most, params.temperature, seed)
+        sequences = [
+            RoutedSequence(
+                stop_reason="stop" if answer.tokens[-1] in stop else "length",
+                sequence_id=f"{trainer.num_calls}-{number}",
+                tokens_np=np.array(answer.tokens, dtype=np.int32),
+                logprobs_np=np.array(answer.log_probs, dtype=np.float32),
+                routes=answer.routes,
+            )
+            for number, answer in enumerate(answers)
+        ]
+        return _done(types.SampleResponse(sequences=sequences))
+
+
+# ---------------------------------------------------------------- losses
+
+
+def elementwise(
+    log_probs: Tensor,
+    values: Mapping[str, Tensor],
+    loss_fn: str,
+    clip_low_threshold: float,
+    clip_high_threshold: float,
+) -> Tensor:
+    """Return the terms of a loss of ``TrainingClient.forward_backward``, one a token."""
+    if loss_fn == "cross_entropy":
+        return -values["weights"] * log_probs
+    advantages = values["advantages"]
+    ratio = (log_probs - values["logprobs"]).exp()
+    if loss_fn == "importance_sampling":
+        return -ratio * advantages
+    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    if loss_fn == "cispo":
+        return -clipped.detach() * advantages * log_probs
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
+    """Return this rank's share of the sum over tokens of ``elementwise``.
+
+    Tokens that are not trained have weights and advantages of 0.
+    """
+    return elementwise(-nll_BS, inputs.given, **options).sum()
+
+
+def _options(loss_fn: str, config: Mapping[str, float] | None) -> dict[str, Any]:
+    if loss_fn not in READS:
+        raise ConfigError("loss_fn", loss_fn, f"must be one of {', '.join(READS)}", "Name one")
+    bounds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    for name, value in (config or {}).items():
+        key = f"loss_fn_config.{name}"
+        if name not in bounds or loss_fn not in ("ppo", "cispo"):
+            rule = f"ppo and cispo take {' and '.join(bounds)}, other losses no option"
+            raise ConfigError(key, value, rule, "Leave it out")
+        bounds[name] = converted(float, value, key)
+    low, high = bounds.values()
+    if not 0 <= low <= high:
+        raise ConfigError("loss_fn_config", bounds, "bounds are ratios, in order", "Correct them")
+    return {"loss_fn": loss_fn, **bounds}
+
+
+class _Samples(Sequence[Sample]):
+    """The samples of data, made one by one: the session tells all ranks of an error of one rank."""
+
+    def __init__(self, data: Sequence[types.Datum], loss_fn: str) -> None:
+        self._data = data
+        self._loss_fn = loss_fn
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, number: Any) -> Sample:
+        datum, reads = self._data[number], READS[self._loss_fn]
+        try:
+            tokens = torch.tensor(datum.model_input.to_ints(), dtype=torch.int64)
+            fields = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DataError(f"datum {number}: expected a Datum of text tokens ({error})") from None
+        if reads == ("weights",):
+            fields.setdefault("weights", torch.ones(len(tokens)))
+        routes = fields.pop("routes", None)
+        for name in sorted({"target_tokens", *reads, *fields}):
+            if name not in fields:
+                rule = f"{self._loss_fn} reads it, and it is missing"
+            elif name not in ("target_tokens", *reads):
+                rule = f"{self._loss_fn} does not read it"
+            elif (shape := fields[name].shape) != tokens.shape:
+                rule = f"expected [{len(tokens)}], one number a token of model_input, got {list(shape)}"
+            else:
+                continue
+            raise DataError(f"datum {number}, field {name}: {rule}")
+        targets = fields.pop("target_tokens")
+        sequence = torch.cat((tokens, targets[-1:]))
+        follows = sequence[1:] == targets
+        if len(wrong := (~follows & (fields[reads[0]] != 0)).nonzero()):
+            at = int(wrong[0])
+            raise DataError(
+                f"datum {number}, field target_tokens: token {at} is {targets[at]}, and model_input goes on with "
+                f"{sequence[at + 1]}. Give it {reads[0]} of 0, or the token that follows"
+            )
+        values = {name: torch.cat((torch.zeros(1), value)) for name, value in fields.items()}
+        return Sample(sequence, torch.cat((torch.tensor([False]), follows)), values, routes)
+
+
+def _done(answer: Any) -> APIFuture[Any]:
+    future: Future[Any] = Future()
+    future.set_result(answer)
+    return AwaitableConcurrentFuture(future)

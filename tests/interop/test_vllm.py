@@ -1,0 +1,111 @@
+"""vLLM on a CPU beside a session: the same log-probabilities and greedy answers, and new weights in a running engine.
+
+``make test-vllm`` makes its environment and names its Python in ``VLLM_PYTHON``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from automoe.comm.local_shard import local_shard
+from automoe.errors import BackendError
+from automoe.rl.engine import TransformersEngine
+from automoe.rl.vllm import LocalVLLM
+from automoe.rl.weights import WeightStream
+from automoe.session import Sample, Session, close, open_session
+
+SIZES = ["train.seq_len=64", "train.dtype=float32", "mesh=fsdp", "launch.device=cpu", "model.num_layers=3"]
+MLA = ["model.attention.kv_lora_rank=512", "model.attention.qk_rope_head_dim=64"]  # its kernel for CPUs has no other
+# The families that vLLM serves in float32 on a CPU, and sizes that its kernels take.
+FAMILIES: dict[str, list[str]] = {
+    "qwen3_moe": [],
+    "mixtral": [],
+    "qwen2_moe": [],
+    "glm4_moe": [],
+    "olmoe": [],  # vLLM takes norm_eps=1e-5 for granted
+    "dsv3": MLA,
+    "moonlight": [*MLA, "model.attention.q_lora_rank=null"],  # DeepSeek-V3 without a query's latent
+    "glm4_moe_lite": MLA,
+}
+PROMPTS = [[5, 17, 3, 88, 41], [9, 200, 31], [77]]
+ANSWER = 24  # tokens
+
+pytestmark = pytest.mark.vllm
+
+
+def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> float:
+    """Largest difference of log-probabilities of sampled tokens, in nats."""
+    groups = engine.sample(PROMPTS, 2, ANSWER, temperature, seed=3)
+    answers = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
+    ours = session.log_probs([Sample.of_answer(p, a.tokens) for p, a in answers], temperature).log_probs
+    assert all(len(answer.tokens) == ANSWER for _, answer in answers)
+    return max(
+        (torch.tensor(answer.log_probs, dtype=torch.float64) - said[-ANSWER:]).abs().max().item()
+        for (_, answer), said in zip(answers, ours, strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_computes_what_the_trainer_does(family: str, tmp_path: Path) -> None:
+    preset = {"moonlight": "dsv3"}.get(family, family)
+    session = open_session([f"model=small_{preset}", *SIZES, *FAMILIES[family], f"run_dir={tmp_path}"])
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    try:
+        reference = TransformersEngine(session.config, (), session.device)
+        parts = session.state.model_parts
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):  # the second time into an engine that has answered
+            for part in parts.values():
+                for parameter in part.parameters():
+                    with torch.no_grad():
+                        shard = local_shard(parameter)
+                        shard.add_(torch.randn(shard.shape, generator=generator).to(shard.dtype), alpha=0.02)
+            engine.update(WeightStream(parts, **engine.options))
+            assert largest_gap(session, engine, 1.0) < 5e-6
+            assert largest_gap(session, engine, 0.7) < 5e-6
+        reference.update(WeightStream(parts, **reference.options))
+        greedy = [answer.tokens for [answer] in engine.sample(PROMPTS, 1, ANSWER, 0.0, seed=0)]
+        for prompt, tokens in zip(PROMPTS, greedy, strict=True):
+            theirs = reference._model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=ANSWER, min_new_tokens=ANSWER, pad_token_id=0
+            )
+            assert theirs[0, len(prompt) :].tolist() == tokens
+    finally:
+        engine.close()
+        close()
+
+
+def test_an_engine_with_stale_experts_is_found(tmp_path: Path) -> None:
+    """The trainer moves on and the engine does not: the gap is far above rounding."""
+    session = open_session(["model=small_qwen3_moe", *SIZES, f"run_dir={tmp_path}"])
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    try:
+        parts = session.state.model_parts
+        engine.update(WeightStream(parts, **engine.options))
+        assert largest_gap(session, engine, 1.0) < 5e-6
+        for part in parts.values():
+            for name, parameter in part.named_parameters():
+                if "experts" in name:
+                    with torch.no_grad():
+                        local_shard(parameter).mul_(1.5)
+        assert largest_gap(session, engine, 1.0) > 1e-3
+    finally:
+        engine.close()
+        close()
+
+
+def test_gpt_oss_takes_no_new_weights(tmp_path: Path) -> None:
+    """Experts with biases get no kernel after an update: vLLM ends, which is said, and docs/serving.md says it."""
+    session = open_session(["model=small_gpt_oss", *SIZES, f"run_dir={tmp_path}"])
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    try:
+        engine.update(WeightStream(session.state.model_parts, **engine.options))
+        with pytest.raises(BackendError, match="the engine has ended"):
+            engine.sample(PROMPTS, 2, ANSWER, 1.0, seed=3)
+    finally:
+        engine.close()
+        close()
