@@ -168,7 +168,7 @@ def sampled(
     routed = args.replay and config.model.num_moe_layers > 0
     if routed and any(answer.routes is None for group in groups for answer in group):
         raise BackendError(
-            "the engine returned no routes. Start SGLang with --enable-return-routed-experts, or set "
+            "the engine returned no routes. vLLM has them on a CPU, SGLang with --enable-return-routed-experts; else set "
             "recipe_args.replay=false"
         )
     numbers = rollouts.numbers(rollout)

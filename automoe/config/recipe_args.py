@@ -107,8 +107,8 @@ class GRPOArgs:
         if has not in (rule := needed.get(self.sampler, "an address")):
             rule = f"sampler={self.sampler} takes {rule}"
             raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or leave both out")
-        if self.replay and self.sampler == "vllm":
-            rule = "sampler=vllm returns no routes"
+        if self.replay and self.sampler == "vllm" and has == "an address":
+            rule = "a server of vLLM is not asked for routes"
             raise ConfigError(f"{SECTION}.replay", True, rule, f"Set {SECTION}.replay=false")
 
 

@@ -20,6 +20,7 @@ from automoe.hf.files import raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
 from automoe.rl.engine import Answer
+from automoe.rl.routes import read_vllm
 from automoe.rl.served import ServedEngine
 from automoe.rl.weights import WeightStream, feed
 
@@ -46,6 +47,7 @@ class LocalVLLM:
 
     def __init__(self, python: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
         self._stops = sorted(stops)
+        self._model = config.model
         self._ranks = Ranks()
         self._log = run_dir / "engine.log"
         self._ranks.lead(lambda: self._start(python, config), again=False)
@@ -120,7 +122,7 @@ class LocalVLLM:
     def sample(
         self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[list[Answer]]:
-        def answers() -> list[Any]:
+        def answers() -> list[Answer]:
             self._ask(
                 do="sample",
                 prompts=prompts,
@@ -130,10 +132,19 @@ class LocalVLLM:
                 seed=seed,
                 stops=self._stops,
             )
-            return self._reply()["answers"]
+            said = self._reply()["answers"]
+            asked = [prompt for prompt in prompts for _ in range(num)]
+            return [self._answer(*fields, prompt) for fields, prompt in zip(said, asked, strict=True)]
 
-        flat = [Answer(*fields) for fields in self._ranks.lead(answers, again=False)]
+        flat = self._ranks.lead(answers, again=False)
         return [flat[at : at + num] for at in range(0, len(flat), num)]
+
+    def _answer(
+        self, tokens: list[int], log_probs: list[float], routes: Any, prompt: list[int]
+    ) -> Answer:
+        if routes is not None:
+            routes = read_vllm(routes, self._model, len(prompt) + len(tokens))
+        return Answer(tokens, log_probs, routes)
 
     def close(self) -> None:
         """End the engine, which otherwise ends with this process."""

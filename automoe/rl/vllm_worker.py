@@ -27,6 +27,45 @@ def forget_kernels(model: Any) -> None:
             module.routed_experts.quant_method.moe_kernel = None
 
 
+class Routes:
+    """The experts that each token of a request went to, in vLLM on a CPU, which refuses to return them.
+
+    Routers tell their choices of a forward pass, and the model's runner which request and position
+    a line of them belongs to.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
+        chosen: dict[int, Any] = {}  # layer -> [tokens of a pass, K]
+        self._seen: dict[str, dict[int, Any]] = {}  # request -> position -> [L, K]
+        for layer in layers:
+            number = layer.layer_id
+            layer.router.set_capture_fn(lambda ids, at=number: chosen.update({at: ids.tolist()}))
+        run = runner.execute_model
+
+        def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
+            chosen.clear()
+            output = run(scheduled, *args, **options)
+            if chosen:
+                lines = zip(*(chosen[layer.layer_id] for layer in layers), strict=True)
+                batch = runner.input_batch
+                for request, start in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=False):
+                    seen = self._seen.setdefault(request.split("-")[0], {})
+                    for position in range(scheduled.num_scheduled_tokens[request]):
+                        seen[int(start) + position] = next(lines)
+            return output
+
+        runner.execute_model = execute_model
+
+    def take(self, request: str, num_tokens: int) -> list[Any] | None:
+        """Return [num_tokens, L, K] of a finished request; None of a model without experts."""
+        seen = self._seen.pop(request.split("-")[0], None)
+        return seen and [seen[position] for position in range(num_tokens)]
+
+
 def main(folder: str, dtype: str, max_model_len: str) -> None:
     sys.path.pop(0)  # this folder, whose names are those of other packages
     import torch
@@ -64,6 +103,7 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 yield name, raw[start : start + size].view(wanted).view(shape)
             say(taken=len(bucket["tensors"]))
 
+    routes = Routes(llm) if on_cpu else None
     say(ready=True)
     for line in sys.stdin:
         ask = json.loads(line)
@@ -86,21 +126,14 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 prompts.append({"prompt_token_ids": prompt})
                 seed = ask["seed"] + 1009 * number + answer
                 settings.append(SamplingParams(seed=seed, **options, **stops))
-        outputs = [
-            request.outputs[0] for request in llm.generate(prompts, settings, use_tqdm=False)
-        ]
-        say(
-            answers=[
-                (
-                    request.token_ids,
-                    [
-                        p[t].logprob
-                        for t, p in zip(request.token_ids, request.logprobs, strict=True)
-                    ],
-                )
-                for request in outputs
-            ]
-        )
+        answers = []
+        for request in llm.generate(prompts, settings, use_tqdm=False):
+            [answer] = request.outputs
+            tokens = answer.token_ids
+            said = [p[t].logprob for t, p in zip(tokens, answer.logprobs, strict=True)]
+            most = len(request.prompt_token_ids) + len(tokens) - 1
+            answers.append((tokens, said, routes and routes.take(request.request_id, most)))
+        say(answers=answers)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,14 @@ import torch
 
 from automoe.comm.local_shard import local_shard
 from automoe.errors import BackendError
+from automoe.hf.engines import IGNORED
 from automoe.rl.engine import TransformersEngine
 from automoe.rl.vllm import LocalVLLM
 from automoe.rl.weights import WeightStream
+from automoe.rl.session import LogProbs
 from automoe.session import Sample, Session, close, open_session
 
+ROOT = Path(__file__).parents[2]
 SIZES = ["train.seq_len=64", "train.dtype=float32", "mesh=fsdp", "launch.device=cpu", "model.num_layers=3"]
 MLA = ["model.attention.kv_lora_rank=512", "model.attention.qk_rope_head_dim=64"]  # its kernel for CPUs has no other
 # The families that vLLM serves in float32 on a CPU, and sizes that its kernels take.
@@ -41,8 +47,16 @@ def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> floa
     """Largest difference of log-probabilities of sampled tokens, in nats."""
     groups = engine.sample(PROMPTS, 2, ANSWER, temperature, seed=3)
     answers = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
-    ours = session.log_probs([Sample.of_answer(p, a.tokens) for p, a in answers], temperature).log_probs
     assert all(len(answer.tokens) == ANSWER for _, answer in answers)
+
+    def said(shift: int) -> LogProbs:
+        routed = [Sample.of_answer(p, a.tokens, routes=a.routes.roll(shift, 0)) for p, a in answers]
+        return session.log_probs(routed, temperature)
+
+    # The engine's routers choose as ours, also of the prompts' tokens; of a token before they would not.
+    found, shifted = (torch.cat(said(shift).first_differing) for shift in (0, 1))
+    assert (found >= 0).float().mean() < 0.01 and (shifted >= 0).float().mean() > 0.5
+    ours = session.log_probs([Sample.of_answer(p, a.tokens) for p, a in answers], temperature).log_probs
     return max(
         (torch.tensor(answer.log_probs, dtype=torch.float64) - said[-ANSWER:]).abs().max().item()
         for (_, answer), said in zip(answers, ours, strict=True)
@@ -96,6 +110,35 @@ def test_an_engine_with_stale_experts_is_found(tmp_path: Path) -> None:
     finally:
         engine.close()
         close()
+
+
+def test_the_table_of_ignored_keys_is_true(tmp_path: Path) -> None:
+    """vLLM takes OLMoE's epsilon for granted; a row of ``automoe.hf.engines`` that is stale is red here."""
+    [row] = [families for engine, families in IGNORED.items() if engine.startswith("vLLM")]
+    assert row == {"olmoe": {"norm_eps": 1e-5}}
+    session = open_session(["model=small_olmoe", "model.norm_eps=1e-2", *SIZES, f"run_dir={tmp_path}"])
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    try:
+        engine.update(WeightStream(session.state.model_parts, **engine.options))
+        [[answer]] = engine.sample(PROMPTS[:1], 1, ANSWER, 1.0, seed=3)
+        [ours] = session.log_probs([Sample.of_answer(PROMPTS[0], answer.tokens)]).log_probs
+        assert (torch.tensor(answer.log_probs) - ours[-ANSWER:]).abs().max() > 1e-4
+    finally:
+        engine.close()
+        close()
+
+
+def test_a_run_repeats_the_routes_of_its_engine(tmp_path: Path) -> None:
+    words = ["--config-name", "grpo_small", "train.steps=3", f"run_dir={tmp_path / 'run'}", "train.dtype=float32"]
+    words += ["recipe_args.sampler=vllm", f"recipe_args.engine={os.environ['VLLM_PYTHON']}"]
+    command = [sys.executable, "-m", "automoe.cli", "train", *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "reward" in step]
+    assert len(steps) == 3
+    for step in steps:
+        assert step["routes_differ"] < 0.01 and step["engine_gap_max"] < 2e-5
 
 
 def test_gpt_oss_takes_no_new_weights(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
         ({"sampler": "vllm"}, "sampler=vllm takes an address or a Python with vLLM"),
         ({"sampler": "sglang", "engine": "/usr/bin/python"}, "sampler=sglang takes an address"),
         ({"engine": "http://there:8000"}, "sampler=generate takes none"),
-        ({"sampler": "vllm", "engine": "/usr/bin/python"}, "recipe_args.replay=True: sampler=vllm returns no routes"),
+        ({"sampler": "vllm", "engine": "http://there:8000"}, "recipe_args.replay=True: a server of vLLM is not asked"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:
