@@ -132,19 +132,20 @@ class LocalVLLM:
                 seed=seed,
                 stops=self._stops,
             )
-            said = self._reply()["answers"]
-            asked = [prompt for prompt in prompts for _ in range(num)]
-            return [self._answer(*fields, prompt) for fields, prompt in zip(said, asked, strict=True)]
+            asked = (prompt for prompt in prompts for _ in range(num))
+            return [
+                Answer(
+                    tokens,
+                    log_probs,
+                    routes and read_vllm(routes, self._model, len(prompt) + len(tokens)),
+                )
+                for prompt, (tokens, log_probs, routes) in zip(
+                    asked, self._reply()["answers"], strict=True
+                )
+            ]
 
         flat = self._ranks.lead(answers, again=False)
         return [flat[at : at + num] for at in range(0, len(flat), num)]
-
-    def _answer(
-        self, tokens: list[int], log_probs: list[float], routes: Any, prompt: list[int]
-    ) -> Answer:
-        if routes is not None:
-            routes = read_vllm(routes, self._model, len(prompt) + len(tokens))
-        return Answer(tokens, log_probs, routes)
 
     def close(self) -> None:
         """End the engine, which otherwise ends with this process."""

@@ -52,7 +52,9 @@ class Routes:
             if chosen:
                 lines = zip(*(chosen[layer.layer_id] for layer in layers), strict=True)
                 batch = runner.input_batch
-                for request, start in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=False):
+                for request, start in zip(
+                    batch.req_ids, batch.num_computed_tokens_cpu, strict=False
+                ):
                     seen = self._seen.setdefault(request.split("-")[0], {})
                     for position in range(scheduled.num_scheduled_tokens[request]):
                         seen[int(start) + position] = next(lines)

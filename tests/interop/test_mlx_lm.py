@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import automoe
+from automoe.hf.engines import IGNORED, ignored_keys
 from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 from tests.support.wrappers import save_wrapper
@@ -43,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ENCODINGS = {"gpt_oss": "mxfp4", "kimi": "int4"}  # mlx-lm reads GPT-OSS in MXFP4 alone
 WRAPPERS = ("qwen3_5_moe",)
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
+# A key in the table of ``automoe.hf.engines``, and a model that states something else there.
+IGNORED_KEYS = {"rope.scaling": ("qwen3_moe", {"rope_scaling": YARN})}
 CLASSES = ("lfm2_moe",)  # run from their transformers class
 
 pytestmark = pytest.mark.mlx
@@ -51,7 +55,7 @@ pytestmark = pytest.mark.mlx
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Of each case our logits and those of mlx-lm, both of the exported folder's weights."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*CASES, *WRAPPERS, *CLASSES)}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*CASES, *WRAPPERS, *CLASSES, *IGNORED_KEYS)}
     ours = {}
     for name, folder in folders.items():
         if name in WRAPPERS:
@@ -59,9 +63,12 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndar
         elif name in CLASSES:
             save_class(name, folder / "source")
         else:
-            save_small_hf(name, folder / "source", other_sizes=CASES[name])
+            small, sizes = IGNORED_KEYS.get(name) or (name, CASES[name])
+            save_small_hf(small, folder / "source", other_sizes=sizes)
         model = automoe.from_hf(folder / "source").eval()
         automoe.to_hf(model, folder / "out", encoding=ENCODINGS.get(name, "plain"))
+        noted = any(line.startswith("mlx-lm") for line in ignored_keys(folder / "out"))
+        assert noted == (name in IGNORED_KEYS)
         if name in ENCODINGS:  # codes are of other numbers
             model = automoe.from_hf(folder / "out").eval()
         with torch.no_grad():
@@ -77,3 +84,12 @@ def test_an_export_has_the_same_logits_there(exports: dict[str, tuple[np.ndarray
     ours, theirs = exports[name]
     assert theirs.shape == ours.shape
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()
+
+
+@pytest.mark.parametrize("key", IGNORED_KEYS)
+def test_what_the_table_says_is_ignored(exports: dict[str, tuple[np.ndarray, np.ndarray]], key: str) -> None:
+    """A row that is stale is red here: then mlx-lm reads the key."""
+    ours, theirs = exports[key]
+    assert np.abs(ours - theirs).max() > 1e-3 * np.abs(ours).max()
+    [rows] = [families for engine, families in IGNORED.items() if engine.startswith("mlx-lm")]
+    assert set(IGNORED_KEYS) == {key for taken in rows.values() for key in taken}

@@ -20,7 +20,6 @@ from automoe.hf.engines import IGNORED
 from automoe.rl.engine import TransformersEngine
 from automoe.rl.vllm import LocalVLLM
 from automoe.rl.weights import WeightStream
-from automoe.rl.session import LogProbs
 from automoe.session import Sample, Session, close, open_session
 
 ROOT = Path(__file__).parents[2]
@@ -48,19 +47,22 @@ def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> floa
     groups = engine.sample(PROMPTS, 2, ANSWER, temperature, seed=3)
     answers = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
     assert all(len(answer.tokens) == ANSWER for _, answer in answers)
-
-    def said(shift: int) -> LogProbs:
-        routed = [Sample.of_answer(p, a.tokens, routes=a.routes.roll(shift, 0)) for p, a in answers]
-        return session.log_probs(routed, temperature)
-
-    # The engine's routers choose as ours, also of the prompts' tokens; of a token before they would not.
-    found, shifted = (torch.cat(said(shift).first_differing) for shift in (0, 1))
-    assert (found >= 0).float().mean() < 0.01 and (shifted >= 0).float().mean() > 0.5
     ours = session.log_probs([Sample.of_answer(p, a.tokens) for p, a in answers], temperature).log_probs
     return max(
         (torch.tensor(answer.log_probs, dtype=torch.float64) - said[-ANSWER:]).abs().max().item()
         for (_, answer), said in zip(answers, ours, strict=True)
     )
+
+
+def share_that_differs(session: Session, engine: LocalVLLM, shift: int) -> float:
+    """Share of tokens whose routes, moved by ``shift`` tokens, are not those of our routers, prompts' tokens too."""
+    groups = engine.sample(PROMPTS, 2, ANSWER, 1.0, seed=4)
+    batch = [
+        Sample.of_answer(prompt, answer.tokens, routes=answer.routes.roll(shift, 0))
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for answer in group
+    ]
+    return (torch.cat(session.log_probs(batch).first_differing) >= 0).float().mean().item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,6 +83,7 @@ def test_the_engine_computes_what_the_trainer_does(family: str, tmp_path: Path) 
             engine.update(WeightStream(parts, **engine.options))
             assert largest_gap(session, engine, 1.0) < 5e-6
             assert largest_gap(session, engine, 0.7) < 5e-6
+            assert share_that_differs(session, engine, 0) < 0.01 < 0.5 < share_that_differs(session, engine, 1)
         reference.update(WeightStream(parts, **reference.options))
         greedy = [answer.tokens for [answer] in engine.sample(PROMPTS, 1, ANSWER, 0.0, seed=0)]
         for prompt, tokens in zip(PROMPTS, greedy, strict=True):
