@@ -115,7 +115,12 @@ class AppendLog:
         self._warn = warn
         if resume_step is None and path.exists() and path.stat().st_size:
             set_aside(path, path.stem)
-        self._file = os.fdopen(_open(path), "ab", _BUFFER_BYTES)
+
+        def opened() -> io.BufferedWriter:
+            with named(path):
+                return os.fdopen(_open(path), "ab", _BUFFER_BYTES)
+
+        self._file = retried(opened)
         if resume_step is not None:
             self._truncate_after(resume_step, every_step)
 

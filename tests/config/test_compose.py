@@ -47,8 +47,13 @@ def test_the_default_is_the_small_deepseek_on_both_meshes() -> None:
 
 
 @pytest.mark.parametrize("name", list_options())
-def test_every_primary_composes_and_validates(name: str) -> None:
+def test_every_primary_composes_and_validates(name: str, tmp_path: Path) -> None:
     config = compose_config(name)
+    if teacher := getattr(config.recipe_args, "teacher", None):  # an export of another run, which is looked for
+        with pytest.raises(ConfigError, match=f"recipe_args.teacher={teacher}: is no folder of a checkpoint"):
+            validate(config, config.launch.num_ranks, "cpu")
+        (tmp_path / "config.json").write_text("{}")
+        config = compose_config(name, overrides=[f"recipe_args.teacher={tmp_path}"])
     assert validate(config, config.launch.num_ranks, "cpu").world_size >= 1
 
 

@@ -92,7 +92,10 @@ def test_the_length_of_a_run_is_said_and_train_epochs_sets_it(tmp_path: Path) ->
     check_rows(by_phases, settings_rows(by_phases))  # 298 steps are no setting of this run
     assert with_steps(by_phases).train.steps == 5
     for epochs in (1, 3):
-        with pytest.raises(ConfigError, match=r"steps sum to 3\. Set train\.steps=5 train\.epochs=0, or other steps"):
+        with pytest.raises(
+            ConfigError,
+            match=r"steps sum to 3 \(train\.epochs=0\.0\)\. Set train\.steps=5 train\.epochs=0, or other steps",
+        ):
             with_steps(replace(by_phases, train=replace(train, epochs=epochs)))
     twice = replace(data, path=None, sources=[SourceConfig(path=str(path), name=name) for name in "ab"])
     mixed = replace(config, data=twice, train=replace(train, epochs=1))
