@@ -222,6 +222,6 @@ def scores_of(
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
     """Return what a session says of the answers' tokens, without those of prompts."""
     return [
-        values[-len(answer.tokens) :].tolist()
+        values[len(values) - len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)
     ]

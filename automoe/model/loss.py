@@ -201,6 +201,8 @@ def cross_entropy_sum(
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
+    if not torch.is_grad_enabled():  # a parameter alone asks for its gradient even then
+        x_TH, weight_VH = x_TH.detach(), weight_VH.detach()
     return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn, hits)
 
 

@@ -29,7 +29,9 @@ _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
 
 @torch.no_grad()
 def global_grad_norm(
-    parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None
+    parameters: Iterable[Tensor],
+    pp_group: dist.ProcessGroup | None = None,
+    device_type: str = "cpu",
 ) -> Tensor:
     """Return the L2 norm of all gradients of the model, the same on every rank. Collective.
 
@@ -44,6 +46,7 @@ def global_grad_norm(
             tensor given twice counts once. Copies of a tied tensor on two stages are two tensors:
             pass only one of them.
         pp_group: process group over the pipeline stages; each stage adds its own parameters.
+        device_type: of the sum on a stage without parameters, as on the others.
 
     Returns:
         A float64 scalar on the gradients' device (float32 if the device has no float64).
@@ -54,7 +57,7 @@ def global_grad_norm(
             the sum.
     """
     by_sharding: dict[_Sharding, list[Tensor]] = {}
-    device = torch.device("cpu")
+    device = torch.device(device_type)
     for parameter in _distinct(parameters):
         device = parameter.device
         gradients = by_sharding.setdefault(_sharding(parameter), [])

@@ -147,7 +147,9 @@ def build_meshes(
     if timeout is not None:
         for group in fsdp.get_all_groups():  # torch itself made the group of a flattened axis
             set_group_timeout(group, timeout)
-    return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
+    meshes = Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
+    meshes.stage_group()  # here, as its first call is collective and later ones are not in one order
+    return meshes
 
 
 def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:

@@ -185,7 +185,9 @@ def optimizer_step(
         lr = learning_rate(config.optim, state.step, train.steps)
         # One norm over both meshes and all stages, equal on every rank.
         with phase("grad_norm", state.step + 1):
-            norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
+            norm = global_grad_norm(
+                counted_parameters(model_parts), meshes.group("pp"), meshes.default.device_type
+            )
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
         if skip_zero and grad_norm == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ import automoe.config.rules_kernels
 from automoe.comm.collectives import communicator
 from automoe.comm.tokens import IGNORE, TokenCounts, num_documents
 from automoe.config.rules_kernels import chunk_tokens
-from automoe.model.loss import LossInputs, chunk_loss_fn, cross_entropy_sum, token_scores
+from automoe.model.loss import LossInputs, chunk_loss, chunk_loss_fn, cross_entropy_sum, token_scores
 from automoe.verify.pool import RankPool
 
 T, H, V = 30, 8, 21
@@ -54,6 +56,21 @@ def test_chunks_are_alike_and_as_large_as_the_head(tokens: int, hidden: int, exp
 def test_no_usual_size_leaves_a_shorter_chunk(tokens: int, hidden: int) -> None:
     chunk = chunk_tokens(tokens, hidden)
     assert tokens % chunk == 0 and chunk <= max(512, min(hidden, 4096)) < 2 * chunk
+
+
+def test_a_loss_without_gradients_computes_none() -> None:
+    """A parameter's ``needs_input_grad`` is True under ``no_grad`` too."""
+    x, weight, labels = inputs(torch.float32, 3)
+    wanted = []
+
+    def chunk(*args: Any) -> Any:
+        wanted.append(args[5])
+        return chunk_loss(*args)
+
+    with torch.no_grad():
+        value = cross_entropy_sum(x, torch.nn.Parameter(weight), labels, chunk_fn=chunk)
+    assert set(wanted) == {False}
+    assert torch.equal(value, cross_entropy_sum(x, weight, labels).detach())
 
 
 def test_logits_beyond_exp_do_not_overflow() -> None:
