@@ -224,6 +224,11 @@ class PipelineRunner(StepRunner):
         step_shape = (len(inputs.tokens) // rows, rows, inputs.tokens.shape[1])
         if step_shape != self._step_shape:
             self._use(step_shape)
+        # torch forgets gradients of earlier calls where stages are new or begin or cease to train
+        parameters = [p for part in self.model_parts.values() for p in part.parameters()]
+        earlier = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
         # torch knows a first stage by its positional input, and a target by its rows
         tokens = [inputs.tokens] if self.first else []
         labels = inputs.labels if self.last else None
@@ -232,6 +237,8 @@ class PipelineRunner(StepRunner):
             losses_or_outputs = run(*tokens, target=labels, losses=losses, batch=inputs)
             for stage in self.stages:
                 stage.finish_sends()
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return losses_or_outputs
 
 
