@@ -387,7 +387,7 @@ class _Samples(Sequence[Sample]):
         try:
             tokens = torch.tensor(datum.model_input.to_ints(), dtype=torch.int64)
             fields = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"datum {number}: expected a Datum of text tokens ({error})") from None
         if reads == ("weights",):
             fields.setdefault("weights", torch.ones(len(tokens)))

@@ -261,8 +261,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def _thin(self, step: int) -> None:
         """Keep every second load snapshot: a run of any length keeps a bounded number of them."""
         stride = 2 * self._stride
-        first, *later = read_jsonl(self._load.path)
-        snapshots = [first, *(record for record in later if record["step"] % stride == 0)]
+        snapshots = read_jsonl(self._load.path)
+        later = (record for record in snapshots[1:] if record["step"] % stride == 0)
+        snapshots = [*snapshots[:1], *later]
         try:
             replace_file(self._load.path, b"".join(map(_bytes, snapshots)))
         except OSError as error:
