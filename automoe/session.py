@@ -32,6 +32,7 @@ from automoe.rl.session import Counts as Counts
 from automoe.rl.session import LogProbs as LogProbs
 from automoe.rl.session import Outcome as Outcome
 from automoe.rl.session import Session as Session
+from automoe.storage.files import set_aside
 from automoe.training.context import RunContext
 
 __all__ = ["Counts", "LogProbs", "Outcome", "Sample", "Session", "close", "losses", "open_session"]
@@ -114,13 +115,25 @@ def resolved(
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
     """Return a store for another folder than the run directory, over the same groups of ranks."""
+    session.store.poll(wait=True)  # the copy would report the same background save again
     store = copy(session.store)
+    store.forget_newest()
     store.run_dir = folder.absolute()
     store.folder = store.run_dir / session.store.folder.name
     # resume=never would set the folder's checkpoints aside
     checkpoint = replace(store.config.checkpoint, resume="auto")
     store.config = replace(store.config, checkpoint=checkpoint)
     return store
+
+
+def save_at(session: Session, folder: Path) -> None:
+    """Save the state in another folder than the run directory. Collective.
+
+    A checkpoint of this step that is there, such as another run's, is renamed and stays.
+    """
+    store, step = store_at(session, folder), f"step-{session.state.step}"
+    store.ranks.lead(lambda: set_aside(store.folder / step, f"diverged-{step}"), again=False)
+    store.save(session.state, stopping=True)
 
 
 def close() -> None:

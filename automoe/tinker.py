@@ -26,11 +26,13 @@ from torch import Tensor
 from automoe.config.convert import converted
 from automoe.config.frozen import load_config, save_config
 from automoe.errors import BackendError, CheckpointError, ConfigError, DataError
+from automoe.launch.from_python import override_text
 from automoe.model.loss import LossInputs
 from automoe.rl.engine import TransformersEngine
 from automoe.rl.weights import WeightStream
 from automoe.run.samples import stop_tokens
-from automoe.session import Sample, Session, open_session, store_at
+from automoe.session import Sample, Session, open_session, save_at, store_at
+from automoe.storage.files import set_aside
 
 # What each loss reads beside target_tokens, the factor of its tokens first.
 READS = {"cross_entropy": ("weights",)}
@@ -72,7 +74,7 @@ class ServiceClient:
         """
         # The decay marks the groups of parameters that a step's weight_decay applies to.
         words = [*self._overrides, f"lora.rank={rank}", "optim.weight_decay=1"]
-        words += [f"model.hf_path={base_model}"] if base_model else []
+        words += [f"model.hf_path={override_text(base_model)}"] if base_model else []
         words += [] if seed is None else [f"train.seed={seed}"]
         return _done(TrainingClient(open_session(words, **self._options)))
 
@@ -81,6 +83,15 @@ class ServiceClient:
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved)
+        here = client.result().session.config
+        for section, of_state, opened in (
+            ("lora", config.lora, here.lora), ("model", config.model, here.model)
+        ):  # fmt: skip
+            if of_state != opened:
+                names = [key for key, value in vars(of_state).items() if value != vars(opened)[key]]
+                values = ", ".join(f"{section}.{key}={getattr(of_state, key)}" for key in names)
+                rule = f"the state at {path} was saved with {values}"
+                raise ConfigError(section, names, rule, "Give these overrides to ServiceClient")
         client.result().load_state(path)
         return client
 
@@ -230,19 +241,20 @@ class TrainingClient:
         if name in ("", "..") or Path(name).name != name:
             raise ConfigError("name", name, "names a folder of the run directory", "Use letters")
         folder = self.session.store.run_dir / kind / name
-        store = store_at(self.session, folder)
 
-        def prepare() -> bool:
+        def prepare() -> str | None:
             if folder.exists() and not overwrite:
-                return False
-            shutil.rmtree(folder, ignore_errors=True)
+                raise CheckpointError(f"{folder} is there. Give another name, or overwrite=True")
+            older = set_aside(folder, f"older-{name}")  # stays if the save fails
             folder.mkdir(parents=True)
             save_config(self.session.config, folder)
-            return True
+            return older
 
-        if not store.ranks.lead(prepare, again=False):
-            raise CheckpointError(f"{folder} is there. Give another name, or overwrite=True")
-        store.save(self.session.state, stopping=True)
+        ranks = self.session.store.ranks
+        older = ranks.lead(prepare, again=False)
+        save_at(self.session, folder)
+        if older is not None:
+            ranks.lead(lambda: shutil.rmtree(folder.with_name(older)))
         return str(folder)
 
     # ---------------------------------------------------------------- sampling

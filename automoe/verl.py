@@ -26,11 +26,12 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.model.loss import LossInputs
 from automoe.optim.adamw import learning_rate
 from automoe.rl.routes import read_vllm
-from automoe.session import Sample, Session, open_session, resolved, store_at
+from automoe.session import Sample, Session, open_session, resolved, save_at, store_at
 
 ALL = ["extra", "model", "optimizer"]
 # settings of verl of which the engine follows one value
 FOLLOWED = {
+    "model.lora_rank": 0,
     "engine.param_offload": False,
     "engine.optimizer_offload": False,
     "optim.lr_scheduler_type": "constant",
@@ -77,10 +78,13 @@ class AutomoeEngine(BaseEngine):
         if path and not any(word.startswith("model.hf_path=") for word in overrides):
             overrides.append(f"model.hf_path={path}")
         sections = dict(engine=engine_config, optim=optimizer_config, checkpoint=checkpoint_config)
+        sections["model"] = model_config
         for key, followed in FOLLOWED.items():
             section, name = key.split(".")
             value = getattr(sections[section], name, followed)
-            if (sorted(value) if isinstance(followed, list) else value) != followed:
+            if (
+                sorted(value or ()) if isinstance(followed, list) else value or followed
+            ) != followed:
                 rule = f"the engine follows {followed} alone"
                 raise ConfigError(key, value, rule, f"Set it to {followed}")
         if optimizer_config is not None:
@@ -108,6 +112,7 @@ class AutomoeEngine(BaseEngine):
             warmed = replace(self.config.optim, warmup_steps=warmup)
             self.config = replace(self.config, optim=warmed)
         self.session = open_session(self.config)
+        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self.optimizer = self.session.state.optimizer
         self.lr_scheduler_step()
 
@@ -132,6 +137,8 @@ class AutomoeEngine(BaseEngine):
         return at["dp_replicate"] * self.shape.dp_shard + at["dp_shard"]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        if self.shape.dp == 1 < self.shape.world_size:
+            return self._alone  # verl takes None for all ranks
         if self.shape.dp == 1:
             return None
         if self.shape.dp == self.shape.world_size:
@@ -169,7 +176,7 @@ class AutomoeEngine(BaseEngine):
             leaves[name] = torch.cat(shifted).float().to(offsets.device)
             leaves[name].requires_grad_(not forward_only)
             output[name] = torch.nested.nested_tensor_from_jagged(leaves[name], offsets)
-        tokens = torch.tensor([float(self._mask(data).sum())], device=offsets.device)
+        tokens = torch.tensor([float(self._mask(data).sum())], device=self.session.device)
         if (group := self.get_data_parallel_group()) is not None:
             dist.all_reduce(tokens, group=group)
         tu.assign_non_tensor(data, sp_size=1, dp_size=self.shape.dp, batch_num_tokens=int(tokens))
@@ -265,12 +272,11 @@ class AutomoeEngine(BaseEngine):
         if hdfs_path is not None:
             rule = "the engine writes to local_path alone"
             raise ConfigError("hdfs_path", hdfs_path, rule, "Leave it out")
-        store = store_at(self.session, Path(local_path))
-        store.save(self.session.state, stopping=True)
+        save_at(self.session, Path(local_path))
         self._saved = [path for path in self._saved if path != local_path] + [local_path]
         while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
             oldest = self._saved.pop(0)
-            store.ranks.lead(lambda path=oldest: shutil.rmtree(path, ignore_errors=True))
+            self.session.store.ranks.lead(lambda path=oldest: shutil.rmtree(path))
 
     def load_checkpoint(
         self,

@@ -144,7 +144,9 @@ def references_of(
     """
     references = {}
     if config.recipe_args.teacher:
-        references["teacher_log_probs"] = Session.open(teacher_of(config), shape, context)
+        references["teacher_log_probs"] = Session.open(
+            teacher_of(config, context.world_size), shape, context
+        )
     if config.recipe_args.kl:
         apart = not config.lora.rank
         references["ref_log_probs"] = Session.open(config, shape, context) if apart else session

@@ -393,7 +393,7 @@ class CheckpointStore:
                 return None
             if (newest := self.newest()) is None:
                 return None
-            self._found = None  # The next call looks again.
+            self.forget_newest()
             step_dir, manifest, of_run = newest
             with phase("load", manifest["step"]):
                 then, now = changed_settings(manifest["config"], self.config)
@@ -444,6 +444,10 @@ class CheckpointStore:
         """Return a context that turns a disk error into a ``CheckpointError`` with advice."""
         remedy = "Its content is left as it is. Check the disk, or its permissions"
         return explained(self.folder, remedy, "cannot be used")
+
+    def forget_newest(self) -> None:
+        """Make the next call of ``newest`` look at the folder again."""
+        self._found = None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
         """Set aside the step that ``state`` was ``resumed`` from and load the step before it.

@@ -50,7 +50,7 @@ mesh.cp: model.attention.linear_num_key_heads // mesh.tp % mesh.cp |
 
 
 def by_stages_or_layout(text: str, key: str) -> tuple[Table, Table]:
-    """Return the rows of ``text``, in which KEY is ``key``; and those in which it is the layout."""
+    """Parse ``text`` twice: for errors under the setting ``key``, and under ``parallel.layout``."""
     words = {"SINGLE": "|".join(SINGLE), "V_SHAPED": "|".join(V_SHAPED), "DIVIDED": _DIVIDED}
     return table(text, KEY=key, **words), table(text, KEY=LAYOUT, **words)
 

@@ -13,6 +13,7 @@ from automoe.config.data_schema import TEMPLATE_NAMES, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.paths import matches
 from automoe.config.plugins import registered_names
+from automoe.config.recipe_args import GRPOArgs
 from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import Config
 
@@ -41,7 +42,7 @@ optim.master_weights == stochastic | optim.algorithm == muon | Muon updates floa
 optim.moments == bfloat16 | optim.algorithm == muon | Muon's momentum is float32
 """)
 _DATA = table("""
-observe.samples | train.val_every == 0 | they are answered after validations, and there are none
+observe.samples | train.val_every == 0 and not facts.prompts | they are answered after validations, and there are none
 data.val_fraction outside 0|1 | | a share of the text in [0, 1)
 data.val_fraction == 0 | train.val_every > 0
     | train.val_every={train.val_every} validates, and no text is set aside for it
@@ -129,7 +130,8 @@ def settings_rows(config: Config) -> Iterator[Row]:
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield from refused(see, _OPTIMIZER)
     yield from _phase_rows(config)
-    yield from refused(see, _DATA)
+    prompts = isinstance(config.recipe_args, GRPOArgs)  # which observe.samples then names
+    yield from refused(see.knowing(prompts=prompts), _DATA)
     yield from _source_rows(config)
     data, date = config.data, config.data.chat.date
     see = see.knowing(

@@ -84,9 +84,9 @@ def hidden_size(rows: Rows) -> int:
 
 
 class _Calls:
-    """Calls common to both versions, which name the option to run asynchronously differently."""
+    """Base of DeepEP v1 and v2: runs a call, waits for its event and returns its results."""
 
-    _later: str
+    _later: str  # the version's name of the option for asynchronous calls
     _options: dict[str, int] = {}  # of every call that dispatches
 
     def __init__(self, deep_ep: Any, group: dist.ProcessGroup, finish: Finish | None) -> None:

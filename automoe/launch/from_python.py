@@ -124,7 +124,7 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
         load_plugins(config.plugins)
         return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
-        overrides = [f"{key}={_text(value)}" for key, value in flat(config).items()]
+        overrides = [f"{key}={override_text(value)}" for key, value in flat(config).items()]
     elif (
         isinstance(config, Sequence)
         and not isinstance(config, str)
@@ -142,7 +142,7 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
     return compose(Arguments(config_name.removesuffix(".yaml"), folder, overrides=overrides))
 
 
-def _text(value: object) -> str:
+def override_text(value: object) -> str:
     """Return ``value`` in Hydra's override grammar."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -150,9 +150,9 @@ def _text(value: object) -> str:
         # A NumPy float is a float too, but its repr names NumPy.
         return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_text, value)) + "]"
+        return "[" + ",".join(map(override_text, value)) + "]"
     text = str(value)
     if _PLAIN.fullmatch(text):
         return text

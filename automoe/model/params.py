@@ -250,7 +250,7 @@ _EXPERT_ADAPTERS = {
 
 @cache
 def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
-    """Return the rows of a target's adapter: A and B.
+    """Return the specifications of the LoRA matrices A and B of the weight ``target``.
 
     A takes the last dim of its target and that dim's sharding, B takes the other dims.
     """

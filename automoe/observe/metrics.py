@@ -251,9 +251,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         if self._last_load is not None:
             self._load.append(self._last_load)
             self._last_load = None
-        for log in (self._samples, self._metrics, self._load):
-            if log is not None:
-                log.close()
+        with contextlib.ExitStack() as closing:  # the others too if one fails
+            for log in (self._samples, self._metrics, self._load):
+                if log is not None:
+                    closing.callback(log.close)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from automoe.config.schema import Config
 from automoe.config.train_schema import LoraConfig
+from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.rl.engine import Engine, TransformersEngine
@@ -29,7 +30,7 @@ def open_engine(config: Config, stops: Collection[int], context: RunContext) -> 
     return kind(args.engine, config, stops, context.run_dir)
 
 
-def teacher_of(config: Config) -> Config:
+def teacher_of(config: Config, num_ranks: int) -> Config:
     """Return the configuration of the teacher's session: the model of its folder."""
     path = config.recipe_args.teacher
     model, ids = model_config_from_hf(path), config.model.vocab_size
@@ -38,4 +39,15 @@ def teacher_of(config: Config) -> Config:
         raise ConfigError(
             "recipe_args.teacher", path, rule, "Name one with the student's tokenizer"
         )
-    return replace(config, model=model, lora=LoraConfig())
+    # Stages by number and capacities are the student's.
+    parallel = replace(config.parallel, layers_per_stage=None, layout=None)
+    moe = replace(config.moe, capacity_factor=0.0)
+    teacher = replace(config, model=model, lora=LoraConfig(), parallel=parallel, moe=moe)
+    try:
+        validate(teacher, num_ranks)
+    except ConfigError as error:
+        rule = f"this model does not run as the student does: {error}"
+        raise ConfigError(
+            "recipe_args.teacher", path, rule, "Name another, or change that"
+        ) from None
+    return teacher

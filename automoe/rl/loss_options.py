@@ -48,6 +48,8 @@ def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tupl
     names = {*getattr(loss, "reads", ())}
     if options.get("correction") is not None:
         names |= {"old_log_probs", "sampler_log_probs"}
+    if options.get("max_drift") is not None:
+        names |= {"advantages", "old_log_probs"}
     if options.get("kl_coef"):
         names.add("ref_log_probs")
         if options.get("kl_kind") == "k3_weighted":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer
-from automoe.storage.files import replace_durably
+from automoe.storage.files import replace_durably, set_aside
 from automoe.storage.sealed import sealed, unsealed
 
 FOLDER = "rollouts"
@@ -62,8 +61,11 @@ class Rollouts:
         self.rows_of_last_step = 0.0
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
         # Answers of a run that was drawn otherwise are not this run's.
-        settings = (config.recipe_args, config.observe.sample_tokens, config.model, config.optim)
-        self._drawn_by = f"{self.digest} {config.train.seed} {config.train.dtype} {settings}"
+        train = config.train
+        settings: list[Any] = [config.recipe_args, config.observe.sample_tokens, config.model]
+        settings += [config.optim, config.lora, config.moe, train.seed, train.dtype]
+        settings += [train.grad_clip, train.freeze, train.trainable, train.fp8]
+        self._drawn_by = f"{self.digest} {settings}"
 
     @classmethod
     def open(cls, config: Config, run_dir: Path) -> Rollouts:
@@ -71,7 +73,7 @@ class Rollouts:
         tokenizer = fitting_tokenizer(config)
         rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)
         if config.checkpoint.resume == "never":
-            rollouts._ranks.lead(lambda: shutil.rmtree(run_dir / FOLDER, ignore_errors=True))
+            rollouts._ranks.lead(lambda: set_aside(run_dir / FOLDER, FOLDER), again=False)
         return rollouts
 
     def numbers(self, rollout: int) -> list[int]:

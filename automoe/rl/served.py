@@ -28,7 +28,7 @@ _SILENT_S = 1800  # longest wait for an answer: loading weights and sampling tak
 
 
 class ServedEngine(ABC):
-    """An engine at an address. A class of one names the calls in ``reload`` and ``answers``.
+    """Client of an inference server; a subclass has ``reload`` and ``answers`` for a kind of server.
 
     Args:
         address: such as ``http://host:8000``.

@@ -224,7 +224,9 @@ class Session:
         recorded = _Recorded(None, {}, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
         layers = self.config.model.num_moe_layers
-        after = torch.zeros(sum(packed.lengths), dtype=torch.int64)  # layers from the first on
+        after = torch.zeros(
+            sum(packed.lengths), dtype=torch.int64, device=self.device
+        )  # layers from the first on
 
         def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
             if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
@@ -239,7 +241,8 @@ class Session:
         differing = None
         if packed.routes is not None:
             dist.all_reduce(after, op=dist.ReduceOp.MAX)
-            differing = list(torch.where(after > 0, layers - after, -1).split(packed.lengths))
+            firsts = torch.where(after > 0, layers - after, -1).cpu()
+            differing = list(firsts.split(packed.lengths))
         entropies = self._in_order(recorded.entropies, packed) if entropy else None
         return LogProbs(self._in_order(recorded.log_probs, packed), entropies, differing)
 

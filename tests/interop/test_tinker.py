@@ -18,6 +18,7 @@ from automoe.tinker import ServiceClient, TrainingClient
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.rl.small import SMALL
+from tests.support.hf_models import save_small_hf
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
 OURS: dict[str, Any] = {
@@ -27,6 +28,10 @@ OURS: dict[str, Any] = {
     "cispo": (losses.cispo, {"clip_low": 0.3, "clip_high": 0.1}),
 }
 BOUNDS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
+
+
+# Of a checkpoint that has its own sizes.
+SMALL_OF_BASE = [word for word in SMALL if not word.startswith(("model", "data"))] + ["train.dtype=float32"]
 
 
 def client_of(run_dir: str, *overrides: str, rank: int = 0) -> TrainingClient:
@@ -275,6 +280,33 @@ def test_a_state_goes_on_on_another_mesh(ranks: RankPool, tmp_path: Path) -> Non
     now, moved, anew = ranks.run(loaded, 1, str(tmp_path / "b"), path)[0]
     assert equal(now, third)
     assert not equal(moved, anew, 1e-6) and equal(anew, reset, 1e-9)
+
+
+def overwritten_badly(run_dir: str, base: str) -> tuple[bool, str]:
+    service = ServiceClient([*SMALL_OF_BASE, f"run_dir={run_dir}"])
+    client = service.create_lora_training_client(base, rank=4).result()
+    path = client.save_state("kept").result().path
+    before = trained_on(client, 0)
+    for parameter in client.session.state.model_parts[0].parameters():
+        if parameter.requires_grad:
+            parameter.data.fill_(float("nan"))
+    with pytest.raises(AutomoeError):
+        client.save_state("kept", overwrite=True)
+    client.load_state(str(Path(path).with_name("older-kept.1")))
+    after = trained_on(client, 0)
+    other = ServiceClient([*SMALL_OF_BASE, f"run_dir={run_dir}2", "lora.alpha=3"])
+    with pytest.raises(ConfigError) as refused:
+        other.create_training_client_from_state(str(Path(path).with_name("older-kept.1")))
+    return all(torch.equal(before[name], after[name]) for name in before), str(refused.value)
+
+
+def test_a_state_is_not_lost_to_one_that_cannot_be_saved(ranks: RankPool, tmp_path: Path) -> None:
+    """From a base model whose path Hydra would not read; and a state opens with its own adapters alone."""
+    base = tmp_path / "modèle, a=b"
+    save_small_hf("qwen3_moe", base)
+    [(kept, refused)] = ranks.run(overwritten_badly, 1, str(tmp_path / "run"), str(base))
+    assert kept
+    assert "was saved with lora.alpha=32" in refused and "Give these overrides to ServiceClient" in refused
 
 
 # ---------------------------------------------------------------- what is refused

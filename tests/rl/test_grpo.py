@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recipe_args import GRPOArgs, check_args
 from automoe.config.schema import (
@@ -24,11 +25,14 @@ from automoe.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from automoe.config.validate import validate
 from automoe.data.tokenizer import ByteTokenizer
 from automoe.errors import BackendError, ConfigError, DataError
+from automoe.hf.folder import write_settings
 from automoe.hf.write import to_hf
 from automoe.observe.metrics import read_metrics
 from automoe.rl.engine import Answer, TransformersEngine, check_gap
+from automoe.rl.engines import teacher_of
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.weights import WeightStream
 from automoe.session import open_session
@@ -327,6 +331,27 @@ def test_a_student_learns_the_teachers_answers(tmp_path: Path, ranks: RankPool) 
     far = [one["teacher_kl"] for one in records]
     assert sum(far[-4:]) / 4 < 0.75 * far[0], far
     assert "ref_kl" not in {k for one in records for k, v in one.items() if v}
+
+
+def test_prompts_are_answered_in_rollouts_without_validations() -> None:
+    settings = compose_config("grpo_small", overrides=["train.val_every=0", "data.val_fraction=0"])
+    validate(settings, settings.launch.num_ranks, "cpu")
+    with pytest.raises(ConfigError, match="answered after validations"):
+        validate(compose_config(overrides=["train.val_every=0", "observe.samples=[a]"]), 4)
+
+
+def test_a_teacher_has_its_own_stages_and_must_fit_the_mesh(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    teacher = replace(settings.model, num_layers=4)
+    write_settings(tmp_path, teacher, torch.float32, "none")
+    settings.recipe_args = GRPOArgs(teacher=str(tmp_path))
+    settings.mesh, settings.parallel.layers_per_stage = MeshConfig(pp=2, dp_shard=1, ep=1), [1, 1]
+    settings.moe.capacity_factor = 1.0
+    found = teacher_of(settings, 2)
+    assert found.model.num_layers == 4 and found.parallel.layers_per_stage is None and found.moe.capacity_factor == 0
+    settings.mesh, settings.parallel.layers_per_stage = MeshConfig(pp=1, dp_shard=3, ep=3), None
+    with pytest.raises(ConfigError, match=r"recipe_args\.teacher=.*does not run as the student does: .*ep"):
+        teacher_of(settings, 3)
 
 
 def export_sharp(model: ModelConfig, folder: Path) -> None:

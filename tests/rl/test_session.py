@@ -503,29 +503,3 @@ def test_a_config_is_taken_as_it_is(ranks: RankPool, tmp_path: Path) -> None:
 def opened_from_config(run_dir: str) -> int:
     config: Config = open_session([*SMALL, f"run_dir={run_dir}"]).config
     return open_session(config).config.train.seq_len
-
-
-# ---------------------------------------------------------------- several calls before an update
-
-
-def norms_of(run_dir: str, mesh: list[str]) -> list[float]:
-    """Norms of the gradients of a batch: in one call, in two of other lengths, with a question between them."""
-    session = open_session([*SMALL, *mesh, "train.dtype=float64", "moe.experts=loop", f"run_dir={run_dir}"])
-    batch = batch_of()
-    counts, norms = session.count(batch), []
-    for calls in ([batch], [batch[:2], batch[2:]], [batch[:2], None, batch[2:]]):
-        for part in calls:
-            if part is None:
-                session.log_probs(batch[3:])
-            else:
-                session.forward_backward(part, losses.dapo, counts=counts)
-        norms.append(session.optim_step(lr=0.0).grad_norm)
-    return norms
-
-
-def test_stages_add_gradients_of_several_calls(ranks: RankPool, tmp_path: Path) -> None:
-    """Torch's stages forget gradients when the rows have another length, and when they cease to train."""
-    alone = ranks.run(norms_of, 1, str(tmp_path / "alone"), ["mesh.pp=1"])[0]
-    assert alone == pytest.approx(alone[:1] * 3, rel=1e-10)
-    for norms in ranks.run(norms_of, 2, str(tmp_path / "stages"), ["mesh.pp=2", "mesh.dp_shard=1"]):
-        assert norms == pytest.approx(alone, rel=1e-10)

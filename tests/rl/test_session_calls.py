@@ -1,0 +1,59 @@
+"""Several calls of a session before an update, and states in other folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from automoe.rl.losses import dapo
+from automoe.session import open_session, save_at, store_at
+from automoe.verify.pool import RankPool
+from tests.rl.small import SMALL
+from tests.rl.test_session import batch_of, bytes_of
+
+
+def norms_of(run_dir: str, mesh: list[str]) -> list[float]:
+    """Norms of the gradients of a batch: in one call, in two of other lengths, with a question between them."""
+    session = open_session([*SMALL, *mesh, "train.dtype=float64", "moe.experts=loop", f"run_dir={run_dir}"])
+    batch = batch_of()
+    counts, norms = session.count(batch), []
+    for calls in ([batch], [batch[:2], batch[2:]], [batch[:2], None, batch[2:]]):
+        for part in calls:
+            if part is None:
+                session.log_probs(batch[3:])
+            else:
+                session.forward_backward(part, dapo, counts=counts)
+        norms.append(session.optim_step(lr=0.0).grad_norm)
+    return norms
+
+
+def test_stages_add_gradients_of_several_calls(ranks: RankPool, tmp_path: Path) -> None:
+    """Torch's stages forget gradients when the rows have another length, and when they cease to train."""
+    alone = ranks.run(norms_of, 1, str(tmp_path / "alone"), ["mesh.pp=1"])[0]
+    assert alone == pytest.approx(alone[:1] * 3, rel=1e-10)
+    for norms in ranks.run(norms_of, 2, str(tmp_path / "stages"), ["mesh.pp=2", "mesh.dp_shard=1"]):
+        assert norms == pytest.approx(alone, rel=1e-10)
+
+
+def saved_over(run_dir: str, folder: str) -> tuple[dict[str, bytes], dict[str, bytes], list[str]]:
+    """Two states of one step, saved in one folder: the second, what is read back, and the folder's steps."""
+    for sign in (1.0, -1.0):
+        session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}{sign}"])
+        session.forward_backward(batch_of(sign), dapo)
+        session.optim_step(lr=1e-2)
+        save_at(session, Path(folder))
+    second = bytes_of(session)
+    session.forward_backward(batch_of(), dapo)
+    session.optim_step(lr=1e-2)
+    store = store_at(session, Path(folder))
+    assert store.load_latest(session.state) is not None
+    torch.distributed.barrier()
+    return second, bytes_of(session), sorted(entry.name for entry in store.folder.glob("*step-*"))
+
+
+def test_a_folder_that_has_this_step_gets_the_state_of_now(ranks: RankPool, tmp_path: Path) -> None:
+    for second, read, steps in ranks.run(saved_over, 2, str(tmp_path / "run"), str(tmp_path / "saved")):
+        assert read == second
+        assert steps == ["diverged-step-1.1", "step-1"]
