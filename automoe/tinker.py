@@ -189,8 +189,9 @@ class TrainingClient:
             key = f"AdamParams.{name}"
             number = converted(float, getattr(params, name, None), key)
             bound = 1.0 if name.startswith("beta") else math.inf
-            if not 0 <= number < bound:
-                raise ConfigError(key, number, f"is at least 0 and below {bound}", "Correct it")
+            if not 0 <= number < bound or (name == "eps" and number == 0):
+                rule = f"is at least 0 and below {bound}, and eps above 0"
+                raise ConfigError(key, number, rule, "Correct it")
             numbers.append(number)
         lr, beta1, beta2, eps, decay, clip = numbers
         session = self.session

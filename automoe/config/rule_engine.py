@@ -60,8 +60,8 @@ class Scope(NamedTuple):
     facts: SimpleNamespace = SimpleNamespace()
 
     def knowing(self, **facts: object) -> Scope:
-        """Return a scope in which ``facts.NAME`` has the value of the argument NAME."""
-        return self._replace(facts=SimpleNamespace(**facts))
+        """Return a scope in which ``facts.NAME`` also has the value of the argument NAME."""
+        return self._replace(facts=SimpleNamespace(**(vars(self.facts) | facts)))
 
     def __call__(self, text: str) -> Any:
         """Return the value of a key or a number, or of a product, quotient or remainder of such."""

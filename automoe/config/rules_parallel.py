@@ -153,7 +153,6 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     _, *modules = module_sizes(config, pp * stages)
     tied = modules[-1:] > [0] and config.model.tie_embeddings
     see = see.knowing(
-        remedy=remedy,
         orphans=[stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared],
         micro_batches=train.global_batch_size // (shape.dp * train.micro_batch_size),
         more=more_micro_batches(config, shape),

@@ -118,19 +118,22 @@ def load_hf(
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
 
-        def reads() -> Iterator[tuple[list[ReadItem], Tensor | None, Tensor | None]]:
+        def reads(
+            planned: list[ReadItem],
+        ) -> Iterator[tuple[list[ReadItem], Tensor | None, Tensor | None]]:
             """Yield items to read; of NF4, those of one matrix, its numbers, and its packed place."""
-            yield reader.plan(direct), None, None
+            yield planned, None, None
             for shard in rounded:
                 for index, matrix in shard.matrices(widened=False):
                     yield reader.plan([matrix]), matrix.local, shard.local[index]
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
-            odd = {}
-            total = sum(item.num_bytes(item.place) for items, _, _ in reads() for item in items)
+            odd, planned = {}, reader.plan(direct)
+            of_all = (item for items, _, _ in reads(planned) for item in items)
+            total = sum(item.num_bytes(item.place) for item in of_all)
             shown = progress and ranks.rank == 0
             with show_progress(Path(path).name, total, shown) as reader.advance:
-                for items, numbers, packed in reads():
+                for items, numbers, packed in reads(planned):
                     reader.fill(items)
                     odd |= _not_finite(items)
                     if numbers is not None and packed is not None:
