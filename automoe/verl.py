@@ -276,7 +276,9 @@ class AutomoeEngine(BaseEngine):
         self._saved = [path for path in self._saved if path != local_path] + [local_path]
         while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
             oldest = self._saved.pop(0)
-            self.session.store.ranks.lead(lambda path=oldest: shutil.rmtree(path))
+            self.session.store.ranks.lead(
+                lambda path=Path(oldest): path.exists() and shutil.rmtree(path)
+            )
 
     def load_checkpoint(
         self,

@@ -87,14 +87,14 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 most = config.observe.sample_tokens
                 rewards = [reward(*pair, most) for pair in zip(prompts, texts, strict=True)]
                 mean_reward = sum(rewards) / len(rewards)
-                said = scores_of(answers, session, references, rollouts, rollout, args)
-                gaps = gaps_of([answer for _, answer in answers], said, args.max_gap)
+                scores = scores_of(answers, session, references, rollouts, rollout, args)
+                gaps = gaps_of([answer for _, answer in answers], scores, args.max_gap)
                 advantages = group_advantages(rewards, args.samples)
                 if args.teacher:  # the mean distance to it, a baseline of the tokens' own
-                    scores = said["old_log_probs"], said["teacher_log_probs"]
-                    ours, theirs = (list(chain(*values)) for values in scores)
+                    names = "old_log_probs", "teacher_log_probs"
+                    ours, theirs = (list(chain(*scores[name])) for name in names)
                     advantages = [(sum(ours) - sum(theirs)) / len(ours)] * len(answers)
-                batch = samples_of(answers, rollouts, args, advantages=advantages, **said)
+                batch = samples_of(answers, rollouts, args, advantages=advantages, **scores)
                 drawn = rollout
 
             # one update
@@ -205,20 +205,20 @@ def scores_of(
 
     They are asked once a rollout: later updates, and a run that goes on, read it from the disk.
     """
-    said = rollouts.kept(rollout, "scores")
-    if said is not None:
-        return said
-    said, batch = {}, samples_of(answers, rollouts, args)
+    scores = rollouts.kept(rollout, "scores")
+    if scores is not None:
+        return scores
+    scores, batch = {}, samples_of(answers, rollouts, args)
     for name, scorer in {"old_log_probs": session, **references}.items():
         base = scorer is session and name != "old_log_probs"
         with scorer.adapter_off() if base else nullcontext():
             alike = name != "teacher_log_probs"  # in shape, so in routes
             asked = batch if alike else [replace(s, routes=None) for s in batch]
             scored = scorer.log_probs(asked, args.temperature)
-        said[name] = of_answers(scored.log_probs, answers)
+        scores[name] = of_answers(scored.log_probs, answers)
         if scorer is session and scored.first_differing and not base:
-            said["differing"] = of_answers(scored.first_differing, answers)
-    return rollouts.keep(rollout, "scores", said)
+            scores["differing"] = of_answers(scored.first_differing, answers)
+    return rollouts.keep(rollout, "scores", scores)
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:

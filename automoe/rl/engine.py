@@ -109,21 +109,21 @@ def gap_by_layer(
 
 
 def gaps_of(
-    answers: Sequence[Answer], said: dict[str, list[list[Any]]], bound: float
+    answers: Sequence[Answer], scores: dict[str, list[list[Any]]], bound: float
 ) -> dict[str, float]:
     """Return how far the engine's log-probabilities are from the trainer's, for the record.
 
     Args:
-        said: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
+        scores: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
             ``LogProbs.first_differing``, if there are routes.
         bound: as for ``check_gap``, which raises.
     """
     theirs = list(chain(*(answer.log_probs for answer in answers)))
-    ours = list(chain(*said["old_log_probs"]))
+    ours = list(chain(*scores["old_log_probs"]))
     mean, largest = check_gap(theirs, ours, bound)
     gaps = {"engine_gap": mean, "engine_gap_max": largest}
-    if "differing" in said:
-        gaps |= gap_by_layer(theirs, ours, list(chain(*said.pop("differing"))))
+    if "differing" in scores:
+        gaps |= gap_by_layer(theirs, ours, list(chain(*scores.pop("differing"))))
     return gaps
 
 
