@@ -110,6 +110,9 @@ class MeshShape:
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
+        of_stage = [axis for axis, _ in self.active_axes("default") if axis != "pp"]
+        if self.pp > 1 and len(of_stage) > 1:  # with one axis, that axis's group
+            named.append(("stage", self.world_size // self.pp))
         axes = [axis for axis in named if axis[1] < self.world_size or axis[0] in DISPATCH_AXES]
         return [("world", self.world_size), *axes]
 

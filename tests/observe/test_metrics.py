@@ -51,6 +51,21 @@ def plain_record(step: int, **values: object) -> dict[str, object]:
     return dict.fromkeys(REQUIRED_KEYS, 1.0) | {"step": step} | values
 
 
+def test_a_log_that_cannot_be_closed_leaves_the_others_closed(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path)
+    log.write(plain_record(1), [[1.0, 2.0]])
+    log.write_samples(1, [{"prompt": "a", "text": "b"}])
+    assert log._samples is not None
+
+    def full() -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(log._samples, "close", full)
+    with pytest.raises(OSError, match="the disk is gone"):
+        log.close()
+    assert log._metrics._file.closed and log._load._file.closed
+
+
 def test_one_line_a_step_is_on_disk_before_the_next_step(tmp_path):
     log = MetricsLog(tmp_path)
     rng = np.random.default_rng(0)
