@@ -155,7 +155,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter. Collective. Gradients of Muon's parameters are freed."""
+        """Update every parameter with a gradient; free those of Muon's parameters. Collective."""
         for matrices in self._rounds:
             self._update(matrices)
         for _, parameter in self._parameters:
@@ -212,8 +212,12 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of a round, whose matrices go to their owners and come back."""
+        """Update the parameters of a round, whose matrices go to their owners and come back.
+
+        A parameter without a gradient, which no rank has then, stays as it is, as in torch.
+        """
         ranks = range(self._num_ranks)
+        matrices = [m for m in matrices if self._parameters[m.parameter][1].grad is not None]
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
         mine = {
             matrix: updates[matrix.parameter][
@@ -245,12 +249,9 @@ class Muon(torch.optim.AdamW):
         """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's form."""
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
-        if parameter.grad is not None:
-            gradient = local_shard(parameter.grad)
-            momentum.add_(gradient)
-            update = gradient.add(momentum, alpha=group["momentum"])
-        else:
-            update = momentum * group["momentum"]
+        gradient = local_shard(parameter.grad)
+        momentum.add_(gradient)
+        update = gradient.add(momentum, alpha=group["momentum"])
         return update.to(self._dtype or update.dtype)
 
     def _block(self, matrix: _Matrix, rank: int) -> _Block:
