@@ -88,7 +88,8 @@ class Block(nn.Module):
             moe_index = layer - config.first_k_dense
             surroundings = (
                 backend.pg_collection,
-                backend.experts,
+                backend.make_products,
+                backend.dispatcher,
                 backend.seed,
                 backend.router_dtype,
             )

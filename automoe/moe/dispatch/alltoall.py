@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from automoe.moe.dispatch.base import DispatchGroup, Experts, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.base import DispatchGroup, RunExperts, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
@@ -25,7 +25,7 @@ class AllToAllDispatcher:
         self.ep = ep
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
