@@ -27,10 +27,15 @@ from automoe.config.schema import Config, TrainConfig
 from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, shift_rows
 from automoe.model.rows import head_tail_index
-from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.qk_clip import clip_logits, take_largest_logits
+from automoe.optim.schedule import (
+    bias_update_rate,
+    learning_rate,
+    mtp_loss_weight,
+    set_learning_rate,
+)
 from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
