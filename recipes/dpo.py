@@ -19,7 +19,7 @@ from automoe.config.recipe_args import DPOArgs
 from automoe.config.schema import Config
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.runner import build_runner
+from automoe.parallel.pipeline import build_runner
 from automoe.run.reference import open_reference
 from automoe.run.routing import record_routing, replayed_routing
 from automoe.run.run import open_run

@@ -1,4 +1,7 @@
-"""The runner of pipeline stages: torch's schedules over our stages and groups."""
+"""The runner of pipeline stages: torch's schedules over our stages and groups.
+
+``build_runner`` stands here and not beside ``StepRunner``: it knows both runners, this one as well.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,7 @@ from automoe.model.params import num_states
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
-from automoe.parallel.runner import StepRunner
-from automoe.parallel.runner import build_runner as build_runner  # copies of recipes ask here
+from automoe.parallel.runner import SingleStageRunner, StepRunner
 
 # The two schedules in which torch batches a send with a receive; all others are orders of actions
 # (``config.pipeline``).
@@ -241,3 +243,12 @@ class PipelineRunner(StepRunner):
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return losses_or_outputs
+
+
+def build_runner(
+    model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
+) -> StepRunner:
+    """Return the runner of this rank's stages."""
+    if meshes.shape.pp == 1 and not config.parallel.overlap_all_to_all:
+        return SingleStageRunner(model_parts, meshes, config, device)
+    return PipelineRunner(model_parts, meshes, config, device)

@@ -1,7 +1,6 @@
-"""Runners of a step's forward and backward passes over all micro-batches, and their choice.
+"""One step's forward and backward over all micro-batches, and the runner without a pipeline.
 
-Here are their base class and the runner of a whole model; ``automoe.parallel.pipeline`` has that of
-pipeline stages.
+``automoe.parallel.pipeline`` has the runner with one, and chooses between the two.
 """
 
 from __future__ import annotations
@@ -179,14 +178,3 @@ class SingleStageRunner(StepRunner):
     @torch.no_grad()
     def _outputs(self, inputs: MicroBatch) -> Tensor:
         return torch.cat([self.part(batch=micro_batch) for micro_batch in self._split(inputs)])
-
-
-def build_runner(
-    model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
-) -> StepRunner:
-    """Return the runner of this rank's stages."""
-    from automoe.parallel.pipeline import PipelineRunner  # itself a ``StepRunner``
-
-    single = meshes.shape.pp == 1 and not config.parallel.overlap_all_to_all
-    runner = SingleStageRunner if single else PipelineRunner
-    return runner(model_parts, meshes, config, device)

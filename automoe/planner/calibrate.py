@@ -292,7 +292,7 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
     from automoe.optim.adamw import build_optimizer
     from automoe.parallel.mesh import build_meshes
     from automoe.parallel.parallelize import build_parts, materialize
-    from automoe.parallel.runner import build_runner
+    from automoe.parallel.pipeline import build_runner
     from automoe.training.state import TrainState
     from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 

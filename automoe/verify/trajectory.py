@@ -21,7 +21,8 @@ from automoe.moe.router import recorded_choices
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.runner import StepRunner, build_runner
+from automoe.parallel.pipeline import build_runner
+from automoe.parallel.runner import StepRunner
 from automoe.run.routing import record_routing, replayed_routing
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
