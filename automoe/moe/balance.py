@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.recompute import counts
+from automoe.comm.recompute import is_counted
 from automoe.comm.tokens import Tokens
 
 
@@ -133,7 +133,7 @@ class LoadCounter(nn.Module):
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
             replayed: [2] repeated choices of an engine, and those that the router lacks.
         """
-        if not counts():
+        if not is_counted():
             return
         self.totals[:-3] += torch.cat(
             (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))
