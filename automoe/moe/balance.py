@@ -102,7 +102,6 @@ class LoadCounter(nn.Module):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
         size = self.size(num_experts)
         self.register_buffer("totals", torch.empty(size, dtype=torch.float64), persistent=False)
         self.reset_buffers()

@@ -18,6 +18,7 @@ from, R computed rows, E experts of this rank, I expert width, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,22 +44,14 @@ def loop_experts(
     """Compute one expert after the other in any dtype, float64 included: the reference backend."""
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
-    gates_and_ups = weights.gate_up_proj.unbind(0)
-    downs = weights.down_proj.unbind(0)
-    biases = [(None, None)] * len(ends)
-    down_biases = [None] * len(ends)
-    if weights.gate_up_proj_bias is not None:
-        biases = weights.gate_up_proj_bias.unbind(0)
-        down_biases = weights.down_proj_bias.unbind(0)
-    experts = zip(ends, gates_and_ups, downs, biases, down_biases, strict=True)
+    by_expert = ([None] * len(ends) if each is None else each.unbind(0) for each in weights)
     outputs = []
     start = 0
-    for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in experts:
+    for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in zip(ends, *by_expert, strict=True):
         rows = x_TH[gather_idx_R[start:end]]
         weight = probs_R[start:end, None].to(x_TH.dtype)
-        act = activation(
-            F.linear(rows, gate_up_2IH[0], bias_2I[0]), F.linear(rows, gate_up_2IH[1], bias_2I[1])
-        )
+        biases = (None, None) if bias_2I is None else bias_2I
+        act = activation(*map(partial(F.linear, rows), gate_up_2IH, biases))
         out = (act * weight) @ down_HI.T
         outputs.append(out if down_bias_H is None else out + weight * down_bias_H)
         start = end

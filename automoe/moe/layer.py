@@ -53,8 +53,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        surroundings = self.pg_collection, seed, router_dtype, calls.router
-        self.router = Router(config, moe, moe_index, *surroundings)
+        ranks = self.pg_collection
+        self.router = Router(config, moe, moe_index, ranks, seed, router_dtype, calls.router)
         self.experts = GroupedExperts(
             config, make_products or (lambda _: expert_backend(moe.experts))
         )

@@ -60,20 +60,18 @@ def build_optimizer(
             spec = find_spec(name)
             decays = parameter.dim() > 1 if spec is None else spec.decays
             by_muon = optim.algorithm == "muon" and spec is not None and spec.orthogonalized
-            key = mesh, decays, by_muon
-            if key not in groups:
-                groups[key] = {
-                    "params": [],
-                    "names": [],
-                    "weight_decay": optim.weight_decay if decays else 0.0,
-                    "mesh": " x ".join(mesh.mesh_dim_names or ("unnamed",))
-                    if mesh is not None
-                    else "local",
-                }
-                if by_muon:
-                    groups[key] |= {"muon": True, "momentum": optim.momentum}
-            groups[key]["params"].append(parameter)
-            groups[key]["names"].append(name)
+            axes = ("local",) if mesh is None else mesh.mesh_dim_names or ("unnamed",)
+            new = {
+                "params": [],
+                "names": [],
+                "weight_decay": optim.weight_decay if decays else 0.0,
+                "mesh": " x ".join(axes),
+            }
+            group = groups.setdefault((mesh, decays, by_muon), new)
+            if by_muon:
+                group |= {"muon": True, "momentum": optim.momentum}
+            group["params"].append(parameter)
+            group["names"].append(name)
     # A pipeline stage may have no trainable parameters.
     param_groups = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)

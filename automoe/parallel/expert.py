@@ -9,7 +9,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -143,47 +143,22 @@ class ExpertStyle(ParallelStyle):
                 f"moe.dispatch_dtype=fp8: the dispatcher {dispatcher} of a plugin sends tokens in its own format. "
                 "Set moe.dispatch_dtype=auto"
             )
-        self._make = dispatchers[dispatcher]
-        hierarchical = self._make is _hierarchical
-        self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
-        group = OverlappedDispatch if overlap else ProcessGroupDispatch
-        self._group = partial(group, in_8_bits=in_8_bits)
-        self._in_8_bits = in_8_bits
+        make = dispatchers[dispatcher]
+        if make is _hierarchical:
+            make = partial(make, gpus_per_node=gpus_per_node, timeout=timeout)
+        exchange = OverlappedDispatch if overlap else ProcessGroupDispatch
         # Layers share a dispatcher, because groups and buffers are costly.
-        self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
+        self._over_ep = cache(lambda group, number: make(number, exchange(group, in_8_bits)))
+        self._in_8_bits = in_8_bits
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        meshes = _axes(device_mesh, ("ep", "etp") if hasattr(module, "WIDTH_DIMS") else ("ep",))
-        self._shard(module, device_mesh, meshes)
-        return module
-
-    def dispatcher(self, device_mesh: DeviceMesh, local: LocalDispatcher) -> Dispatcher:
-        """Return the dispatcher to experts sharded over ``device_mesh``; ``local``: within a rank.
-
-        One of the same ep group and number of experts is made once. World collective then.
-        """
-        meshes = _axes(device_mesh, ("ep", "etp"))
-        dispatcher: Dispatcher = local
-        if "ep" in meshes:
-            group, number = meshes["ep"].get_group(), local.num_experts
-            key = group.group_name, number
-            if key not in self._dispatchers:
-                self._dispatchers[key] = self._make(number, self._group(group), **self._options)
-            dispatcher = self._dispatchers[key]
-        if "etp" in meshes:
-            etp = ProcessGroupDispatch(meshes["etp"].get_group(), self._in_8_bits)
-            dispatcher = ExpertTensorDispatcher(dispatcher, etp)
-        return dispatcher
-
-    def _shard(
-        self, module: nn.Module, device_mesh: DeviceMesh, meshes: dict[str, DeviceMesh]
-    ) -> None:
+        widths = getattr(module, "WIDTH_DIMS", {})
+        meshes = _axes(device_mesh, ("ep", "etp") if widths else ("ep",))
         shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays shared
         for name, whole in list(module.named_parameters(remove_duplicate=False)):
-            width = module.WIDTH_DIMS[name] if hasattr(module, "WIDTH_DIMS") else None
             dims = {
                 axis: dim
-                for axis, dim in (("ep", 0), ("etp", width))
+                for axis, dim in (("ep", 0), ("etp", widths.get(name)))
                 if axis in meshes and dim is not None
             }
             for axis, dim in dims.items():
@@ -200,6 +175,21 @@ class ExpertStyle(ParallelStyle):
                 shards[whole] = nn.Parameter(shard, whole.requires_grad)
             parent, _, last = name.rpartition(".")
             module.get_submodule(parent).register_parameter(last, shards[whole])
+        return module
+
+    def dispatcher(self, device_mesh: DeviceMesh, local: LocalDispatcher) -> Dispatcher:
+        """Return the dispatcher to experts sharded over ``device_mesh``; ``local``: within a rank.
+
+        One of the same ep group and number of experts is made once. World collective then.
+        """
+        meshes = _axes(device_mesh, ("ep", "etp"))
+        dispatcher: Dispatcher = local
+        if "ep" in meshes:
+            dispatcher = self._over_ep(meshes["ep"].get_group(), local.num_experts)
+        if "etp" in meshes:
+            etp = ProcessGroupDispatch(meshes["etp"].get_group(), self._in_8_bits)
+            dispatcher = ExpertTensorDispatcher(dispatcher, etp)
+        return dispatcher
 
 
 def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:

@@ -356,9 +356,8 @@ def _validation_sums(
         added = {"nats": loss * count, "count": count, "bytes": num_bytes}
         for name, value in zip(reported, more, strict=True):
             kind, _, depth = name.partition(".")
-            of_depth = kind in MTP_METRICS
             number = count
-            if of_depth:
+            if kind in MTP_METRICS:
                 assert counts.mtp is not None
                 number = int(counts.mtp[int(depth) - 1, 0])
             added[f"val_{name}"] = value * number

@@ -45,12 +45,10 @@ class AllToAllDispatcher:
             received from each rank; the same two lines as lists.
         """
         num_ranks = self.ep.num_ranks
-        known = rows_per_expert is not None
-        counts_E = torch.full_like(counts_E, rows_per_expert) if known else counts_E
-        counts_PL = (counts_E if known else self.ep.exchange_counts(counts_E)).view(num_ranks, -1)
+        if rows_per_expert is not None:
+            sizes = [rows_per_expert * self.num_experts // num_ranks] * num_ranks
+            counts_PL = torch.full_like(counts_E, rows_per_expert).view(num_ranks, -1)
+            return counts_PL, counts_PL.sum(1).expand(2, -1), sizes, sizes
+        counts_PL = self.ep.exchange_counts(counts_E).view(num_ranks, -1)
         counts_2P = torch.stack((counts_E.view(num_ranks, -1).sum(1), counts_PL.sum(1)))
-        if known:
-            sent = received = [rows_per_expert * counts_PL.shape[1]] * num_ranks
-        else:
-            sent, received = counts_2P.tolist()
-        return counts_PL, counts_2P, sent, received
+        return counts_PL, counts_2P, *counts_2P.tolist()
