@@ -424,9 +424,11 @@ def _read_header(folder: Path, name: str) -> Contents:
         raise CheckpointError(
             f"{file}: truncated or not a safetensors file: {size:,} bytes ({error}). Copy it again"
         ) from None
-    dtypes, shapes, sizes = zip(*layouts) if layouts else ((),) * 3
+    dtypes, shapes, sizes = zip(*layouts, strict=True) if layouts else ((),) * 3
     starts = accumulate(sizes, initial=8 + length)
-    return dict(zip(keys, map(StoredTensor, repeat(name), dtypes, shapes, starts, sizes), strict=True))
+    return dict(
+        zip(keys, map(StoredTensor, repeat(name), dtypes, shapes, starts, sizes), strict=True)
+    )
 
 
 def _lfs_pointer(file: Path, size: int) -> CheckpointError:
