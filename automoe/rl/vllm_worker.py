@@ -9,6 +9,7 @@ Lines of JSON come in on standard input, and lines of JSON go out on the file de
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -99,12 +100,26 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 raw = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
-                size = wanted.itemsize
-                for number in shape:
-                    size *= number
-                yield name, raw[start : start + size].view(wanted).view(shape)
+                end = start + math.prod(shape) * wanted.itemsize
+                tensor = raw[start:end].view(wanted).view(shape)
+                if name.endswith(".sinks"):
+                    sinks.append(tensor)
+                elif gpt_oss and ".experts." in name:
+                    for number, each in enumerate(tensor):
+                        yield name.replace(".experts.", f".experts.{number}."), each
+                else:
+                    yield name, tensor
             say(taken=len(bucket["tensors"]))
 
+    def place_sinks(model: Any) -> None:
+        wanted = (each for name, each in model.named_parameters() if name.endswith(".sinks"))
+        for parameter, tensor in zip(wanted, sinks, strict=True):
+            parameter.data.copy_(tensor)
+        sinks.clear()
+
+    # vLLM copies GPT-OSS's sinks and stacks of experts past its reload, which then lacks them.
+    gpt_oss = llm.llm_engine.model_config.hf_config.model_type == "gpt_oss"
+    sinks: list[torch.Tensor] = []
     routes = Routes(llm) if on_cpu else None
     say(ready=True)
     for line in sys.stdin:
@@ -114,6 +129,7 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 llm.apply_model(forget_kernels)
             # All tensors in one call: vLLM finishes a layer when it has every tensor of it.
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
+            llm.apply_model(place_sinks)
             say(updated=True)
             continue
         options = {
