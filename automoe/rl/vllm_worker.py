@@ -102,24 +102,24 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 wanted = getattr(torch, kind)
                 end = start + math.prod(shape) * wanted.itemsize
                 tensor = raw[start:end].view(wanted).view(shape)
-                if name.endswith(".sinks"):
-                    sinks.append(tensor)
-                elif gpt_oss and ".experts." in name:
+                if name in sinks:
+                    sinks[name].copy_(tensor)
+                elif sinks and ".experts." in name:
                     for number, each in enumerate(tensor):
                         yield name.replace(".experts.", f".experts.{number}."), each
                 else:
                     yield name, tensor
             say(taken=len(bucket["tensors"]))
 
-    def place_sinks(model: Any) -> None:
-        wanted = (each for name, each in model.named_parameters() if name.endswith(".sinks"))
-        for parameter, tensor in zip(wanted, sinks, strict=True):
-            parameter.data.copy_(tensor)
-        sinks.clear()
+    def sinks_of(model: Any) -> dict[str, torch.Tensor]:
+        return {
+            name.replace(".attn.", ".self_attn."): parameter.data
+            for name, parameter in model.named_parameters()
+            if name.endswith(".sinks")
+        }
 
-    # vLLM copies GPT-OSS's sinks and stacks of experts past its reload, which then lacks them.
-    gpt_oss = llm.llm_engine.model_config.hf_config.model_type == "gpt_oss"
-    sinks: list[torch.Tensor] = []
+    # vLLM copies GPT-OSS's sinks and stacks of experts past its reload, into tensors that it drops.
+    [sinks] = llm.apply_model(sinks_of)
     routes = Routes(llm) if on_cpu else None
     say(ready=True)
     for line in sys.stdin:
@@ -129,7 +129,6 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 llm.apply_model(forget_kernels)
             # All tensors in one call: vLLM finishes a layer when it has every tensor of it.
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
-            llm.apply_model(place_sinks)
             say(updated=True)
             continue
         options = {
