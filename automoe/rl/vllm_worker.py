@@ -96,8 +96,9 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
         while (bucket := json.loads(sys.stdin.readline())) != {}:
-            with open(bucket["file"], "rb") as file:
-                raw = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            file = bucket["file"]
+            raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
+            os.unlink(file)  # the next bucket is another file, and this one lives as long as its tensors
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
                 end = start + math.prod(shape) * wanted.itemsize
