@@ -55,7 +55,9 @@ class _Client:
     def __getattr__(self, name: str) -> NoReturn:
         verbs = ", ".join(verb for verb in sorted(dir(type(self))) if verb[0] != "_")
         client = type(self).__name__
-        raise AttributeError(f"{client}.{name} is not of automoe.tinker, whose {client} has {verbs}")
+        raise AttributeError(
+            f"{client}.{name} is not of automoe.tinker, whose {client} has {verbs}"
+        )
 
 
 class ServiceClient(_Client):

@@ -98,7 +98,9 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         while (bucket := json.loads(sys.stdin.readline())) != {}:
             file = bucket["file"]
             raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
-            os.unlink(file)  # the next bucket is another file, and this one lives as long as its tensors
+            os.unlink(
+                file
+            )  # the next bucket is another file, and this one lives as long as its tensors
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
                 end = start + math.prod(shape) * wanted.itemsize

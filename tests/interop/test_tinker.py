@@ -371,7 +371,9 @@ def messages_of(run_dir: str) -> list[str]:
         sample(prompt=types.ModelInput.from_ints([64])),
     ]
     messages = []
-    with pytest.raises(AttributeError, match="TrainingClient.forward_backward_custom is not of automoe.tinker.*forward,"):
+    with pytest.raises(
+        AttributeError, match="TrainingClient.forward_backward_custom is not of automoe.tinker.*forward,"
+    ):
         client.forward_backward_custom(data, sum)
     for call in calls:
         with pytest.raises(AutomoeError) as caught:
