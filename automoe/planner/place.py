@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -38,6 +38,11 @@ class Pass:
         if cost is not NOTHING:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
+    def copy(self) -> Pass:
+        """Return an equal pass to which other parts may be added."""
+        copies = dict(self.parts), dict(self.communication)
+        return replace(self, parts=copies[0], communication=copies[1], again=dict(self.again))
+
     @property
     def seconds(self) -> float:
         return self.compute + sum(cost.seconds for cost in self.communication.values()) + self.idle
@@ -69,6 +74,12 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     return busy if mesh.ep > 1 else 1.0
 
 
+def key_of(config: Config) -> str:
+    """Return the ``Place.key`` of ``config``."""
+    train = config.train
+    return repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
+
+
 @dataclass(frozen=True)
 class Place:
     """Setting of a layer's timing: configuration, mesh, machine and micro-batches."""
@@ -79,6 +90,7 @@ class Place:
     batch: BatchPlan
     fused: bool = False  # True if matmuls add to the float32 gradients themselves
     gradient_bytes: int = 0  # bytes per gradient element in FSDP's reduction; 0: automoe's width
+    read_key: str = ""  # ``key`` if it is known
 
     @property
     def fused_experts(self) -> bool:
@@ -97,9 +109,7 @@ class Place:
     @cached_property
     def key(self) -> str:
         """Cache key that identifies the model and its trained parameters."""
-        train = self.config.train
-        read = self.config.model, self.config.lora, train.freeze, train.trainable, train.dtype
-        return repr(read)
+        return self.read_key or key_of(self.config)
 
     @property
     def gathers_latents(self) -> bool:
