@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,8 +40,9 @@ class Pass:
 
     def copy(self) -> Pass:
         """Return an equal pass to which other parts may be added."""
-        copies = dict(self.parts), dict(self.communication)
-        return replace(self, parts=copies[0], communication=copies[1], again=dict(self.again))
+        parts, sent = dict(self.parts), dict(self.communication)
+        rest = self.idle, self.weights, self.experts, dict(self.again)
+        return Pass(self.compute, parts, sent, *rest)
 
     @property
     def seconds(self) -> float:

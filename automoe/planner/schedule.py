@@ -127,7 +127,7 @@ def _steps(
         needed = done.get(("F", stage, index) if loss else (passes[kind], before, index))
         return None if needed is None else (needed, max(stage, before), which)
 
-    steps = []
+    steps = list[tuple[int, Entry, Input, Input | None]]()
     at = [0] * pp
     left = sum(map(len, ranks))
     while len(steps) < left:
