@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from automoe.config.batch import BatchPlan
@@ -125,9 +125,12 @@ class Place:
 
     def group(self, axis: str) -> Group:
         """Return the process group of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
-        if axis == "fsdp":
-            return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
-        view = "moe" if axis.startswith("e") else "default"
-        return Group.of(
-            getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node
-        )
+        return _group(self.mesh, axis, self.machine.gpus_per_node)
+
+
+@lru_cache(maxsize=1000)
+def _group(mesh: MeshShape, axis: str, node: int) -> Group:
+    if axis == "fsdp":
+        return Group.of(mesh.fsdp, mesh.tp, node)
+    view = "moe" if axis.startswith("e") else "default"
+    return Group.of(getattr(mesh, axis), mesh.stride(view, axis), node)
