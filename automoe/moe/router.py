@@ -223,10 +223,9 @@ class BalancedRouter(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
         chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
-        same = topk_ids_BSK is plain_ids_BSK
-        plain_BE = (
-            chosen_BE if same else choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
-        )
+        plain_BE = chosen_BE
+        if plain_ids_BSK is not topk_ids_BSK:
+            plain_BE = choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
         moe, ranks = self.moe, self.pg_collection
         shares_BSE = scores.shares()
         off = shares_BSE.new_zeros(())
