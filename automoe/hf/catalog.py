@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
@@ -20,6 +21,8 @@ from automoe.hf.headers import (
     HEAD,
     Contents,
     StoredTensor,
+    columns_of,
+    of_columns,
     read_headers,
     unread_adapter,
     without_collection,
@@ -52,6 +55,13 @@ class Catalog:
     notes: tuple[str, ...] = ()
     names: Names = ALONE
     beside: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "sources": (list(self.sources), columns_of(self.sources.values()))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names, columns = state["sources"]
+        vars(self).update(state, sources=dict(zip(names, of_columns(columns), strict=True)))
 
     @property
     def parts_beside(self) -> tuple[str, ...]:

@@ -142,14 +142,13 @@ def one_by_one(
     outer, size = len(shape) - 2, shape[-2:]
     cut = len(keys) % 2
     full = tuple(width * parts if dim == cut else width for dim, width in enumerate(size))
+    box, dims = (1,) * outer + size, ((outer,), (outer + 1,))
     for expert in experts:
         at = expert % parts * size[cut]
+        offset = (0, at) if cut else (at, 0)
         for half, key in enumerate(keys):
-            start = (expert, half)[:outer] + (0, 0)
-            offset = (0, at) if cut else (at, 0)
-            dims = (outer,), (outer + 1,)
-            key = key.format(expert=expert)
-            yield Piece(key, full, start, (1,) * outer + size, dims, offset)
+            key = key.replace("{expert}", str(expert))
+            yield Piece(key, full, (expert, half)[:outer] + (0, 0), box, dims, offset)
 
 
 @dataclass(frozen=True)
