@@ -180,10 +180,10 @@ def zero_gradients(x, gather_idx, offsets, probs, *weights: Tensor | None) -> li
 
     All ranks must reduce the same gradients, so a rank without rows contributes zeros.
     """
-    zeros = [
+    grad_x, *others = (
         None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)
-    ]
-    return [zeros[0], None, None, *zeros[1:]]
+    )
+    return [grad_x, None, None, *others]
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:

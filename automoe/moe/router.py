@@ -259,10 +259,11 @@ class BalancedRouter(nn.Module):
         forced = tokens.forced_ids
         if forced is None or self.moe_index >= forced.shape[2]:
             return None
-        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+        forced_BSK = forced[:, :, self.moe_index, 0]
+        ids_BSK = _overlay(forced_BSK, live_BSK)
         if forced.shape[3] > 1:  # a repeated training run is not judged
             return ids_BSK, None
-        ours_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        ours_BS = tokens.valid & (forced_BSK[..., 0] >= 0)
         lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
         return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
 
