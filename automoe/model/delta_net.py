@@ -242,11 +242,12 @@ class GatedDeltaNet(nn.Module):
         if ranks == 1:
             return None
         first = first_of_rank(self.sequence, self.key_heads)
-        first += context.rank * (self.key_heads // ranks)
+        held = self.key_heads // ranks
+        first += context.rank * held
         features = []
         start = 0
         for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):
             begin = start + first * width
-            features.append(slice(begin, begin + self.key_heads // ranks * width))
+            features.append(slice(begin, begin + held * width))
             start += self.key_heads * width
         return tuple(features)

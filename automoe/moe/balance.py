@@ -102,8 +102,8 @@ class LoadCounter(nn.Module):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        size = self.size(num_experts)
-        self.register_buffer("totals", torch.empty(size, dtype=torch.float64), persistent=False)
+        totals = torch.empty(self.size(num_experts), dtype=torch.float64)
+        self.register_buffer("totals", totals, persistent=False)
         self.reset_buffers()
 
     @staticmethod

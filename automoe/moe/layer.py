@@ -58,7 +58,7 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(
             config, make_products or (lambda _: expert_backend(moe.experts))
         )
-        self.dispatcher = dispatcher or LocalDispatcher.of(config.num_experts, moe)
+        self.dispatcher = dispatcher or LocalDispatcher(config.num_experts, moe)
         run = type(self).run_experts
         if moe.dispatch_dtype == "fp8":
             run = discard_scope(run, outermost=True)

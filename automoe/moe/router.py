@@ -223,10 +223,9 @@ class BalancedRouter(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
         chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
-        same = topk_ids_BSK is plain_ids_BSK
-        plain_BE = (
-            chosen_BE if same else choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
-        )
+        plain_BE = chosen_BE
+        if plain_ids_BSK is not topk_ids_BSK:
+            plain_BE = choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
         moe, ranks = self.moe, self.pg_collection
         shares_BSE = scores.shares()
         off = shares_BSE.new_zeros(())
@@ -260,10 +259,11 @@ class BalancedRouter(nn.Module):
         forced = tokens.forced_ids
         if forced is None or self.moe_index >= forced.shape[2]:
             return None
-        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+        forced_BSK = forced[:, :, self.moe_index, 0]
+        ids_BSK = _overlay(forced_BSK, live_BSK)
         if forced.shape[3] > 1:  # a repeated training run is not judged
             return ids_BSK, None
-        ours_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        ours_BS = tokens.valid & (forced_BSK[..., 0] >= 0)
         lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
         return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
 

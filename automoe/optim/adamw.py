@@ -49,7 +49,7 @@ def build_optimizer(
         ranks: group of the stage's ranks (``Meshes.stage_group``), which share Muon's work; None
             if this rank holds every parameter whole.
     """
-    groups: dict[tuple[object, bool, bool], dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}  # by mesh, decay and algorithm
     seen: set[int] = set()
     for part in model_parts:
         for name, parameter in part.named_parameters():
@@ -87,23 +87,20 @@ def build_optimizer(
         optimizer = torch.optim.AdamW(param_groups, **options, fused=True)
     for group in param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            dtype = (
-                torch.promote_types(parameter.dtype, torch.float32)
-                if stochastic
-                else parameter.dtype
-            )
+            dtype = parameter.dtype
+            if stochastic:
+                dtype = torch.promote_types(dtype, torch.float32)
             # A router's weights are kept wide, so its moments are, too.
             if narrow_moments and ".router." not in name:
                 dtype = torch.bfloat16
-            if group.get("muon"):
-                optimizer.state[parameter] = {muon.KEY: torch.zeros_like(parameter, dtype=dtype)}
-            else:
-                optimizer.state[parameter] = {  # This is the layout of torch's fused AdamW.
-                    # The counter is on the parameter's device, so the host never waits for it.
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-                }
+            state = optimizer.state[parameter]
+            moments: tuple[str, ...] = (muon.KEY,)
+            if not group.get("muon"):  # This is the layout of torch's fused AdamW.
+                # The counter is on the parameter's device, so the host never waits for it.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                moments = "exp_avg", "exp_avg_sq"
+            for moment in moments:
+                state[moment] = torch.zeros_like(parameter, dtype=dtype)
             if optim.ema_decay:
-                optimizer.state[parameter][KEY] = first_average(parameter)
+                state[KEY] = first_average(parameter)
     return optimizer

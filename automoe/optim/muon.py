@@ -68,13 +68,10 @@ class _Block:
         return prod(self.shape)
 
     @property
-    def within_matrix(self) -> tuple[slice, slice]:
+    def within_matrix(self) -> tuple[slice, ...]:
         """Rows and columns of this rank's shard within each of the stacked matrices."""
-        rows, columns = (
-            slice(start, start + size)
-            for start, size in zip(self.start[-2:], self.shape[-2:], strict=True)
-        )
-        return rows, columns
+        pairs = zip(self.start[-2:], self.shape[-2:], strict=True)
+        return tuple(slice(start, start + size) for start, size in pairs)
 
     def position(self, matrix: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the place of ``matrix`` in a stack's block, or None if the block lacks it."""

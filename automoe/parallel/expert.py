@@ -228,12 +228,12 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
         BackendError: as ``ExpertStyle``, or a GPU without 8-bit numbers.
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
-    if in_8_bits and meshes.default.device_type == "cuda":
-        if (capability := torch.cuda.get_device_capability()) < (8, 9):
-            raise BackendError(
-                f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {capability}. "
-                "Set moe.dispatch_dtype=auto"
-            )
+    on_gpu = meshes.default.device_type == "cuda"
+    if in_8_bits and on_gpu and (capability := torch.cuda.get_device_capability()) < (8, 9):
+        raise BackendError(
+            f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {capability}. "
+            "Set moe.dispatch_dtype=auto"
+        )
     make = tier_of(config.model).expert_style or ExpertStyle
     return make(
         config.moe.dispatcher,
@@ -258,7 +258,7 @@ def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dis
     """
     if (mesh := _expert_mesh(meshes)) is None:
         return None
-    return style.dispatcher(mesh, LocalDispatcher.of(config.model.num_experts, config.moe))
+    return style.dispatcher(mesh, LocalDispatcher(config.model.num_experts, config.moe))
 
 
 def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:

@@ -22,7 +22,7 @@ pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -182,27 +182,19 @@ def run_choices(
 class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
-    Args:
-        drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
-            sync per call.
-        in_8_bits: round rows as the other dispatchers do when they send them, so that the mesh
-            changes no number.
+    If ``moe`` drops choices without padding, choices may be of no expert (id ``num_experts``), and
+    leaving them out costs one host sync per call. Rows are rounded to 8 bits if the other
+    dispatchers send them so: the mesh changes no number.
     """
 
     num_experts: int
-    drops: bool = False
-    in_8_bits: bool = False
-
-    @classmethod
-    def of(cls, num_experts: int, moe: MoEConfig) -> LocalDispatcher:
-        """Return the dispatcher for the choices that routers make under ``moe``."""
-        drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
-        return cls(num_experts, drops, moe.dispatch_dtype == "fp8")
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        num_rows = None if self.drops else topk_ids_TK.numel()
-        if self.in_8_bits:
+        drops = self.moe.capacity_factor > 0 and not self.moe.pad_to_capacity
+        num_rows = None if drops else topk_ids_TK.numel()
+        if self.moe.dispatch_dtype == "fp8":
             x_TH = rounded_to_8_bits(x_TH)
         return run_choices(x_TH, topk_ids_TK, weights_TK, experts, self.num_experts, num_rows)

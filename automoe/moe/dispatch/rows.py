@@ -200,8 +200,9 @@ class RowExchange:
         )
         self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
         self.source_B[self.out.row_M] = token_idx_M
-        self._given = (x_TH, words_MC) if group.in_8_bits else ()
+        self._given: tuple[Tensor, ...] = ()
         if group.in_8_bits:
+            self._given = x_TH, words_MC
             rows_TW = encode_rows(x_TH)
             width = rows_TW.shape[1] * rows_TW.element_size() // words_MC.element_size()
             places = self.out.word_places(width)
