@@ -98,7 +98,10 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         while (bucket := json.loads(sys.stdin.readline())) != {}:
             file = bucket["file"]
             raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
-            os.unlink(file)  # the next bucket is another file, and this one lives as long as its tensors
+            os.unlink(
+                file
+            )  # a bucket lives as long as its tensors, and the next one is another file
+            say(taken=len(bucket["tensors"]))  # which is written while this one is loaded
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
                 end = start + math.prod(shape) * wanted.itemsize
@@ -110,7 +113,6 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                         yield name.replace(".experts.", f".experts.{number}."), each
                 else:
                     yield name, tensor
-            say(taken=len(bucket["tensors"]))
 
     def sinks_of(model: Any) -> dict[str, torch.Tensor]:
         return {
