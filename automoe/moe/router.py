@@ -327,14 +327,7 @@ class Router(BalancedRouter):
         weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
         routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK, replayed=replayed)
         if self.moe.capacity_factor:
-            args = (
-                topk_ids_BSK,
-                routing.topk_scores,
-                tokens,
-                self.pg_collection,
-                self.moe,
-                self.num_experts,
-            )
+            args = topk_ids_BSK, weights_BSK, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -430,8 +423,7 @@ def gate_ids(
         # Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
         noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
         return noisy_BSE.topk(top_k, dim=-1).indices
-    num_used = num_experts - 1 if gate == "empty" else num_experts
-    return (index_BS.unsqueeze(-1) * top_k + choice_K) % num_used
+    return (index_BS.unsqueeze(-1) * top_k + choice_K) % (num_experts - (gate == "empty"))
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The runner of pipeline stages: torch's schedules over our stages and groups."""
+"""The runner of pipeline stages: torch's schedules over our stages and groups.
+
+``build_runner`` stands here and not beside ``StepRunner``: it knows both runners, this one as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One step's forward and backward over all micro-batches, and the runner without a pipeline."""
+"""One step's forward and backward over all micro-batches, and the runner without a pipeline.
+
+``automoe.parallel.pipeline`` has the runner with one, and chooses between the two.
+"""
 
 from __future__ import annotations
 

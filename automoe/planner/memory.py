@@ -93,10 +93,11 @@ PARTS = tuple(
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
     """Return the peak memory of every pp rank, in order."""
-    return [_plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
+    return [plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
-def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
+def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
+    """Return the peak memory of one pp rank."""
     model = config.model
     parallel = config.parallel
     layers = stage_layers(config, mesh)

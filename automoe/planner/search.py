@@ -68,7 +68,7 @@ class Search:
     # number of refused meshes and candidates for each key whose rule they break
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
-    smallest: Candidate | None = None  # smallest candidate that does not fit
+    missed: list[Candidate] = field(default_factory=list)  # those that need more than they have
     rest: float = 0.0  # upper bound of the tokens/s of the candidates that were not timed
 
 
@@ -249,7 +249,7 @@ class Queue:
         (item,) = waiting["item"]
         if not item.fits:
             result.too_large += 1
-            result.smallest = min(result.smallest or item, item, key=lambda each: each.needed)
+            result.missed.append(item)
         elif all(other.mesh != item.mesh for other in result.found):
             result.found.append(item)
             self.since = 0

@@ -98,10 +98,8 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         while (bucket := json.loads(sys.stdin.readline())) != {}:
             file = bucket["file"]
             raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
-            os.unlink(
-                file
-            )  # a bucket lives as long as its tensors, and the next one is another file
-            say(taken=len(bucket["tensors"]))  # which is written while this one is loaded
+            os.unlink(file)  # the next bucket is another file, written while this one is loaded
+            say(taken=len(bucket["tensors"]))
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
                 end = start + math.prod(shape) * wanted.itemsize

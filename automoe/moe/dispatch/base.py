@@ -28,10 +28,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.wire import rounded_to_8_bits
 
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Dispatcher = Callable[..., Tensor]  # the module docstring lists its arguments
 
 
@@ -154,7 +155,7 @@ def run_choices(
     x_TH: Tensor,
     topk_ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: Experts,
+    experts: RunExperts,
     num_experts: int,
     num_rows: int | None = None,
 ) -> Tensor:
@@ -192,8 +193,14 @@ class LocalDispatcher:
     drops: bool = False
     in_8_bits: bool = False
 
+    @classmethod
+    def of(cls, num_experts: int, moe: MoEConfig) -> LocalDispatcher:
+        """Return the dispatcher for the choices that routers make under ``moe``."""
+        drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
+        return cls(num_experts, drops, moe.dispatch_dtype == "fp8")
+
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         num_rows = None if self.drops else topk_ids_TK.numel()
         if self.in_8_bits:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from automoe.moe.dispatch.base import (
     DispatchGroup,
-    Experts,
+    RunExperts,
     count_choices,
     run_choices,
     sort_by_expert,
@@ -43,7 +43,7 @@ class HierarchicalDispatcher:
         self.inner = HierarchicalDispatcher(per_part, inner) if inner else None
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         """Dispatch between the parts of the first level, then within a part over the other levels.
 
