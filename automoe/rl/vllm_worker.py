@@ -98,9 +98,8 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         while (bucket := json.loads(sys.stdin.readline())) != {}:
             file = bucket["file"]
             raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
-            os.unlink(
-                file
-            )  # the next bucket is another file, and this one lives as long as its tensors
+            os.unlink(file)  # the next bucket is another file, written while this one is loaded
+            say(taken=len(bucket["tensors"]))
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
                 end = start + math.prod(shape) * wanted.itemsize
@@ -112,7 +111,6 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                         yield name.replace(".experts.", f".experts.{number}."), each
                 else:
                     yield name, tensor
-            say(taken=len(bucket["tensors"]))
 
     def sinks_of(model: Any) -> dict[str, torch.Tensor]:
         return {
