@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from automoe.comm.trace import training_pass
 from automoe.verify.pool import RankPool
+from tests.support.imported import ImportedRanks
 
 pytest_plugins = ["tests.support.cpu_times", "tests.support.sampling"]
 
@@ -42,7 +43,7 @@ settings.load_profile("automoe")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Up to 16 gloo ranks: ``ranks.run(fn, world_size, *args)`` returns one result a rank."""
-    pool = RankPool(max_ranks=16)
+    pool = ImportedRanks(max_ranks=16)
     yield pool
     pool.close()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from hf_mesh_cases import MESHES, config_for, world_size
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -88,6 +87,8 @@ def off(got: torch.Tensor, expected: torch.Tensor) -> float:
     "name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES]
 )
 def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel  # which takes seconds
+
     source = tmp_path / "source"
     save_small_hf(name, source)
     (tmp_path / "plain").touch()
@@ -266,6 +267,8 @@ EXPORTED_FROM = ["tp2_dp2_ep2_etp2", "tp2", "ep2", "pp2", "dp4_etp2"]
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", EXPORTED_FROM)
 def test_adapters_leave_a_mesh_as_they_leave_one_process(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    from peft import PeftModel  # which takes seconds
+
     source = tmp_path / "source"
     save_small_hf("dsv3", source)
     whole = trained(source)

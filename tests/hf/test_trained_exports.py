@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hf_mesh_cases import ROWS, SEQ, config_for, stored
-from peft import PeftModel
 from transformers import AutoConfig
 
 from automoe.comm.tokens import IGNORE, StepBatch
@@ -101,6 +100,8 @@ def test_every_native_family_is_here() -> None:
 
 @pytest.mark.parametrize("kind", [*NATIVE, *WRAPPERS])
 def test_what_was_fine_tuned_is_what_transformers_and_peft_load(kind: str, tmp_path: Path, ranks: RankPool) -> None:
+    from peft import PeftModel  # which takes seconds
+
     source, mesh = tmp_path / "source", WRAPPERS.get(kind, ALL_AXES)
     if kind in WRAPPERS:
         more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}

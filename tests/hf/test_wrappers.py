@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_lora_export import trained
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
@@ -243,6 +242,8 @@ def test_modules_behind_the_last_layer_are_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 def test_an_adapter_has_the_names_of_the_wrappers_class(kind: str, saved: dict[str, Path], tmp_path: Path) -> None:
     """peft applies it to the text model alone: vision has layers of the same last names."""
+    from peft import PeftModel  # which takes seconds
+
     lora = LoraConfig(rank=4, alpha=6.0)
     model = trained(saved[kind], lora, seed=5)
     with pytest.raises(

@@ -9,7 +9,7 @@ import resource
 import shutil
 import signal
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,7 +285,7 @@ def same_names() -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-RECORDS: dict[str, tuple[str | bytes, str]] = {
+RECORDS: dict[str, tuple[str | bytes | Callable[[], bytes], str]] = {
     "twice.jsonl": (
         json.dumps({"messages": [{"role": "user"}]}).replace('"role"', '"role": "tool", "role"'),
         "'role' occurs twice in it",
@@ -294,7 +294,7 @@ RECORDS: dict[str, tuple[str | bytes, str]] = {
         json.dumps({"messages": messages("q", "a") * 10_000}),
         ":1: chat template: this takes more than 1 seconds",
     ),
-    "names.parquet": (same_names(), "columns with the same name: messages, messages"),
+    "names.parquet": (same_names, "columns with the same name: messages, messages"),
     "blanks.jsonl.gz": (gzip.compress(b" " * 3_000_000), ":1: "),
     "lines.jsonl.gz": (gzip.compress((b" " * 1023 + b"\n") * 3000), "1,048,576 bytes without the end of a record"),
     "endless.jsonl": ('{"messages": "' + "x" * 2_000_000, ":1: 1,048,576 bytes without the end"),
@@ -320,6 +320,7 @@ RECORDS: dict[str, tuple[str | bytes, str]] = {
 def test_records_that_do_harm(name: str, tmp_path: Path) -> None:
     content, needle = RECORDS[name]
     path = tmp_path / name
+    content = content() if callable(content) else content
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     folder = str(save_tokenizer(tmp_path / "t", "thinks"))
     chat = ChatConfig()
