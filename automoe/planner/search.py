@@ -48,7 +48,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 }
 # Meshes, columns, candidates and timed candidates that are looked at together: at most so many, and
 # none with a bound below this share of the highest.
-BATCHES = (4000, 16000, 16, 1)
+BATCHES = (1000, 4000, 16, 1)
 LEVEL = 0.98
 FORKED = 200  # meshes or more that are worth a second process
 PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
