@@ -2,7 +2,7 @@
 
 Nothing is sampled: both get the same prompts, answers and rewards. A step is old log-probabilities, loss, backward, clipping
 and AdamW over 64 answers, in float32, one process and one thread; the two take turns, update by update, and losses and
-gradient norms must be equal, else nothing is reported. TRL runs at its best setting: micro-batches of 8, grouped_mm, no
+gradient norms must be equal, else nothing is reported. Both have micro-batches of 8 rows; TRL has grouped_mm, no
 checkpointing, ``num_iterations=2`` (it computes old log-probabilities only then); of its time only the parts named above
 count, of ours the whole calls of the session. Peak memory is of processes of their own.
 
@@ -441,7 +441,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model: checks the script, not speed")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
-    parser.add_argument("--micro", type=int, default=4, help="our micro-batch, in rows as long as the longest sample")
+    parser.add_argument("--micro", type=int, default=8, help="our micro-batch, in rows as long as the longest sample")
     parser.add_argument("--generations", type=int, default=8, help="rollouts, each of two updates")
     parser.add_argument("--answers", default="", help="one kind of answers alone: uniform or full")
     parser.add_argument("--vllm", help="the Python of a vLLM: only time new weights into it")
