@@ -76,6 +76,11 @@ def open_session(
     if dist.is_initialized():
         import torch
 
+        if "cpu:" not in (backends := dist.get_backend_config()):
+            raise LaunchError(
+                f"the process group has {backends} alone, and a session also sends tensors of the CPU (progress of saves, "
+                'errors). Open it with init_process_group("cpu:gloo,cuda:nccl")'
+            )
         on = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     else:
         store = None if world_size > 1 else Path(tempfile.mkdtemp()) / "ranks"

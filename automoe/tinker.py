@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -51,7 +51,16 @@ class RoutedSequence(types.SampledSequence):
     routes: Tensor | None = None
 
 
-class ServiceClient:
+class _Client:
+    def __getattr__(self, name: str) -> NoReturn:
+        verbs = ", ".join(verb for verb in sorted(dir(type(self))) if verb[0] != "_")
+        client = type(self).__name__
+        raise AttributeError(
+            f"{client}.{name} is not of automoe.tinker, whose {client} has {verbs}"
+        )
+
+
+class ServiceClient(_Client):
     """Factory of training clients, whose sessions ``automoe.session.open_session`` opens.
 
     Args:
@@ -104,7 +113,7 @@ class ServiceClient:
         return client
 
 
-class TrainingClient:
+class TrainingClient(_Client):
     """Verbs of training; ``ServiceClient`` makes one."""
 
     def __init__(self, session: Session) -> None:
@@ -275,7 +284,7 @@ class TrainingClient:
         return _done(SamplingClient(self, self.engine))
 
 
-class SamplingClient:
+class SamplingClient(_Client):
     """Samples from the weights that ``save_weights_and_get_sampling_client`` handed over."""
 
     def __init__(self, trainer: TrainingClient, engine: TransformersEngine) -> None:
@@ -310,13 +319,14 @@ class SamplingClient:
         holds = {
             "top_k": params.top_k == -1,
             "top_p": params.top_p == 1,
-            "temperature": params.temperature > 0,
+            "temperature": 0 < params.temperature < math.inf,
+            "seed": params.seed is None or 0 <= params.seed < 1 << 63,
             "max_tokens": most > 0,
             "num_samples": num_samples > 0,
             "stop": all(type(token) is int for token in stop),
         }
         for name in (name for name, right in holds.items() if not right):
-            rule = "expected top_k=-1, top_p=1, stop=[ids of tokens], the others larger than 0"
+            rule = "expected top_k=-1, top_p=1, stop=[ids of tokens], seed >= 0 in 63 bits, others above 0"
             value = getattr(params, name, num_samples)
             raise ConfigError(f"sample.{name}", value, rule, "The engine has no other")
         trainer, seed = self._trainer, params.seed

@@ -24,7 +24,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from automoe.errors import CheckpointError, ConfigError
 from automoe.model.loss import LossInputs
-from automoe.optim.adamw import learning_rate
+from automoe.optim.schedule import learning_rate
 from automoe.rl.routes import read_vllm
 from automoe.session import Sample, Session, open_session, resolved, save_at, store_at
 

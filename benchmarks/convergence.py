@@ -119,7 +119,7 @@ def train_by_trainer(folder: Path, words: list[str]) -> None:
 
     from automoe.config.compose import compose_config
     from automoe.data.loader import Loader
-    from automoe.optim.adamw import learning_rate
+    from automoe.optim.schedule import learning_rate
 
     torch.set_num_threads(1)
     config = compose_config(overrides=words)

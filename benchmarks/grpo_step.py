@@ -2,12 +2,13 @@
 
 Nothing is sampled: both get the same prompts, answers and rewards. A step is old log-probabilities, loss, backward, clipping
 and AdamW over 64 answers, in float32, one process and one thread; the two take turns, update by update, and losses and
-gradient norms must be equal, else nothing is reported. TRL runs at its best setting: micro-batches of 8, grouped_mm, no
+gradient norms must be equal, else nothing is reported. Both have micro-batches of 8 rows; TRL has grouped_mm, no
 checkpointing, ``num_iterations=2`` (it computes old log-probabilities only then); of its time only the parts named above
 count, of ours the whole calls of the session. Peak memory is of processes of their own.
 
     python benchmarks/grpo_step.py             # about six minutes; writes benchmarks/results/grpo_step.json
     python benchmarks/grpo_step.py --quick     # a small model, to check the script itself
+    python benchmarks/grpo_step.py --vllm PYTHON   # new weights into vLLM 0.32 for CPUs; results/grpo_vllm_weights.json
 """
 
 from __future__ import annotations
@@ -35,6 +36,25 @@ LR = 1e-4
 GATE = 1e-3  # relative difference of gradient norms, and difference of losses over the norm, that are accepted
 UNTIMED = 1  # generations
 PARTS = ("old log-probabilities", "forward", "backward", "clip", "optimizer")
+# vLLM that reads its weights again from each folder that is named, and then answers.
+RELOADS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from vllm_worker import forget_kernels
+sys.path.pop(0)
+import vllm
+llm = vllm.LLM(model=sys.argv[2], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=144,
+               enable_prefix_caching=False)
+while True:
+    asked = {"prompt_token_ids": list(range(3, 19))}
+    [request] = llm.generate([asked], vllm.SamplingParams(seed=0, max_tokens=1, logprobs=0, detokenize=False), use_tqdm=False)
+    [answer] = request.outputs
+    [token] = answer.token_ids
+    print(json.dumps({"token": token, "log_prob": answer.logprobs[0][token].logprob, "version": vllm.__version__}), flush=True)
+    folder = sys.stdin.readline().strip()
+    llm.apply_model(forget_kernels)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+"""
 
 
 def rollouts(answers: str) -> dict[str, list[Any]]:
@@ -49,11 +69,10 @@ def rollouts(answers: str) -> dict[str, list[Any]]:
     }
 
 
-def save_model(folder: Path, quick: bool) -> None:
+def save_model(folder: Path, hidden: int, layers: int) -> None:
     import transformers
 
     torch.manual_seed(0)
-    hidden, layers = (64, 2) if quick else (256, 4)
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=hidden,
@@ -338,13 +357,94 @@ def weights(folder: Path) -> dict[str, Any]:
     return timed | {"ratio": timed["exported and loaded"] / timed["streamed"]}
 
 
+def cpu_seconds(process: int) -> float:
+    """Return the CPU seconds of a process, all of its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Time from new weights in the trainer to vLLM's first token with them: streamed, and by exports that it reads.
+
+    The ways take turns. Each answer's log-probability must be the trainer's.
+    """
+    from automoe.hf.write import to_hf
+    from automoe.rl import vllm
+    from automoe.rl.weights import WeightStream
+    from automoe.session import Sample
+
+    ours = Ours(folder, rollouts("uniform"), 4)
+    parts = ours.session.state.model_parts
+    prompt, run = list(range(3, 19)), folder.parent / "run"
+    streamed = vllm.LocalVLLM(python, ours.session.config, [], run)
+    stream = WeightStream(parts, **streamed.options)
+    to_hf(parts, folder.parent / "first")
+    command = [python, "-c", RELOADS, str(Path(vllm.vllm_worker.__file__).parent), str(folder.parent / "first")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    start = time.perf_counter()
+    reloads = subprocess.Popen(command, env=vllm._own_environment() | vllm._CPU, **pipes)
+
+    def said() -> dict[str, Any]:
+        return next(json.loads(line) for line in reloads.stdout if line.startswith('{"'))
+
+    fresh = said()
+    started = time.perf_counter() - start
+
+    def stream_in() -> tuple[int, float]:
+        streamed.update(stream)
+        [[answer]] = streamed.sample([prompt], 1, 1, 1.0, seed=0)
+        return answer.tokens[0], answer.log_probs[0]
+
+    def export_and_read(verify: bool) -> tuple[int, float]:
+        to_hf(parts, folder.parent / "hf", verify=verify, overwrite=True)
+        print(folder.parent / "hf", file=reloads.stdin, flush=True)
+        answer = said()
+        return answer["token"], answer["log_prob"]
+
+    ways = {
+        "streamed": (stream_in, streamed._process.pid),
+        "verified export, read by vLLM": (lambda: export_and_read(True), reloads.pid),
+        "export that nothing verifies, read by vLLM": (lambda: export_and_read(False), reloads.pid),
+    }
+    seconds: dict[str, dict[str, list[float]]] = {way: {"wall": [], "cpu": []} for way in ways}
+    for turn in range(rounds + 1):
+        for way, (work, process) in ways.items():
+            with torch.no_grad():
+                for part in parts.values():
+                    for parameter in part.parameters():
+                        parameter.mul_(1.01)
+            wall, cpu = time.perf_counter(), time.process_time() + cpu_seconds(process)
+            token, log_prob = work()
+            if turn:  # the first one is a warm-up
+                seconds[way]["wall"].append(time.perf_counter() - wall)
+                seconds[way]["cpu"].append(time.process_time() + cpu_seconds(process) - cpu)
+            trainers = ours.session.log_probs([Sample.of_answer(prompt, [token])]).log_probs[0][-1]
+            if not abs(log_prob - float(trainers)) < 1e-5:
+                raise SystemExit(f"{way}: vLLM says {log_prob} of token {token}, the trainer {float(trainers)}")
+    streamed.close()
+    reloads.kill()
+    reloads.wait()
+    medians = {way: {kind: median(each) for kind, each in kinds.items()} for way, kinds in seconds.items()}
+    return {
+        "vllm": fresh["version"],
+        "parameters": sum(parameter.numel() for part in parts.values() for parameter in part.parameters()),
+        "seconds": seconds,
+        "median": medians,
+        "over_streamed": {
+            way: {kind: medians[way][kind] / best for kind, best in medians["streamed"].items()} for way in ways
+        },
+        "start of a vLLM from an export, once, wall": started,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model: checks the script, not speed")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
-    parser.add_argument("--micro", type=int, default=4, help="our micro-batch, in rows as long as the longest sample")
+    parser.add_argument("--micro", type=int, default=8, help="our micro-batch, in rows as long as the longest sample")
     parser.add_argument("--generations", type=int, default=8, help="rollouts, each of two updates")
     parser.add_argument("--answers", default="", help="one kind of answers alone: uniform or full")
+    parser.add_argument("--vllm", help="the Python of a vLLM: only time new weights into it")
     parser.add_argument("--no-peaks", action="store_true", help="speed alone")
     parser.add_argument("--memory", choices=["automoe", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -354,12 +454,24 @@ def main() -> None:
     if args.memory:
         measure_memory(args.memory, args.folder, args.answers, args.micro)
         return
-    report: dict[str, Any] = {
-        "what": "a GRPO step on fixed rollouts: old log-probabilities, loss, backward, clipping, AdamW; CPU seconds, one thread",
+    machine = {
         "quick": args.quick,
         "commit": commit("../automoe", "grpo_step.py"),
         "cpu": cpu_model(),
         "python": platform.python_version(),
+    }
+    if args.vllm:
+        with TemporaryDirectory() as name:
+            save_model(Path(name) / "model", *((256, 2) if args.quick else (512, 7)))
+            report = {"what": into_vllm.__doc__.splitlines()[0]} | machine
+            report |= into_vllm(args.vllm, Path(name) / "model", 2 if args.quick else 8)
+        print(json.dumps([report["median"], report["over_streamed"]], indent=1))
+        result_file(args.out, "grpo_vllm_weights", args.quick).write_text(json.dumps(report, indent=1) + "\n")
+        return
+    sizes = (64, 2) if args.quick else (256, 4)
+    report = {
+        "what": "a GRPO step on fixed rollouts: old log-probabilities, loss, backward, clipping, AdamW; CPU seconds, one thread",
+        **machine,
         "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
         "micro_batch": {"automoe": args.micro, "trl": 8},
         "runs": [],
@@ -367,7 +479,7 @@ def main() -> None:
     for answers in [args.answers] if args.answers else ["uniform", "full"]:
         with TemporaryDirectory() as name:
             folder = Path(name) / "model"
-            save_model(folder, args.quick)
+            save_model(folder, *sizes)
             run = measure(folder, answers, args.micro, 3 if args.quick else args.generations)
             if not args.no_peaks:
                 run["peak_mb_above_the_loaded_model"] = peaks(folder, answers, args.micro, 1 if args.quick else 3)
@@ -378,7 +490,7 @@ def main() -> None:
                 )
             )
     with TemporaryDirectory() as name:
-        save_model(Path(name) / "model", args.quick)
+        save_model(Path(name) / "model", *sizes)
         report["weights_into_an_engine_seconds"] = weights(Path(name) / "model")
     result_file(args.out, "grpo_step", args.quick).write_text(json.dumps(report, indent=1) + "\n")
 

@@ -86,7 +86,9 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     bins = split(items.items(), limit)
     names = file_names(len(bins))
     generator = torch.Generator().manual_seed(0)
-    tensors = (torch.randn(size, generator=generator) * size[-1] ** -0.5 for size in tensors.values())
+    tensors = (
+        (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtypes[key]) for key, size in tensors.items()
+    )
     write_files([(bf16 / name, one) for name, one in zip(names, bins, strict=True)], ((one,) for one in tensors))
     write_index(bf16, bins, torch.bfloat16)
     write_settings(bf16, config, torch.bfloat16, None)

@@ -11,6 +11,8 @@ import io
 import pickle
 import re
 from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from automoe.checkpoint.errors import dcp_error
@@ -52,10 +54,14 @@ class StepReader(dcp.FileSystemReader):
 
     _unread: CheckpointError | None = None  # error of read_metadata, whose text torch 2.11 drops
 
+    @cached_property
+    def _index(self) -> Metadata:
+        return _renamed(_read_index(Path(self.path) / ".metadata"))
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the step's index, which lists its tensors and their locations."""
         try:
-            metadata = _renamed(_read_index(Path(self.path) / ".metadata"))
+            metadata = self._index
         except CheckpointError as error:
             self._unread = error
             raise
@@ -66,25 +72,39 @@ class StepReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read tensors straight into their places where both are contiguous, others as torch does.
 
-        Torch reads every tensor into new memory first.
+        Torch reads every tensor into new memory first, and unpickles a description of each one. Here
+        tensors whose files have the same bytes in front of the numbers share a description.
         """
-        others = []
-        for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            target = planner.resolve_tensor(item).detach()
-            corners = zip(item.storage_offsets, item.lengths, strict=True)
-            with self.fs.create_stream(Path(self.path, place.relative_path), "rb") as stream:
-                stored, begin = stored_tensor(self, stream, place)
-                part = stored[tuple(slice(at, at + size) for at, size in corners)]
-                whole = part.is_contiguous() and target.is_contiguous() and target.is_cpu
-                if not whole or (part.dtype, part.shape) != (target.dtype, target.shape):
-                    others.append(item)
-                    continue
-                stream.seek(begin + part.storage_offset() * part.itemsize)
-                numbers = target.view(-1).view(torch.uint8).numpy()
-                if stream.readinto(numbers) < len(numbers):
-                    raise CheckpointError(f"{place.relative_path} ends too early")
-                planner.commit_tensor(item, target)
+        others: list[ReadItem] = []
+        described: dict[Any, tuple[bytes, torch.Tensor]] = {}
+        places = sorted(
+            ((self.storage_data[item.storage_index], item) for item in plan.items),
+            key=lambda pair: (pair[0].relative_path, pair[0].offset),
+        )
+        for file, pairs in groupby(places, lambda pair: pair[0].relative_path):
+            with self.fs.create_stream(Path(self.path, file), "rb") as stream:
+                for place, item in pairs:
+                    kind = place.length, item.lengths
+                    front, stored = described.get(kind, (b"", None))
+                    stream.seek(place.offset)
+                    if stored is None or stream.read(len(front)) != front:
+                        stored, begin = stored_tensor(self, stream, place)
+                        stream.seek(place.offset)
+                        front = stream.read(begin - place.offset)
+                        described[kind] = front, stored
+                    target = planner.resolve_tensor(item).detach()
+                    corners = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = stored[tuple(slice(at, at + size) for at, size in corners)]
+                    whole = part.is_contiguous() and target.is_contiguous() and target.is_cpu
+                    if not whole or (part.dtype, part.shape) != (target.dtype, target.shape):
+                        others.append(item)
+                        continue
+                    start = place.offset + len(front) + part.storage_offset() * part.itemsize
+                    stream.seek(start)
+                    numbers = target.view(-1).view(torch.uint8).numpy()
+                    if stream.readinto(numbers) < len(numbers):
+                        raise CheckpointError(f"{place.relative_path} ends too early")
+                    planner.commit_tensor(item, target)
         return super().read_data(replace(plan, items=others), planner)
 
     def load(self, tensors: dict[str, torch.Tensor], **ranks: Any) -> None:
@@ -131,6 +151,8 @@ def _renamed(metadata: Metadata) -> Metadata:
 
     entries = metadata.state_dict_metadata
     data = metadata.storage_data
+    if not any(map(_OLD_NAME.search, entries)):
+        return metadata
     metadata.state_dict_metadata = {today(name): entry for name, entry in entries.items()}
     metadata.storage_data = {
         replace(index, fqn=today(index.fqn)): place for index, place in data.items()
@@ -142,12 +164,12 @@ def _read_index(path: Path) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(read_file(path))).load()
         entries = metadata.state_dict_metadata
-        paths = [place.relative_path for place in metadata.storage_data.values()]
+        paths = {place.relative_path for place in metadata.storage_data.values()}
         strange = [
             name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)
         ]
         # A file in the step's directory has a path of one part.
-        outside = [path for path in paths if path in ("", "..") or Path(path).name != path]
+        outside = sorted(path for path in paths if path in ("", "..") or Path(path).name != path)
         if metadata.version is not None and _numbers(metadata.version) > _numbers(
             CURRENT_DCP_VERSION
         ):

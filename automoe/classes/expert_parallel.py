@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from automoe.comm.local_shard import local_shard
 from automoe.errors import ConfigError
-from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel.expert import ExpertStyle
 
@@ -48,14 +48,13 @@ class ExpertParallel(ExpertStyle):
             remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
         if rule:
             raise ConfigError("module", type(module).__name__, rule, remedy)
-        return super()._apply(module, device_mesh)
-
-    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
-        if isinstance(module, GroupedExperts):
-            return super().connect(module, dispatcher)
-        module.forward = RoutedCall(module, dispatcher).route
+        super()._apply(module, device_mesh)
+        dispatcher = self.dispatcher(device_mesh, LocalDispatcher(module.num_experts))
+        call = RoutedRows if isinstance(module, GroupedExperts) else RoutedCall
+        module.forward = call(module, dispatcher).route
         # the module's own code counts its local experts
         module.num_experts = len(local_shard(next(module.parameters())))
+        return module
 
 
 def obstacle(module: nn.Module) -> str:
@@ -164,3 +163,15 @@ class RoutedCall(OwnCode):
         return functional_call(
             self, weights, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1))
         )
+
+
+class RoutedRows(RoutedCall):
+    """Forward of ``GroupedExperts`` on rows of all experts, which a dispatcher takes to their ranks.
+
+    A layer that has all experts calls it.
+    """
+
+    def route(self, x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:
+        row_R = torch.arange(len(gather_idx_R), device=x_TH.device)
+        ids_R1 = torch.searchsorted(offsets_E, row_R, right=True).unsqueeze(1)
+        return self.dispatcher(x_TH[gather_idx_R], ids_R1, probs_R.unsqueeze(1), self.own_forward)

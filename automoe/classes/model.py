@@ -295,7 +295,7 @@ class TransformersModel(CausalLM):
             rule += "is not a Triton kernel and has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
-            make = self.backend.experts or (lambda _: expert_backend(chosen))
+            make = self.backend.make_products or (lambda _: expert_backend(chosen))
             for experts in modules:
                 compute_by(experts, make(experts))
         whose = "automoe's" if ours else "transformers' own"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class Ranks:
         """
         if self.size == 1:
             return [retried(action)]
-        mine, cause = _attempt(self.rank, action)
+        mine, cause = _attempt(self.rank, partial(retried, action))
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.group)
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
@@ -89,9 +90,10 @@ class Ranks:
             OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank,
                 as in ``all``.
         """
+        run = partial(retried, action) if again else action
         if self.size == 1:
-            return retried(action) if again else action()
-        outcome, cause = _attempt(0, action, again) if self.rank == 0 else (None, None)
+            return run()
+        outcome, cause = _attempt(0, run) if self.rank == 0 else (None, None)
         box: list[Any] = [outcome]
         dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Exception):
@@ -114,10 +116,8 @@ class Ranks:
         return mine
 
 
-def _attempt(
-    rank: int, action: Callable[[], T], again: bool = True
-) -> tuple[T | Exception, Exception | None]:
+def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Exception, Exception | None]:
     try:
-        return retried(action) if again else action(), None
+        return action(), None
     except Exception as error:  # Other ranks wait for an outcome.
         return for_all(rank, error), error

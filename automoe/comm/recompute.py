@@ -64,6 +64,6 @@ def is_recomputing() -> bool:
     return current is not None and current.recomputes
 
 
-def counts() -> bool:
+def is_counted() -> bool:
     """Return True if this forward pass counts: it trains, and it is not a recomputation."""
     return trains() and not is_recomputing()

@@ -79,6 +79,8 @@ parallel.recompute_layers: facts.outside != null |
     | layer {facts.outside} is outside 0..{facts.last} (model.num_layers={model.num_layers} and
     num_mtp_layers={model.num_mtp_layers}) | Set parallel.recompute_layers={facts.inside}
 parallel.recompute_layers: facts.twice | | names a layer twice | Set parallel.recompute_layers={facts.inside}
+parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}' (model.first_k_dense={model.first_k_dense})
+    | Leave it out of parallel.recompute, or name layers that have it
 """)
 # fmt: on
 
@@ -89,6 +91,11 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     all_layers = config.model.all_layers
     chosen = parallel.recompute_layers
     layers = chosen if isinstance(chosen, list) else []
+    interval = _EVERY.fullmatch(chosen) if isinstance(chosen, str) else None
+    repeated = set(layers or all_layers[:: int(interval[1]) if interval else 1])
+    dense = set(range(config.model.first_k_dense))
+    lacking = {"mlp": repeated - dense}
+    lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), repeated & dense)
     see = Scope(config, config.mesh).knowing(
         unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
         rerun=", ".join(name for name in names if name in (*RERUN, FULL)),
@@ -96,10 +103,11 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         listed=names is parallel.recompute,
         once=list(dict.fromkeys(names)),
         others=len(names) > 1,
-        no_interval=isinstance(chosen, str) and not _EVERY.fullmatch(chosen),
+        no_interval=isinstance(chosen, str) and not interval,
         outside=next((layer for layer in layers if layer not in all_layers), None),
         last=len(all_layers) - 1,
         inside=sorted(set(layers).intersection(all_layers)),
         twice=len(set(layers)) < len(layers),
+        idle=next((name for name in names if chosen and lacking.get(name) == repeated), ""),
     )
     yield from refused(see, _NAMES, _NO_EFFECT, _LAYERS)

@@ -101,22 +101,22 @@ def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Content
     codes_end, scales_end, least_dims = ENDS[encoding]
     scales_of = {}  # name of the codes -> scales
     paired = set()
-    for name, scales in tensors.items():
-        if name.endswith(scales_end) and name not in scales_of:
-            codes = name[: -len(scales_end)] + codes_end
-            if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
-                scales_of[codes] = scales
-                paired.add(name)
+    for name in [name for name in tensors if name.endswith(scales_end)]:
+        codes = name[: -len(scales_end)] + codes_end
+        data = None if name in scales_of or codes in paired else tensors.get(codes)
+        if data is not None and len(data.shape) >= least_dims:
+            scales_of[codes] = tensors[name]
+            paired.add(name)
     sources = {}
     for name, data in tensors.items():
-        if name in scales_of:
+        if (scales := scales_of.get(name)) is not None:
             base = name[: len(name) - len(codes_end)]
             if codes_end and base in tensors:
                 raise CheckpointError(
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
                     f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
-            sources[base] = StoredTensor(*data[:5], scales_of[name], encoding)
+            sources[base] = StoredTensor(*data[:5], scales, encoding)
         elif name not in paired:
             sources[name] = data
     return _check_shapes(folder, sources) if encoding == "int4" else sources

@@ -11,9 +11,9 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate, repeat
 from pathlib import Path
-from sys import intern
 from typing import Any, NamedTuple
 
 from automoe.config.hub import local_folder
@@ -124,6 +124,12 @@ class StoredTensor(NamedTuple):
 Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and bytes
 
 
+@lru_cache
+def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
+    """Return dtype, shape and bytes, the same objects for all tensors that have them."""
+    return dtype, shape, math.prod(shape) * BITS[dtype] // 8
+
+
 def coded_shapes(
     shape: Shape, encoding: Encoding, block: tuple[int, int] = FP8_BLOCK
 ) -> tuple[Shape, Shape]:
@@ -201,7 +207,8 @@ def _read_all(folder: Path, last: bool) -> Contents:
             f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
             f"{listed(missing)}. Copy them again"
         )
-    tensors = {}
+    tensors: Contents = {}
+    places: dict[str, str] = {}
     for file in files:
         header = _read_header(folder, file)
         for name in sorted(header.keys() & tensors.keys()):
@@ -215,23 +222,24 @@ def _read_all(folder: Path, last: bool) -> Contents:
             if counts != file:
                 del header[name]
         tensors |= header
+        places |= dict.fromkeys(header, file)
     if SINGLE_FILE not in files and is_there(folder, SINGLE_FILE):
         raise CheckpointError(
             f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
             "and automoe what the index names. Remove the one that does not count"
         )
-    index = index or {}
-    remedy = "The index belongs to other files: copy the checkpoint again"
-    if lost := [name for name in index if name not in tensors]:
-        raise CheckpointError(
-            f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
-        )
-    if moved := [name for name, file in index.items() if tensors[name].file != file]:
-        first = moved[0]
-        raise CheckpointError(
-            f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
-            f"{tensors[first].file} and not in {index[first]}. {remedy}"
-        )
+    if index is not None and index != places:
+        remedy = "The index belongs to other files: copy the checkpoint again"
+        if lost := [name for name in index if name not in tensors]:
+            raise CheckpointError(
+                f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
+            )
+        if moved := [name for name, file in index.items() if places[name] != file]:
+            first = moved[0]
+            raise CheckpointError(
+                f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
+                f"{places[first]} and not in {index[first]}. {remedy}"
+            )
     return tensors
 
 
@@ -389,26 +397,23 @@ def _read_header(folder: Path, name: str) -> Contents:
         # Read before the library maps the file: a failing disk gives an error here, a signal there.
         length = int.from_bytes(start[:8], "little")
         raw = stream.read(min(length, MAX_HEADER_BYTES))
-    tensors = {}
-    begin = 8 + length
     try:
         with safe_open(file, framework="np") as opened:
             # The library checks all but repeated names, and tensors follow each other without holes.
             keys, settings = opened.offset_keys(), opened.metadata()
             if raw.count(b":") != 4 * len(keys) + (0 if settings is None else 1 + len(settings)):
                 parse_json(raw)
-            for key in keys:
-                part = opened.get_slice(key)
-                dtype = intern(part.get_dtype())
-                shape = tuple(part.get_shape())
-                num_bytes = math.prod(shape) * BITS[dtype] // 8
-                tensors[key] = StoredTensor(name, dtype, shape, begin, num_bytes)
-                begin += num_bytes
+            parts = map(opened.get_slice, keys)
+            layouts = [_layout(part.get_dtype(), *part.get_shape()) for part in parts]
     except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{file}: truncated or not a safetensors file: {size:,} bytes ({error}). Copy it again"
         ) from None
-    return tensors
+    dtypes, shapes, sizes = zip(*layouts, strict=True) if layouts else ((),) * 3
+    starts = accumulate(sizes, initial=8 + length)
+    return dict(
+        zip(keys, map(StoredTensor, repeat(name), dtypes, shapes, starts, sizes), strict=True)
+    )
 
 
 def _lfs_pointer(file: Path, size: int) -> CheckpointError:

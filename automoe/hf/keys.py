@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -90,23 +91,23 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     @property
     def box(self) -> tuple[int | slice, ...]:
         """Index of the box in our whole tensor."""
-        stored = {dim for stored_dim in self.dims for dim in stored_dim}
+        stored = {*chain.from_iterable(self.dims)}
         pairs = enumerate(zip(self.start, self.size, strict=True))
         return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
 
     @property
     def order(self) -> list[int]:
         """Order in which files have the dims of the box."""
-        dims = [dim for stored_dim in self.dims for dim in stored_dim]
+        dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
     def in_stored_order(self, tensor: Any) -> Any:
         """Return a view of a part of the box (of torch), dims in HuggingFace order, not merged."""
-        order = self.order
-        if order == sorted(order):
+        dims = [*chain.from_iterable(self.dims)]
+        if dims == sorted(dims):
             return tensor
-        packed = range(len(order), tensor.dim())  # blocks and bytes instead of columns
-        return tensor.permute(*order, *packed)
+        packed = range(len(dims), tensor.dim())  # blocks and bytes instead of columns
+        return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
         """Return a view of a slice of the HuggingFace tensor in the layout of the box."""
@@ -142,14 +143,13 @@ def one_by_one(
     outer, size = len(shape) - 2, shape[-2:]
     cut = len(keys) % 2
     full = tuple(width * parts if dim == cut else width for dim, width in enumerate(size))
+    box, dims = (1,) * outer + size, ((outer,), (outer + 1,))
     for expert in experts:
         at = expert % parts * size[cut]
+        offset = (0, at) if cut else (at, 0)
         for half, key in enumerate(keys):
-            start = (expert, half)[:outer] + (0, 0)
-            offset = (0, at) if cut else (at, 0)
-            dims = (outer,), (outer + 1,)
-            key = key.format(expert=expert)
-            yield Piece(key, full, start, (1,) * outer + size, dims, offset)
+            key = key.replace("{expert}", str(expert))
+            yield Piece(key, full, (expert, half)[:outer] + (0, 0), box, dims, offset)
 
 
 @dataclass(frozen=True)

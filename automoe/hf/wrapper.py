@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
         CheckpointError: config.json describes a wrapper, and the text model is not in the files.
     """
     for names in _WRAPPED:
-        if any(key.startswith(names.prefixes[0][0]) for key in keys):
+        if any(map(str.startswith, keys, repeat(names.prefixes[0][0]))):
             return names
     if not is_wrapper(hf):
         return ALONE

@@ -88,13 +88,14 @@ def to_hf(
         bases = {item.shard.base for item in plan}
         rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}
         rounded = sorted({str(dtype) for theirs in ranks.all(lambda: rounded) for dtype in theirs})
-        written = replace(written, base="".join(bases), rounded=" and ".join(rounded))
+        written = replace(
+            written, base="".join(bases), rounded=" and ".join(rounded), encoding=encoding
+        )
         ranks.lead(
             lambda: write_settings(
                 folder, config, written.dtype, tokenizer, quantization, chat, source
             )
         )
-        written = replace(written, encoding=encoding)
         if verify:
             dtypes = {item.key: item.dtype for item in plan}
             error = verify_hf(parts, folder, dtype=dtypes, encoding=encoding, source=source)

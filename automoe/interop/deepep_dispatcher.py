@@ -15,7 +15,7 @@ import torch
 
 from automoe.comm.discard_outputs import discard
 from automoe.errors import BackendError
-from automoe.moe.dispatch.base import Experts, run_choices
+from automoe.moe.dispatch.base import RunExperts, run_choices
 from automoe.moe.dispatch.wire import scaled
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
@@ -124,7 +124,7 @@ class DeepEPDispatcher:
         self.in_8_bits = in_8_bits
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> torch.Tensor:
         """Dispatch, compute and combine; ``automoe.moe.dispatch.base`` lists the shapes.
 

@@ -20,7 +20,7 @@ from automoe.kernels.attention import prepare_cuda
 from automoe.model.attention_masks import QueryBlock, documents, seen_keys
 from automoe.model.backend import BackendConfig
 from automoe.model.indexer import Indexer, IndexInputs
-from automoe.model.linear import Linear, Rows
+from automoe.model.linear import Features, Linear
 from automoe.model.norm import norm_over_ranks
 from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
@@ -110,7 +110,7 @@ class AttentionSetup:
         return torch.cat(out, dim=1)
 
 
-def own_rows(ranks: Communicator, num_heads: int, head_dim: int) -> Rows:
+def own_features(ranks: Communicator, num_heads: int, head_dim: int) -> Features:
     """Return the features that this rank uses of ``num_heads`` heads; None means all."""
     if ranks.num_ranks == 1:
         return None
@@ -136,17 +136,17 @@ class GroupedQueryAttention(nn.Module):
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         self.num_kv_heads = attention.num_kv_heads
         bias = attention.qkv_bias
-        self.q_rows = own_rows(self.sequence, attention.num_heads, self.head_dim)
-        self.k_rows = own_rows(self.sequence, attention.num_kv_heads, self.head_dim)
+        self.q_features = own_features(self.sequence, attention.num_heads, self.head_dim)
+        self.k_features = own_features(self.sequence, attention.num_kv_heads, self.head_dim)
         # Ranks that outnumber key and value heads keep the whole projection and use some rows.
-        kv_rows = self.k_rows if attention.num_kv_heads < self.sequence.num_ranks else None
+        kv_features = self.k_features if attention.num_kv_heads < self.sequence.num_ranks else None
         self.output_gate = attention.output_gate
         # With an output gate each head has the rows of its query first, then the rows of its gate.
         self.q_proj = Linear(
             hidden, (1 + self.output_gate) * attention.num_heads * self.head_dim, bias
         )
-        self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_rows)
-        self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_rows)
+        self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_features)
+        self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_features)
         self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
         self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
         self.window = window_of(attention, layer)
@@ -192,7 +192,7 @@ class GroupedQueryAttention(nn.Module):
         if self.sequence.num_ranks == 1:
             q, k = (norm(x) for norm, x in zip(norms, both, strict=True))
         else:
-            q, k = norm_over_ranks(norms, both, (self.q_rows, self.k_rows), self.sequence)
+            q, k = norm_over_ranks(norms, both, (self.q_features, self.k_features), self.sequence)
         return q.view_as(q_BSND), k.view_as(k_BSGD)
 
 

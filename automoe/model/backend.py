@@ -17,7 +17,8 @@ from automoe.model.attention_masks import MaskFn, dense_masks
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
-from automoe.moe.experts import MakeExperts
+from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.experts import MakeProducts
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: function that takes a layer's ``GroupedExperts`` and returns what multiplies by them;
-            None: the backend ``expert_backend(moe.experts)``.
+        make_products: function that takes a layer's ``GroupedExperts`` and returns what multiplies by
+            them; None: the backend ``expert_backend(moe.experts)``.
+        dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
         masks: function that makes the masks that ``attend`` takes.
@@ -43,7 +45,8 @@ class BackendConfig:
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
-    experts: MakeExperts | None = None
+    make_products: MakeProducts | None = None
+    dispatcher: Dispatcher | None = None
     router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend
     masks: MaskFn = dense_masks

@@ -86,13 +86,18 @@ class Block(nn.Module):
             gated = config.shared_expert_gate
             shared = MLP(hidden, width, gated, *ranks) if width else None
             moe_index = layer - config.first_k_dense
-            surroundings = (
+            self.mlp = MoE(
+                config,
+                moe,
+                moe_index,
+                shared,
                 backend.pg_collection,
-                backend.experts,
+                backend.make_products,
+                backend.dispatcher,
                 backend.seed,
                 backend.router_dtype,
+                calls,
             )
-            self.mlp = MoE(config, moe, moe_index, shared, *surroundings, calls)
 
     @property
     def attention(self) -> nn.Module:

@@ -20,7 +20,7 @@ from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
-from automoe.model.linear import Linear, Rows, take_rows
+from automoe.model.linear import Features, Linear, take_features
 from automoe.model.rows import exchange_heads, exchange_positions, own_heads
 
 CHUNK = 64
@@ -149,12 +149,12 @@ class GatedDeltaNet(nn.Module):
         self.sequence = backend.pg_collection.sequence
         self.gather = calls.gather(self.sequence.all_gather)
         self.context = backend.pg_collection.context
-        self.rows = self._own_rows(SINGLE_RANK)
-        self.conv_rows = self._own_rows(self.context)
+        self.features = self._own_features(SINGLE_RANK)
+        self.conv_features = self._own_features(self.context)
         channels = 2 * keys + values
         self.is_split = a.linear_split_projections
         if self.is_split:
-            self.in_proj_qkv = Linear(hidden, channels, rows=self.rows)
+            self.in_proj_qkv = Linear(hidden, channels, features=self.features)
             self.in_proj_z = Linear(hidden, values)
             self.in_proj_b = Linear(hidden, self.value_heads)
             self.in_proj_a = Linear(hidden, self.value_heads)
@@ -178,7 +178,7 @@ class GatedDeltaNet(nn.Module):
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
         mixed_BSD, b_BSN, a_BSN = self._exchange(mixed_BSD, b_BSN, a_BSN)
         heads = b_BSN.shape[2] // self.repeats
-        conv_weight = take_rows(local_shard(self.conv1d.weight), self.conv_rows)
+        conv_weight = take_features(local_shard(self.conv1d.weight), self.conv_features)
         mixed_BSD = F.silu(causal_conv(mixed_BSD, conv_weight, docs_BS))
         q, k, v = mixed_BSD.split(
             (heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1
@@ -233,7 +233,7 @@ class GatedDeltaNet(nn.Module):
         *mixed, b, a = row_BRGD.split((*widths, self.repeats, self.repeats), dim=-1)
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
-    def _own_rows(self, context: Communicator) -> Rows:
+    def _own_features(self, context: Communicator) -> Features:
         """Return the channels (queries, keys and values) of this tp rank's heads.
 
         If ``context`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
@@ -242,11 +242,12 @@ class GatedDeltaNet(nn.Module):
         if ranks == 1:
             return None
         first = first_of_rank(self.sequence, self.key_heads)
-        first += context.rank * (self.key_heads // ranks)
-        rows = []
+        held = self.key_heads // ranks
+        first += context.rank * held
+        features = []
         start = 0
         for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):
             begin = start + first * width
-            rows.append(slice(begin, begin + self.key_heads // ranks * width))
+            features.append(slice(begin, begin + held * width))
             start += self.key_heads * width
-        return tuple(rows)
+        return tuple(features)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.recompute import counts
+from automoe.comm.recompute import is_counted
 from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
@@ -136,7 +136,7 @@ class Indexer(nn.Module):
         weight_Bs = self.ranks.local_shard(tokens.valid).to(target_BsR.dtype) / tokens.num_tokens
         chosen_BsR = self.ranks.local_shard(chosen_BSR)
         loss = _Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
-        if counts():
+        if is_counted():
             self.loss_sum += loss.detach()
         return loss
 

@@ -16,28 +16,28 @@ from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import Communicator
 from automoe.quantize.packed import linear
 
-Rows = tuple[slice, ...] | None  # ranges of output features; None: all
+Features = tuple[slice, ...] | None  # ranges of output features; None: all
 
 
-def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """Return these rows of x, one range after the other."""
-    if rows is None:
+def take_features(x: Tensor, features: Features) -> Tensor:
+    """Return these rows of a weight, one range after the other."""
+    if features is None:
         return x
-    return x[rows[0]] if len(rows) == 1 else torch.cat([x[each] for each in rows])
+    return x[features[0]] if len(features) == 1 else torch.cat([x[each] for each in features])
 
 
 class Linear(nn.Module):
     """Linear layer ``x @ weight.T + bias`` with weight [O, I] and an optional bias [O].
 
     Args:
-        rows: output features to use, if the rank holds the whole weight but needs only some.
+        features: output features to use, if the rank holds the whole weight but needs only some.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, rows: Rows = None
+        self, in_features: int, out_features: int, bias: bool = False, features: Features = None
     ) -> None:
         super().__init__()
-        self.rows = rows
+        self.features = features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
@@ -55,7 +55,7 @@ class Linear(nn.Module):
 
     def shard(self, parameter: Tensor) -> Tensor:
         """Return the output features of weight or bias that this rank uses."""
-        return take_rows(local_shard(parameter), self.rows)
+        return take_features(local_shard(parameter), self.features)
 
 
 class _Lookup(torch.autograd.Function):

@@ -18,7 +18,7 @@ from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import indexed_blocks
-from automoe.model.linear import Linear, Rows, take_rows
+from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.lora import PRODUCTS, Adapter, Added, ExpertLora, LoRAExperts
@@ -39,11 +39,11 @@ class Lora(Adapter):
         self.A = nn.Parameter(torch.empty(lora.rank, in_features))
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
-    def forward(self, x_BSI: Tensor, rows: Rows) -> Tensor:
-        """Return the adapter's term of the output [B, S, O], or of its features ``rows``."""
+    def forward(self, x_BSI: Tensor, features: Features) -> Tensor:
+        """Return the adapter's term of the output [B, S, O], or of its ``features``."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
-        return F.linear(low_BSr, take_rows(b_Or, rows))
+        return F.linear(low_BSr, take_features(b_Or, features))
 
 
 class LoRALinear(Linear):
@@ -59,7 +59,7 @@ class LoRALinear(Linear):
         self.added: dict[str, Added] = {}
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.rows)
+        return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.features)
 
 
 def adapt(

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from automoe.comm.process_groups import Communicator
 from automoe.interop.torch_private import AsyncTensor
 from automoe.kernels.activation import row_blocks
-from automoe.model.linear import Rows, take_rows
+from automoe.model.linear import Features, take_features
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -159,7 +159,10 @@ class _NormOverRanks(torch.autograd.Function):
 
 
 def norm_over_ranks(
-    norms: Sequence[RMSNorm], inputs: Sequence[Tensor], rows: Sequence[Rows], ranks: Communicator
+    norms: Sequence[RMSNorm],
+    inputs: Sequence[Tensor],
+    features: Sequence[Features],
+    ranks: Communicator,
 ) -> tuple[Tensor, ...]:
     """Apply norms over features that are sharded over ranks, with one all-reduce for all norms.
 
@@ -167,11 +170,11 @@ def norm_over_ranks(
         norms: norms with the same epsilon.
         inputs: [..., w] of this rank for each norm. If features are replicated, each is on equally
             many ranks, so copies do not change the mean.
-        rows: for each norm, the features of its whole weight that this rank has.
+        features: for each norm, those of its whole weight that this rank has.
     """
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
     weights = [
-        take_rows(norm.weight, row).to(wide) + float(norm.zero_centered)
-        for norm, row in zip(norms, rows, strict=True)
+        take_features(norm.weight, held).to(wide) + float(norm.zero_centered)
+        for norm, held in zip(norms, features, strict=True)
     ]
     return _NormOverRanks.apply(ranks, norms[0].eps, *inputs, *weights)

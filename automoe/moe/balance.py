@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.recompute import counts
+from automoe.comm.recompute import is_counted
 from automoe.comm.tokens import Tokens
 
 
@@ -102,9 +102,8 @@ class LoadCounter(nn.Module):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        size = self.size(num_experts)
-        self.register_buffer("totals", torch.empty(size, dtype=torch.float64), persistent=False)
+        totals = torch.empty(self.size(num_experts), dtype=torch.float64)
+        self.register_buffer("totals", totals, persistent=False)
         self.reset_buffers()
 
     @staticmethod
@@ -133,7 +132,7 @@ class LoadCounter(nn.Module):
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
             replayed: [2] repeated choices of an engine, and those that the router lacks.
         """
-        if not counts():
+        if not is_counted():
             return
         self.totals[:-3] += torch.cat(
             (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))

@@ -28,7 +28,7 @@ from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import gather_rows
-from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.base import Dispatcher, RunExperts, sort_by_expert, sum_to_tokens
 
 # Weights are rounded to multiples of this step before they are compared, and ties are served in row
 # order. Weights of equal tokens may differ by rounding, which depends on the mesh.
@@ -64,7 +64,7 @@ def rank_within_expert(topk_ids_GN: Tensor, num_experts: int, priority_GN: Tenso
     return torch.empty_like(ids).scatter_(1, order, place)
 
 
-def rows_per_expert(
+def slots_per_expert(
     moe: MoEConfig,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
@@ -132,12 +132,12 @@ def choose_kept(
 
 def dispatch_padded(
     dispatcher: Dispatcher,
+    num_experts: int,
+    capacity: int,
     x_TH: Tensor,
     topk_ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: Experts,
-    num_experts: int,
-    capacity: int,
+    experts: RunExperts,
 ) -> Tensor:
     """Dispatch with exactly ``capacity`` rows per expert, and return the result of ``dispatcher``.
 

@@ -18,6 +18,7 @@ from, R computed rows, E experts of this rank, I expert width, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,11 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.kernels.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.model.params import EXPERT_SPECS
-from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
 
 ExpertFn = Callable[..., Tensor]  # the module docstring lists its arguments
-MakeExperts = Callable[[nn.Module], ExpertFn]  # takes the ``GroupedExperts`` to multiply by
+MakeProducts = Callable[[nn.Module], ExpertFn]  # takes the ``GroupedExperts`` to multiply by
 
 
 def loop_experts(
@@ -44,22 +44,14 @@ def loop_experts(
     """Compute one expert after the other in any dtype, float64 included: the reference backend."""
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
-    gates_and_ups = weights.gate_up_proj.unbind(0)
-    downs = weights.down_proj.unbind(0)
-    biases = [(None, None)] * len(ends)
-    down_biases = [None] * len(ends)
-    if weights.gate_up_proj_bias is not None:
-        biases = weights.gate_up_proj_bias.unbind(0)
-        down_biases = weights.down_proj_bias.unbind(0)
-    experts = zip(ends, gates_and_ups, downs, biases, down_biases, strict=True)
+    by_expert = ([None] * len(ends) if each is None else each.unbind(0) for each in weights)
     outputs = []
     start = 0
-    for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in experts:
+    for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in zip(ends, *by_expert, strict=True):
         rows = x_TH[gather_idx_R[start:end]]
         weight = probs_R[start:end, None].to(x_TH.dtype)
-        act = activation(
-            F.linear(rows, gate_up_2IH[0], bias_2I[0]), F.linear(rows, gate_up_2IH[1], bias_2I[1])
-        )
+        biases = (None, None) if bias_2I is None else bias_2I
+        act = activation(*map(partial(F.linear, rows), gate_up_2IH, biases))
         out = (act * weight) @ down_HI.T
         outputs.append(out if down_bias_H is None else out + weight * down_bias_H)
         start = end
@@ -103,33 +95,21 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
 
 
 class GroupedExperts(nn.Module):
-    """Weights of E experts, and the backend that multiplies by them.
+    """Weights of E experts, and the backend that multiplies by them; a dispatcher brings the rows.
 
     The weights are gate_up_proj [E, 2, I, H] and down_proj [E, H, I]. ``[E, 2, I, H]`` keeps gate
     and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank all gates and the other
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
-        make_backend: makes the function that multiplies by the weights of this module.
-        drops: whether choices may be of no expert (id ``num_experts``).
-        in_8_bits: whether rows are rounded to the 8 bits in which other dispatchers send them.
-
-    Attributes:
-        dispatcher: brings tokens to these experts. All experts are on this rank until
-            ``ExpertParallel`` shards them and binds its own dispatcher.
+        make_products: makes the function that multiplies by the weights of this module.
     """
 
     # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
     WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        make_backend: MakeExperts,
-        drops: bool = False,
-        in_8_bits: bool = False,
-    ) -> None:
+    def __init__(self, config: ModelConfig, make_products: MakeProducts) -> None:
         super().__init__()
         num_experts = config.num_experts
         hidden = config.hidden_size
@@ -142,42 +122,27 @@ class GroupedExperts(nn.Module):
         )
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.num_experts = num_experts
-        self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops, in_8_bits)
-        self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
-        self.backend = make_backend(self)
+        self.backend = make_products(self)
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
         )
 
-    def bind(self, dispatcher: Dispatcher) -> None:
-        """Receive tokens through ``dispatcher``, after the parameters became shards of this rank."""
-        self.dispatcher = dispatcher
-        if self.down_proj_bias is not None:
-            self.first_bias_column = global_offset(self.down_proj_bias)[1]
-
     def forward(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
     ) -> Tensor:
         """Return the experts' output [R, H]; the module docstring lists arguments and shapes."""
-        # The dispatcher brings rows for this rank's experts only, so only their shards are used.
+        # Rows are of this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         weights = ExpertWeights(*(None if p is None else local_shard(p) for p in parameters))
-        if weights.down_proj_bias is not None:
-            padded = self._pad_to_hidden(weights.down_proj_bias)
-            weights = weights._replace(down_proj_bias=padded)
+        bias = weights.down_proj_bias
+        if bias is not None and (missing := self.hidden_size - bias.shape[1]):
+            # zeros for the columns that other etp ranks hold: the ranks' outputs are summed
+            first = global_offset(self.down_proj_bias)[1]
+            weights = weights._replace(down_proj_bias=F.pad(bias, (first, missing - first)))
         return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
 
     def multiply(self, *args: Any) -> Tensor:
         """Call the backend. Subclasses override this method to compute experts differently."""
         return self.backend(*args)
-
-    def _pad_to_hidden(self, bias: Tensor) -> Tensor:
-        """Pad this rank's columns of a bias with zeros to [E, H]; etp ranks' outputs are summed."""
-        behind = self.hidden_size - self.first_bias_column - bias.shape[1]
-        return (
-            F.pad(bias, (self.first_bias_column, behind))
-            if bias.shape[1] < self.hidden_size
-            else bias
-        )

@@ -126,7 +126,7 @@ class _GroupedExperts(torch.autograd.Function):
             if ctx.sums is not None:  # all ranks must reduce the same gradients
                 ctx.sums.find("gate_up_proj"), ctx.sums.find("down_proj")
                 args[4:6] = None, None
-            return None, None, None, None, None, *zero_gradients(*args)
+            return *[None] * 5, *zero_gradients(*args)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
         grad_act_RI = down.grad_input(
@@ -172,7 +172,7 @@ class _GroupedExperts(torch.autograd.Function):
         grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
         grad_weights = grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH
         gradients = grad_x_TH, None, None, grad_probs_R, *grad_weights
-        return None, None, None, None, None, *gradients
+        return *[None] * 5, *gradients
 
 
 def zero_gradients(x, gather_idx, offsets, probs, *weights: Tensor | None) -> list[Tensor | None]:
@@ -180,10 +180,10 @@ def zero_gradients(x, gather_idx, offsets, probs, *weights: Tensor | None) -> li
 
     All ranks must reduce the same gradients, so a rank without rows contributes zeros.
     """
-    zeros = [
+    grad_x, *others = (
         None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)
-    ]
-    return [zeros[0], None, None, *zeros[1:]]
+    )
+    return [grad_x, None, None, *others]
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The MoE layer: router, dispatch, experts and combine, with shared experts in parallel.
+"""The MoE layer: router, dispatch, experts and combine, and shared experts beside them.
 
 Shapes: B rows, S positions, T = B S tokens of this rank, H hidden, K top-k.
 """
@@ -17,8 +17,9 @@ from automoe.comm.discard_outputs import discard_scope
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.moe.capacity import dispatch_padded, rows_per_expert
-from automoe.moe.experts import GroupedExperts, MakeExperts, expert_backend
+from automoe.moe.capacity import dispatch_padded, slots_per_expert
+from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
+from automoe.moe.experts import GroupedExperts, MakeProducts, expert_backend
 from automoe.moe.router import Router, Routing
 
 
@@ -29,8 +30,9 @@ class MoE(nn.Module):
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
         pg_collection: groups of ranks that share rows and micro-batches; default: one rank.
-        experts: constructor of the backend that multiplies by the experts' weights; default: the
-            backend that ``moe.experts`` names.
+        make_products: constructor of the backend that multiplies by the experts' weights; default:
+            the backend that ``moe.experts`` names.
+        dispatcher: brings tokens to the ranks of their experts; default: this rank has all experts.
         seed: seed of the router's jitter.
         router_dtype: dtype in which the router is stored; default: torch's default.
         calls: what the layer's calls are wrapped in.
@@ -43,23 +45,24 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         pg_collection: ProcessGroupCollection | None = None,
-        experts: MakeExperts | None = None,
+        make_products: MakeProducts | None = None,
+        dispatcher: Dispatcher | None = None,
         seed: int = 0,
         router_dtype: torch.dtype | None = None,
         calls: LayerCalls = UNWRAPPED,
     ) -> None:
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        surroundings = self.pg_collection, seed, router_dtype, calls.router
-        self.router = Router(config, moe, moe_index, *surroundings)
-        drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
-        backend = experts or (lambda _: expert_backend(moe.experts))
-        in_8_bits = moe.dispatch_dtype == "fp8"
-        self.experts = GroupedExperts(config, backend, drops, in_8_bits)
-        run = type(self).run_experts
-        self.call_experts = calls.run_experts(
-            discard_scope(run, outermost=True) if in_8_bits else run
+        ranks = self.pg_collection
+        self.router = Router(config, moe, moe_index, ranks, seed, router_dtype, calls.router)
+        self.experts = GroupedExperts(
+            config, make_products or (lambda _: expert_backend(moe.experts))
         )
+        self.dispatcher = dispatcher or LocalDispatcher(config.num_experts, moe)
+        run = type(self).run_experts
+        if moe.dispatch_dtype == "fp8":
+            run = discard_scope(run, outermost=True)
+        self.call_experts = calls.run_experts(run)
         self.shared_experts = shared_experts
         self.call_shared = calls.shared_experts(call_module)
         self.side_stream = moe.overlap_shared_experts and calls.side_stream
@@ -69,7 +72,8 @@ class MoE(nn.Module):
     def forward(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
         routing = self.router(x_BSH, tokens)
-        # Shared experts start first: their work is queued when the host waits for dispatch sizes.
+        # On a side stream shared experts start first, so the GPU has work while the host waits for
+        # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.
         shared = None
         if self.shared_experts is not None:
             start = run_on_side_stream if self.side_stream and x_BSH.is_cuda else partial
@@ -84,17 +88,13 @@ class MoE(nn.Module):
         )
         if routing.kept is not None:
             ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
-        dispatcher = self.experts.dispatcher
+        run: Dispatcher = self.dispatcher
         if routing.kept is not None and self.moe.pad_to_capacity:
-            capacity = rows_per_expert(
-                self.moe, tokens, self.pg_collection, ids_TK.shape[1], self.num_experts
-            )
-            y_TH = dispatch_padded(
-                dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity
-            )
-        else:
-            y_TH = dispatcher(x_TH, ids_TK, weights_TK, self.experts)
-        return y_TH.view(x_BSH.shape)
+            sizes = ids_TK.shape[1], self.num_experts
+            slots = slots_per_expert(self.moe, tokens, self.pg_collection, *sizes)
+            run = partial(dispatch_padded, run, self.num_experts, slots)
+        # Rows travel to the ranks of their experts, these run on them, and their sums come back.
+        return run(x_TH, ids_TK, weights_TK, self.experts).view(x_BSH.shape)
 
 
 @functools.cache

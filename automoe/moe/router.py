@@ -223,10 +223,9 @@ class BalancedRouter(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
         chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
-        same = topk_ids_BSK is plain_ids_BSK
-        plain_BE = (
-            chosen_BE if same else choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
-        )
+        plain_BE = chosen_BE
+        if plain_ids_BSK is not topk_ids_BSK:
+            plain_BE = choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
         moe, ranks = self.moe, self.pg_collection
         shares_BSE = scores.shares()
         off = shares_BSE.new_zeros(())
@@ -260,10 +259,11 @@ class BalancedRouter(nn.Module):
         forced = tokens.forced_ids
         if forced is None or self.moe_index >= forced.shape[2]:
             return None
-        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+        forced_BSK = forced[:, :, self.moe_index, 0]
+        ids_BSK = _overlay(forced_BSK, live_BSK)
         if forced.shape[3] > 1:  # a repeated training run is not judged
             return ids_BSK, None
-        ours_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        ours_BS = tokens.valid & (forced_BSK[..., 0] >= 0)
         lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
         return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
 
@@ -327,14 +327,7 @@ class Router(BalancedRouter):
         weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
         routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK, replayed=replayed)
         if self.moe.capacity_factor:
-            args = (
-                topk_ids_BSK,
-                routing.topk_scores,
-                tokens,
-                self.pg_collection,
-                self.moe,
-                self.num_experts,
-            )
+            args = topk_ids_BSK, weights_BSK, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -430,8 +423,7 @@ def gate_ids(
         # Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
         noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
         return noisy_BSE.topk(top_k, dim=-1).indices
-    num_used = num_experts - 1 if gate == "empty" else num_experts
-    return (index_BS.unsqueeze(-1) * top_k + choice_K) % num_used
+    return (index_BS.unsqueeze(-1) * top_k + choice_K) % (num_experts - (gate == "empty"))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ Shapes: m rows, n columns of a matrix. A stack of experts [E, 2, I, H] is E x 2 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -68,13 +68,10 @@ class _Block:
         return prod(self.shape)
 
     @property
-    def within_matrix(self) -> tuple[slice, slice]:
+    def within_matrix(self) -> tuple[slice, ...]:
         """Rows and columns of this rank's shard within each of the stacked matrices."""
-        rows, columns = (
-            slice(start, start + size)
-            for start, size in zip(self.start[-2:], self.shape[-2:], strict=True)
-        )
-        return rows, columns
+        pairs = zip(self.start[-2:], self.shape[-2:], strict=True)
+        return tuple(slice(start, start + size) for start, size in pairs)
 
     def position(self, matrix: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the place of ``matrix`` in a stack's block, or None if the block lacks it."""
@@ -100,6 +97,9 @@ class _Matrix:
     owner: int
     senders: frozenset[int]
     holders: tuple[int, ...]
+
+
+_Pair = tuple[_Matrix, int]  # a matrix, and a rank that holds a block of it
 
 
 class Muon(torch.optim.AdamW):
@@ -155,7 +155,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter. Collective. Gradients of Muon's parameters are freed."""
+        """Update every parameter with a gradient; free those of Muon's parameters. Collective."""
         for matrices in self._rounds:
             self._update(matrices)
         for _, parameter in self._parameters:
@@ -212,8 +212,11 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of a round, whose matrices go to their owners and come back."""
-        ranks = range(self._num_ranks)
+        """Update the parameters of a round, whose matrices go to their owners and come back.
+
+        A parameter without a gradient, which no rank has then, stays as it is, as in torch.
+        """
+        matrices = [m for m in matrices if self._parameters[m.parameter][1].grad is not None]
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
         mine = {
             matrix: updates[matrix.parameter][
@@ -221,18 +224,13 @@ class Muon(torch.optim.AdamW):
             ]
             for matrix in matrices
         }
-        owned = [matrix for matrix in matrices if matrix.owner == self._rank]
-        to_send = [
-            [mine[m] for m in matrices if m.owner == rank and self._rank in m.senders]
-            for rank in ranks
-        ]
-        whole = _orthogonalize_all(self._bring(to_send, owned))
-        to_send = [
-            [whole[m][self._block(m, rank).within_matrix] for m in owned if rank in m.holders]
-            for rank in ranks
-        ]
-        to_receive = [[m for m in matrices if m.owner == rank] for rank in ranks]
-        for _, matrix, block in self._exchange(to_send, to_receive, [self._rank] * len(ranks)):
+        whole = _orthogonalize_all(self._bring(matrices, mine))
+
+        def part(matrix: _Matrix, rank: int) -> Tensor:
+            return whole[matrix][self._block(matrix, rank).within_matrix]
+
+        pairs = [(matrix, rank) for matrix in matrices for rank in matrix.holders]
+        for (matrix, _), block in self._exchange(pairs, part, back=True):
             mine[matrix].copy_(block)
         for i, update in updates.items():
             group, parameter = self._parameters[i]
@@ -245,25 +243,21 @@ class Muon(torch.optim.AdamW):
         """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's form."""
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
-        if parameter.grad is not None:
-            gradient = local_shard(parameter.grad)
-            momentum.add_(gradient)
-            update = gradient.add(momentum, alpha=group["momentum"])
-        else:
-            update = momentum * group["momentum"]
+        gradient = local_shard(parameter.grad)
+        momentum.add_(gradient)
+        update = gradient.add(momentum, alpha=group["momentum"])
         return update.to(self._dtype or update.dtype)
 
     def _block(self, matrix: _Matrix, rank: int) -> _Block:
         return self._blocks[rank][matrix.parameter]
 
     def _bring(
-        self, to_send: Sequence[Sequence[Tensor]], owned: Sequence[_Matrix]
+        self, matrices: Sequence[_Matrix], mine: dict[_Matrix, Tensor]
     ) -> dict[_Matrix, Tensor]:
         """Send blocks to their owners; return the whole matrices that this rank owns."""
-        ranks = range(self._num_ranks)
-        to_receive = [[m for m in owned if rank in m.senders] for rank in ranks]
         whole: dict[_Matrix, Tensor] = {}
-        for rank, matrix, block in self._exchange(to_send, to_receive, ranks):
+        pairs = [(matrix, rank) for matrix in matrices for rank in matrix.senders]
+        for (matrix, rank), block in self._exchange(pairs, lambda matrix, _: mine[matrix]):
             if matrix not in whole:
                 shape = self._parameters[matrix.parameter][1].shape[-2:]
                 whole[matrix] = block.new_empty(shape)
@@ -271,41 +265,46 @@ class Muon(torch.optim.AdamW):
         return whole
 
     def _exchange(
-        self,
-        to_send: Sequence[Sequence[Tensor]],
-        to_receive: Sequence[Sequence[_Matrix]],
-        shaped_as: Sequence[int],
-    ) -> list[tuple[int, _Matrix, Tensor]]:
-        """Send blocks to every rank; return (sender, matrix, its block) of ``to_receive``. Collective.
+        self, pairs: Sequence[_Pair], block_of: Callable[..., Tensor], back: bool = False
+    ) -> list[tuple[_Pair, Tensor]]:
+        """Send the blocks of ``pairs`` to the matrices' owners, or back. Collective.
 
         Args:
-            shaped_as: for each sending rank, the rank whose blocks it sends.
+            pairs: all that this rank holds or owns; any two ranks have theirs in the same order.
+            block_of: returns the block of a pair that this rank sends.
+
+        Returns:
+            The pairs whose blocks arrive at this rank, with these blocks.
         """
-        if self._ranks is None:
-            return [(0, *pair) for pair in zip(to_receive[0], to_send[0], strict=True)]
-        blocks = [block for of_rank in to_send for block in of_rank]
-        sent_sizes = [sum(block.numel() for block in of_rank) for of_rank in to_send]
-        first = self._parameters[0][1]
-        options: Any = {"dtype": self._dtype or first.dtype, "device": first.device}
-        sent = torch.empty(sum(sent_sizes), **options)
-        places = sent.split([block.numel() for block in blocks])
-        for place, block in zip(places, blocks, strict=bool(blocks)):
-            place.view(block.shape).copy_(block)
-        coming = [
-            (rank, matrix, self._block(matrix, whose).shape[-2:])
-            for rank, whose in enumerate(shaped_as)
-            for matrix in to_receive[rank]
-        ]
+        held = [pair for pair in pairs if pair[1] == self._rank]
+        owned = [pair for pair in pairs if pair[0].owner == self._rank]
+        leaving, coming = (
+            sorted(side, key=self._other) for side in ((owned, held) if back else (held, owned))
+        )
+        blocks = [block_of(*pair) for pair in leaving]
+        if self._ranks is not None:
+            sent, places, sent_sizes = self._buffer(leaving)
+            for place, block in zip(places, blocks, strict=True):
+                place.copy_(block)
+            received, blocks, sizes = self._buffer(coming)
+            dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._ranks)
+        return list(zip(coming, blocks, strict=True))
+
+    def _other(self, pair: _Pair) -> int:
+        """Return the other end of the way between holder and owner: this rank, if it is both."""
+        matrix, rank = pair
+        return matrix.owner if rank == self._rank else rank
+
+    def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
+        """Return memory for blocks, its views as these blocks, and its numbers for each rank."""
+        shapes = [self._block(*pair).shape[-2:] for pair in pairs]
         sizes = [0] * self._num_ranks
-        for rank, _, shape in coming:
-            sizes[rank] += prod(shape)
-        received = torch.empty(sum(sizes), **options)
-        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._ranks)
-        parts = received.split([prod(shape) for _, _, shape in coming])
-        return [
-            (rank, matrix, part.view(shape))
-            for (rank, matrix, shape), part in zip(coming, parts, strict=bool(coming))
-        ]
+        for pair, shape in zip(pairs, shapes, strict=True):
+            sizes[self._other(pair)] += prod(shape)
+        first = self._parameters[0][1]
+        memory = torch.empty(sum(sizes), dtype=self._dtype or first.dtype, device=first.device)
+        parts = memory.split([prod(shape) for shape in shapes]) if shapes else ()
+        return memory, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], sizes
 
 
 def _indices(block: _Block) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.comm.process_groups import first_of_rank
-from automoe.comm.recompute import counts
+from automoe.comm.recompute import is_counted
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention
 from automoe.model.rows import gather_row
 
@@ -48,7 +48,7 @@ class WatchedAttention:
         sinks_N: Tensor | None = None,
         chosen_BSR: Tensor | None = None,
     ) -> Tensor:
-        if counts():
+        if is_counted():
             self.first = setup.heads.rank * q_BSND.shape[2]
             valid_BS = gather_row(setup.tokens.valid.int(), setup.heads) > 0
             for queries, keys, mask in setup.query_blocks(window, chosen_BSR):

@@ -1,8 +1,7 @@
 """What a model is built with: communicators, implementations, wrappers of a layer's calls.
 
-Modules get these when they are built, and keep them. Three choices are elsewhere: ``Block`` takes the
-class of attention, ``ExpertParallel`` binds experts to a dispatcher, and SDPA chooses its kernel for
-each call.
+Modules get these when they are built, and keep them. Two choices are elsewhere: ``Block`` takes the
+class of attention, and SDPA chooses its kernel for each call.
 Collectives of tp, ep and cp are inside of what is wrapped, since modules call them. FSDP's hooks are
 outside: they surround the forward of a module, which calls what is wrapped. So weights are
 unsharded whenever a call runs again.
@@ -25,7 +24,8 @@ from automoe.model.backend import BackendConfig
 from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
-from automoe.moe.experts import ExpertFn, MakeExperts, expert_backend
+from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.experts import ExpertFn, MakeProducts, expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.optim.qk_clip import WatchedAttention
@@ -81,8 +81,12 @@ def chain(*wraps: Wrap) -> Wrap:
     return wrapped
 
 
-def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
+def build_backend(
+    config: Config, meshes: Meshes | None = None, dispatcher: Dispatcher | None = None
+) -> BackendConfig:
     """Return the communicators and implementations of every part; ``meshes`` None: one rank.
+
+    ``dispatcher`` is the ``expert_dispatcher`` of the meshes.
 
     Raises:
         BackendError: the package of an implementation is missing, or this machine does not support
@@ -93,9 +97,9 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
     pg_collection = ProcessGroupCollection()
     if meshes is not None:
         pg_collection = _build_communicators(meshes, config.parallel)
-    experts = None
+    products = None
     if config.model.num_moe_layers:
-        experts = _experts(config, meshes, expert_backend(config.moe.experts, FOREIGN_EXPERTS))
+        products = _products(config, meshes, expert_backend(config.moe.experts, FOREIGN_EXPERTS))
     masks = block_masks if kernels.attention == "flex" else dense_masks
     cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
     if cp is not None and cp.device_type == "cpu":
@@ -116,7 +120,8 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         chunk_loss = compiled(chunk_loss)
     return BackendConfig(
         pg_collection=pg_collection,
-        experts=experts,
+        make_products=products,
+        dispatcher=dispatcher,
         router_dtype=PARAM_DTYPES[config.train.dtype],
         attend=attend,
         masks=masks,
@@ -132,7 +137,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
     )
 
 
-def _experts(config: Config, meshes: Meshes | None, backend: ExpertFn) -> MakeExperts:
+def _products(config: Config, meshes: Meshes | None, backend: ExpertFn) -> MakeProducts:
     """Return the constructor of a layer's products of experts; ``backend``: ``moe.experts``."""
     if meshes is not None and config.train.fp8 != "off":
         return lambda _: fp8_experts(meshes, config)

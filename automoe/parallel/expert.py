@@ -1,4 +1,4 @@
-"""Expert parallelism as a ``ParallelStyle``: sharded experts, and a dispatcher for their tokens.
+"""Expert parallelism: a ``ParallelStyle`` that shards experts, and the dispatcher of their tokens.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this rank computes.
 """
@@ -9,7 +9,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from automoe.errors import BackendError, ConfigError
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
-from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.parallel.mesh import Meshes
@@ -102,7 +102,7 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 
 
 class ExpertStyle(ParallelStyle):
-    """Style that shards ``GroupedExperts`` over a mesh and gives them a dispatcher.
+    """Style that shards ``GroupedExperts`` over a mesh, and makes the dispatcher to these shards.
 
     The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
     (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
@@ -143,49 +143,22 @@ class ExpertStyle(ParallelStyle):
                 f"moe.dispatch_dtype=fp8: the dispatcher {dispatcher} of a plugin sends tokens in its own format. "
                 "Set moe.dispatch_dtype=auto"
             )
-        self._make = dispatchers[dispatcher]
-        hierarchical = self._make is _hierarchical
-        self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
-        group = OverlappedDispatch if overlap else ProcessGroupDispatch
-        self._group = partial(group, in_8_bits=in_8_bits)
-        self._in_8_bits = in_8_bits
+        make = dispatchers[dispatcher]
+        if make is _hierarchical:
+            make = partial(make, gpus_per_node=gpus_per_node, timeout=timeout)
+        exchange = OverlappedDispatch if overlap else ProcessGroupDispatch
         # Layers share a dispatcher, because groups and buffers are costly.
-        self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
+        self._over_ep = cache(lambda group, number: make(number, exchange(group, in_8_bits)))
+        self._in_8_bits = in_8_bits
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        meshes = _axes(device_mesh, ("ep", "etp") if hasattr(module, "WIDTH_DIMS") else ("ep",))
-        self._shard(module, device_mesh, meshes)
-        if "ep" in meshes:
-            dispatcher = self.dispatcher(meshes["ep"].get_group(), module.num_experts)
-        else:
-            dispatcher = module.dispatcher
-        if "etp" in meshes:
-            etp = meshes["etp"]
-            group = ProcessGroupDispatch(etp.get_group(), self._in_8_bits)
-            dispatcher = ExpertTensorDispatcher(dispatcher, group)
-        self.connect(module, dispatcher)
-        return module
-
-    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
-        """Make calls of ``module`` go through ``dispatcher``."""
-        module.bind(dispatcher)
-
-    def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
-        """Return the shared dispatcher of ``group`` and ``num_experts``, made at the first call."""
-        key = group.group_name, num_experts
-        if key not in self._dispatchers:
-            self._dispatchers[key] = self._make(num_experts, self._group(group), **self._options)
-        return self._dispatchers[key]
-
-    def _shard(
-        self, module: nn.Module, device_mesh: DeviceMesh, meshes: dict[str, DeviceMesh]
-    ) -> None:
+        widths = getattr(module, "WIDTH_DIMS", {})
+        meshes = _axes(device_mesh, ("ep", "etp") if widths else ("ep",))
         shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays shared
         for name, whole in list(module.named_parameters(remove_duplicate=False)):
-            width = module.WIDTH_DIMS[name] if hasattr(module, "WIDTH_DIMS") else None
             dims = {
                 axis: dim
-                for axis, dim in (("ep", 0), ("etp", width))
+                for axis, dim in (("ep", 0), ("etp", widths.get(name)))
                 if axis in meshes and dim is not None
             }
             for axis, dim in dims.items():
@@ -202,6 +175,21 @@ class ExpertStyle(ParallelStyle):
                 shards[whole] = nn.Parameter(shard, whole.requires_grad)
             parent, _, last = name.rpartition(".")
             module.get_submodule(parent).register_parameter(last, shards[whole])
+        return module
+
+    def dispatcher(self, device_mesh: DeviceMesh, local: LocalDispatcher) -> Dispatcher:
+        """Return the dispatcher to experts sharded over ``device_mesh``; ``local``: within a rank.
+
+        One of the same ep group and number of experts is made once. World collective then.
+        """
+        meshes = _axes(device_mesh, ("ep", "etp"))
+        dispatcher: Dispatcher = local
+        if "ep" in meshes:
+            dispatcher = self._over_ep(meshes["ep"].get_group(), local.num_experts)
+        if "etp" in meshes:
+            etp = ProcessGroupDispatch(meshes["etp"].get_group(), self._in_8_bits)
+            dispatcher = ExpertTensorDispatcher(dispatcher, etp)
+        return dispatcher
 
 
 def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
@@ -234,37 +222,48 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
-    """Return the configured style, one object for all of a rank's parts. World collective.
+    """Return the configured style, one object for all of a rank's parts.
 
     Raises:
         BackendError: as ``ExpertStyle``, or a GPU without 8-bit numbers.
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
-    if in_8_bits and meshes.default.device_type == "cuda":
-        if (capability := torch.cuda.get_device_capability()) < (8, 9):
-            raise BackendError(
-                f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {capability}. "
-                "Set moe.dispatch_dtype=auto"
-            )
+    on_gpu = meshes.default.device_type == "cuda"
+    if in_8_bits and on_gpu and (capability := torch.cuda.get_device_capability()) < (8, 9):
+        raise BackendError(
+            f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {capability}. "
+            "Set moe.dispatch_dtype=auto"
+        )
     make = tier_of(config.model).expert_style or ExpertStyle
-    style = make(
+    return make(
         config.moe.dispatcher,
         config.cluster.gpus_per_node,
         meshes.timeout,
         config.parallel.overlap_all_to_all,
         in_8_bits,
     )
-    if (ep := meshes.group("ep")) is not None:
-        # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts
-        # take part.
-        style.dispatcher(ep, config.model.num_experts)
-    return style
+
+
+def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
+    """Return the axes ep and etp, those with several ranks; None: this rank has whole experts."""
+    axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
+    return meshes.moe[axes] if axes else None
+
+
+def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dispatcher | None:
+    """Return what brings tokens to experts that ``style`` shards; None: they are on this rank.
+
+    World collective: NCCL makes groups by splitting the world's, so ranks of a pipeline stage
+    without experts take part.
+    """
+    if (mesh := _expert_mesh(meshes)) is None:
+        return None
+    return style.dispatcher(mesh, LocalDispatcher(config.model.num_experts, config.moe))
 
 
 def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:
     """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
-    axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
-    if axes:
+    if (mesh := _expert_mesh(meshes)) is not None:
         experts = {layer.experts for _, layer in model.moe_layers()}
         plan = {name: style for name, module in model.named_modules() if module in experts}
-        parallelize_module(model, meshes.moe[axes], plan, src_data_rank=None)
+        parallelize_module(model, mesh, plan, src_data_rank=None)

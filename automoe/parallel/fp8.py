@@ -60,11 +60,13 @@ def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
             continue
         # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
         # one.
-        differs = isinstance(linear.weight, DTensor) or linear.rows is not None
+        differs = isinstance(linear.weight, DTensor) or linear.features is not None
         hook = None
-        if linear.rows is not None and len(linear.rows) == 1:  # a delta net has three, none shared
+        if (
+            linear.features is not None and len(linear.features) == 1
+        ):  # a delta net has three, none shared
             assert tp is not None
-            hook = _sum_of_terms(linear.rows[0], linear.weight.shape[0], tp)
+            hook = _sum_of_terms(linear.features[0], linear.weight.shape[0], tp)
         scaling = _scaling(config, E5M2, meshes, tp if differs else None)
         model.set_submodule(name, FP8Linear(linear, QuantizedProduct(scaling, hook)))
 

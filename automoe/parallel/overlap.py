@@ -39,12 +39,6 @@ class Turns:
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
         self._waiting: deque[Callable[[], None]] = deque()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._done = [False, False]
-        self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
-        self._errors: list[BaseException] = []
 
     def run(self, first: Callable[[], object], second: Callable[[], T]) -> T:
         """Run both functions to their ends by turns; ``first`` begins, in a thread of its own.
@@ -57,8 +51,10 @@ class Turns:
                 its turn.
         """
         assert self._turn is None, "two passes are merged already"
-        self._begin()
         self._turn = 0
+        self._done = [False, False]
+        self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
+        self._errors: list[BaseException] = []
         results: list[Any] = [None, None]
         threads = torch.get_num_threads()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

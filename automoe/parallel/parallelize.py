@@ -14,7 +14,12 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
 from automoe.parallel.build import build_backend
-from automoe.parallel.expert import ExpertStyle, apply_expert_parallel, expert_parallel_style
+from automoe.parallel.expert import (
+    ExpertStyle,
+    apply_expert_parallel,
+    expert_dispatcher,
+    expert_parallel_style,
+)
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
@@ -65,8 +70,8 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     parallel = config.parallel
     stages = stage_layers(config, shape)
     held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
-    backend = build_backend(config, meshes)
     style = expert_parallel_style(meshes, config)
+    backend = build_backend(config, meshes, expert_dispatcher(style, meshes, config))
     dtype = parameter_dtype(config)
     model_parts = {}
     for stage in held[meshes.coordinate("pp")]:

@@ -1,4 +1,7 @@
-"""The runner of pipeline stages: torch's schedules over our stages and groups."""
+"""The runner of pipeline stages: torch's schedules over our stages and groups.
+
+``build_runner`` stands here and not beside ``StepRunner``: it knows both runners, this one as well.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -147,6 +150,7 @@ class PipelineRunner(StepRunner):
         self.last = meshes.shape.pp * config.parallel.stages_per_rank - 1 in model_parts
         self.meshes = meshes
         self._group = meshes.pipeline_group()
+        self._ring = cache(meshes.pipeline_neighbours)  # collective: made once, if it is needed
         train = config.train
         count = train.global_batch_size // meshes.shape.dp // train.micro_batch_size
         self._use((count, train.micro_batch_size, train.seq_len // meshes.shape.cp))
@@ -190,13 +194,13 @@ class PipelineRunner(StepRunner):
             for stage in self.stages:
                 stage.neighbours = self._neighbours(stage.stage_index)
 
-    @cached_property
-    def _ring(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        return self.meshes.pipeline_neighbours()
-
     def _neighbours(self, stage: int) -> Neighbours:
         """Return the groups with the ranks of the stages before and after; None: no neighbour."""
-        place, pp, (before, behind) = self.meshes.coordinate("pp"), self.meshes.shape.pp, self._ring
+        place, pp, (before, behind) = (
+            self.meshes.coordinate("pp"),
+            self.meshes.shape.pp,
+            self._ring(),
+        )
         sides = ((place - 1) % pp, before), ((place + 1) % pp, behind)
 
         def group(other: int, preferred: Iterable[tuple[int, dist.ProcessGroup]]):

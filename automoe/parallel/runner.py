@@ -1,4 +1,7 @@
-"""One step's forward and backward over all micro-batches, and the runner without a pipeline."""
+"""One step's forward and backward over all micro-batches, and the runner without a pipeline.
+
+``automoe.parallel.pipeline`` has the runner with one, and chooses between the two.
+"""
 
 from __future__ import annotations
 
@@ -152,10 +155,6 @@ class StepRunner(ABC):
 class SingleStageRunner(StepRunner):
     """Runner of the whole model on this rank, in a loop over micro-batches."""
 
-    @property
-    def part(self) -> CausalLM:
-        return self.model_parts[0]
-
     def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
         """Split the rows of a step, as torch's schedules do."""
         count = len(inputs.tokens) // self.micro_batch_rows
@@ -163,15 +162,16 @@ class SingleStageRunner(StepRunner):
         return [part["batch"] for part in parts]
 
     def _train(self, inputs: MicroBatch) -> Tensor:
-        micro_batches = self._split(inputs)
+        part, micro_batches = self.model_parts[0], self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
         for micro_batch in micro_batches:
-            defer(self.part, self.config.parallel, last=micro_batch is micro_batches[-1])
-            loss = self.part(batch=micro_batch).sum()
+            defer(part, self.config.parallel, last=micro_batch is micro_batches[-1])
+            loss = part(batch=micro_batch).sum()
             loss.backward()
             total += loss.detach()
         return total
 
     @torch.no_grad()
     def _outputs(self, inputs: MicroBatch) -> Tensor:
-        return torch.cat([self.part(batch=micro_batch) for micro_batch in self._split(inputs)])
+        part = self.model_parts[0]
+        return torch.cat([part(batch=micro_batch) for micro_batch in self._split(inputs)])

@@ -29,9 +29,9 @@ from automoe.config.tier import tier_of
 from automoe.planner.activations import UNEVEN, TokenLoad, at_load, layer_activation_bytes
 from automoe.planner.candidate import changed
 from automoe.planner.communication import NOTHING
-from automoe.planner.layer_time import head_time, plain_time, time_again
+from automoe.planner.layer_time import add_experts, head_time, local_time, time_again
 from automoe.planner.machine import Constants, Machine
-from automoe.planner.place import Pass, Passes, Place
+from automoe.planner.place import Pass, Passes, Place, key_of
 from automoe.planner.reserve import FRAGMENTATION
 from automoe.planner.schedule import GRAIN, HIDDEN
 from automoe.planner.step_memory import DTYPE_BYTES, LayerKind, layer_kind
@@ -65,6 +65,13 @@ class Family(NamedTuple):
     dispatch_dtype: str
     expert_wgrad: str
 
+    @property
+    def plain(self) -> Family:
+        """The family of layers without experts."""
+        return self._replace(
+            ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
+        )
+
     def of(self, config: Config, **parallel: Any) -> Config:
         """Return ``config`` with the settings of the family."""
         return changed(
@@ -81,13 +88,17 @@ class Space:
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
         self.config = config
         self.rungs = rungs
+        self.key = key_of(config)
         variants = [changed(config, parallel={"recompute": names}) for names in rungs]
         kinds = [tuple(layer_kind(c, layer) for c in variants) for layer in config.model.all_layers]
+        self.variants = kinds
         # layers of one kind cost the same with each choice of recomputation
         self.kinds = {kind: layer for layer, kind in enumerate(kinds)}
         number = {kind: index for index, kind in enumerate(self.kinds)}
         self.kind_of = np.array([number[kind] for kind in kinds])
-        self._same = cache(self._layer)  # a layer without experts is the same in many families
+        # What many families share: layers, parts of layers, bytes, and settings.
+        self._same, self._plain = cache(self._layer), cache(self._without_experts)
+        self._kept, self._settings = cache(self._kept_bytes), cache(self._of_family)
 
     def columns(self, families: Sequence[Family], rungs: int | None = None) -> Array:
         """Time the layers of ``families`` with the first ``rungs`` choices of recomputation."""
@@ -96,13 +107,10 @@ class Space:
         return np.array(rows, [*WAITING.descr, *((name, float) for name in COLUMN), *kinds])
 
     def _rows(self, family: Family, rungs: int | None) -> Iterator[tuple[Any, ...]]:
-        plain = family._replace(
-            ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
-        )
         made = [
             self._layer(family, layer, kinds[:rungs])
             if kinds[0].routed
-            else self._same(plain, layer, kinds[:rungs])
+            else self._same(family.plain, layer, kinds[:rungs])
             for kinds, layer in self.kinds.items()
         ]
         axes = family.micro_batch_size, family.cp * family.tp, family.ep * family.etp
@@ -113,22 +121,25 @@ class Space:
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
         """Return the values ``LAYER`` for each choice of recomputation."""
-        config = family.of(self.config)
-        mesh = MeshShape(1, 1, 1, family.cp, family.tp, 1, 1, family.ep, family.etp)
-        batch = plan_batch(config, mesh)
-        place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
+        place = self._place(family)
+        config, mesh, batch = place.config, place.mesh, place.batch
         load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
-        head = sum(head_time(place, 1 + config.model.num_mtp_layers))
-        plain = dict[bool, tuple[Pass, Stage]]()
+        plain, head = self._plain(family.plain, layer)
+        timed = dict[bool, tuple[Pass, Stage]]()
         rows = list[tuple[float, ...]]()
-        for kind in kinds:
+        for kind, num_bytes in zip(kinds, self._kept(layer, load), strict=False):
             # only rows in 8 bits are encoded once more
             arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
-            if arrives not in plain:
-                passes, stage = plain_time(place, layer, arrives), Stage(Passes(Pass(), Pass()))
+            if arrives not in timed:
+                passes, stage = (
+                    Passes(*(half.copy() for half in plain)),
+                    Stage(Passes(Pass(), Pass())),
+                )
+                if kind.routed:
+                    add_experts(place, layer, passes, arrives)
                 add_layer(place, stage, layer, 1, passes)
-                plain[arrives] = passes.forward, stage
-            forward, stage = plain[arrives]
+                timed[arrives] = passes.forward, stage
+            forward, stage = timed[arrives]
             ahead, back = stage.passes
             more, costs = time_again(forward, kind.recomputed)
             sent = [half.communication.get("ep", NOTHING).seconds for half in stage.passes]
@@ -137,18 +148,39 @@ class Space:
             if config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
                 more = max(0.0, more - back.idle)
             dense, experts = stage.dense_trained, stage.experts_trained
-            parts = dict[str, float]()  # a class of transformers is measured, which imports torch
-            if tier_of(config.model).resizable:
-                parts = layer_activation_bytes(config.model, layer, load, kind.recomputed)
             rows.append(
                 (
                     *(ahead.seconds, back.seconds + more, sum(sent), head),
                     *(stage.dense + stage.experts, dense + experts),
                     dense * mesh.tp + experts * mesh.ep * mesh.etp,
-                    sum(parts.values()),
+                    num_bytes,
                 )
             )
         return rows
+
+    def _place(self, family: Family) -> Place:
+        config, machine = self._settings(family._replace(tp=1, cp=1, ep=1, etp=1))
+        mesh = MeshShape(1, 1, 1, family.cp, family.tp, 1, 1, family.ep, family.etp)
+        return Place(config, mesh, machine, plan_batch(config, mesh), read_key=self.key)
+
+    def _of_family(self, family: Family) -> tuple[Config, Machine]:
+        config = family.of(self.config)
+        return config, Machine.of(config, Constants.load())
+
+    def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
+        """Return the passes of ``layer`` without routed experts, and the seconds of the head."""
+        place = self._place(family)
+        return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))
+
+    def _kept_bytes(self, layer: int, load: TokenLoad) -> list[float]:
+        """Return the bytes of activations that ``layer`` keeps, by choice of recomputation."""
+        model, variants = self.config.model, self.variants[layer]
+        if not tier_of(model).resizable:  # it is measured, which imports torch
+            return [0.0] * len(variants)
+        return [
+            sum(layer_activation_bytes(model, layer, load, kind.recomputed).values())
+            for kind in variants
+        ]
 
 
 class Layout:

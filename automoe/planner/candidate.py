@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from automoe.config.batch import plan_batch
@@ -13,7 +13,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config
 from automoe.planner.activations import UNEVEN, at_load
-from automoe.planner.memory import RankMemory, plan_memory
+from automoe.planner.memory import RankMemory, plan_memory, plan_rank
 from automoe.planner.reserve import needed
 from automoe.planner.time import StepTime, step_time
 
@@ -46,9 +46,14 @@ class Candidate:
         return max(rank.peak for rank in plan_memory(self.config, self.mesh, batch))
 
     @cached_property
-    def _uneven_ranks(self) -> list[RankMemory]:
+    def _uneven(self) -> Callable[[int], RankMemory]:
+        """Memory of a pp rank at ``UNEVEN`` times the even expert load, computed once."""
         batch = at_load(plan_batch(self.config, self.mesh), UNEVEN, self.config, self.mesh)
-        return plan_memory(self.config, self.mesh, batch)
+        return cache(partial(plan_rank, self.config, self.mesh, batch))
+
+    @property
+    def _uneven_ranks(self) -> list[RankMemory]:
+        return [*map(self._uneven, range(self.mesh.pp))]
 
     @property
     def uneven_peak(self) -> float:
@@ -64,7 +69,8 @@ class Candidate:
     def fits(self) -> bool:
         """True if ``needed`` is within the GPU's memory, or if this memory is unknown."""
         limit = self.config.cluster.memory_bytes
-        return not limit or self.needed <= limit
+        ranks = map(self._uneven, range(self.mesh.pp))  # the first one that is too large is enough
+        return not limit or all(needed(self.config, self.mesh, [rank]) <= limit for rank in ranks)
 
     def changed(self, **sections: dict[str, Any]) -> Candidate:
         """Return the same candidate with other values of its configuration (``changed``)."""

@@ -82,10 +82,18 @@ def plain_time(place: Place, layer: int, arrives_again: bool) -> Passes:
     Args:
         arrives_again: the backward pass dispatches tokens once more.
     """
+    passes = local_time(place, layer)
+    if layer >= place.config.model.first_k_dense:
+        add_experts(place, layer, passes, arrives_again)
+    return passes
+
+
+def local_time(place: Place, layer: int) -> Passes:
+    """Return the passes of ``layer`` without routed experts, whatever ep and etp are."""
     model = place.config.model
     routed = layer >= model.first_k_dense
     passes = Passes(Pass(), Pass())
-    _products(place, layer, passes)
+    _products(place, layer, passes, experts=False)
     _attention(place, layer, passes)
     machine = place.machine
     size = machine.number_bytes
@@ -97,9 +105,13 @@ def plain_time(place: Place, layer: int, arrives_again: bool) -> Passes:
     act = machine.pass_over(3.0 * size * place.tokens * width)
     passes.add("shared_experts" if routed else "mlp", act, 2 * act)
     _tensor_parallel(place, layer, passes)
-    if routed:
-        _routing(place, passes, arrives_again)
     return passes
+
+
+def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -> None:
+    """Add the routed experts of ``layer`` to its ``local_time`` (``plain_time``)."""
+    _products(place, layer, passes, experts=True)
+    _routing(place, passes, arrives_again)
 
 
 _PART = {
@@ -110,7 +122,7 @@ _PART = {
 }
 
 
-def _products(place: Place, layer: int, passes: Passes) -> None:
+def _products(place: Place, layer: int, passes: Passes, experts: bool) -> None:
     mesh = place.mesh
     machine = place.machine
     weights = layer_weights(place.key, place.config, layer, mesh.tp)
@@ -118,7 +130,9 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         rows = float(weight.rows)
         columns = float(weight.columns)
         part = _PART.get(weight.part, "attention")
-        if part == "moe":
+        if (part == "moe") != experts:
+            continue
+        if experts:
             tokens = place.rows
             local = weight.groups / mesh.ep
             if "down" in weight.name:
@@ -149,7 +163,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         local_seconds = seconds * weight.trained
         if place.fused:
             local_seconds = max(local_seconds, machine.pass_over(8.0 * numbers) * weight.trained)
-        elif part == "moe" and place.fused_experts:
+        elif experts and place.fused_experts:
             left = min(1.52, FUSED_LEFT + FUSED_EXPERT * local / (tokens * rows * columns))
             local_seconds += left * machine.pass_over(10.0 * numbers) * weight.trained
         passes.add(
@@ -157,14 +171,16 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             seconds + widened + machine.cast(tokens * columns),
             seconds * (not weight.detached) + local_seconds + widened + machine.cast(tokens * rows),
         )
-        if part == "moe" and not place.fused:  # others' grouped products have a part for each half
+        if experts and not place.fused:  # others' grouped products have a part for each half
             passes.backward.experts += seconds + local_seconds
         else:
             passes.backward.weights += local_seconds
     if not place.fused:
         # FSDP reads each micro-batch's gradients, adds them and writes the sum in float32.
-        experts = weights.expert_trained / (mesh.ep * mesh.etp) * (not place.fused_experts)
-        summed = machine.pass_over(10.0 * (weights.dense_trained + experts))
+        numbers = float(weights.dense_trained)
+        if experts:
+            numbers = weights.expert_trained / (mesh.ep * mesh.etp) * (not place.fused_experts)
+        summed = machine.pass_over(10.0 * numbers)
         passes.backward.add("gradients", summed)
         passes.backward.weights += summed
 

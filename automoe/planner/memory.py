@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from automoe.config.batch import BatchPlan
 from automoe.config.facts import MUON_ROUND, SENDS_KEPT
@@ -21,6 +21,8 @@ from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, num_states, stage_params
 from automoe.planner.activations import TokenLoad
+from automoe.planner.layer_weights import cached
+from automoe.planner.place import key_of
 from automoe.planner.step_memory import (
     Moment,
     Sizes,
@@ -93,16 +95,24 @@ PARTS = tuple(
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
     """Return the peak memory of every pp rank, in order."""
-    return [_plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
+    return [plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
-def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
+def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
+    """Return the peak memory of one pp rank."""
     model = config.model
     parallel = config.parallel
     layers = stage_layers(config, mesh)
     numbers = stages_of_ranks(mesh.pp, parallel.stages_per_rank, parallel.schedule)[pp_rank]
-    bare = [stage_params(model, layers, stage) for stage in numbers]
-    held = [as_stored(with_adapters(stage, config), config) for stage in bare]
+    key = key_of(config)
+
+    def stage_held(stage: int) -> tuple[int, list[Param]]:
+        """Return the number of the stage's parameters without adapters, and what it stores."""
+        bare = stage_params(model, layers, stage)
+        return sum(param.numel for param in bare), as_stored(with_adapters(bare, config), config)
+
+    both = [cached((key, *layers, stage), partial(stage_held, stage)) for stage in numbers]
+    held = [stored for _, stored in both]
     params = [param for stage in held for param in stage]
     sizes = Sizes(config, mesh)
     load = TokenLoad.of(config, mesh, batch)
@@ -127,20 +137,20 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         moments = [
             replace(state, gathered_weights=state.gathered_weights + codes) for state in moments
         ]
-    moments.append(_update_moment(config, sizes, params))
+    moments.append(_update_moment(config, sizes, params, sum(stage.sharded for stage in stages)))
     most = max(moments, key=lambda moment: moment.total)
     # The last dim of a packed parameter is the bytes of a block, ``packed`` its elements.
     widened = sizes.compute * max(
-        gathered_numel(param, mesh) // param.shape[-1] * param.packed for param in params
+        (gathered_numel(p, mesh) // p.shape[-1] * p.packed for p in params if p.packed), default=0
     )
+    averaged = trained(params) if config.optim.ema_decay else []
     return RankMemory(
         pp_rank=pp_rank,
         layers=[layer for stage in numbers for layer in layers[stage]],
-        params=sum(param.numel for stage in bare for param in stage),
+        params=sum(numel for numel, _ in both),
         weights=sizes.weights(params),
         moments=sizes.moments(params),
-        averages=sizes.total(local_numel, trained(params), sizes.wide)
-        * bool(config.optim.ema_decay),
+        averages=sizes.total(local_numel, averaged, sizes.wide),
         inputs=(
             (INPUT_BYTES + MTP_BYTES * model.num_mtp_layers) // mesh.cp + BATCH_BYTES * load.on_cpu
         )
@@ -280,13 +290,13 @@ def _actions(
             yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
 
 
-def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
-    largest = max((local_numel(param, sizes.mesh) for param in trained(params)), default=0)
+def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients: int) -> Moment:
     rounds = config.optim.master_weights == "stochastic" or config.optim.moments == "bfloat16"
-    in_torch = config.cluster.gpu == "cpu" and rounds
-    scratch = UPDATE_BYTES * min(largest, UPDATE_BLOCK) * in_torch
-    scratch += _muon_scratch(config, sizes, trained(params))
-    return Moment("update", gradients=sizes.sharded_gradients(params), temporaries=scratch)
+    scratch = _muon_scratch(config, sizes, trained(params))
+    if config.cluster.gpu == "cpu" and rounds:
+        largest = max((local_numel(param, sizes.mesh) for param in trained(params)), default=0)
+        scratch += UPDATE_BYTES * min(largest, UPDATE_BLOCK)
+    return Moment("update", gradients=gradients, temporaries=scratch)
 
 
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:

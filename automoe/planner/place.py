@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from automoe.config.batch import BatchPlan
@@ -38,6 +38,12 @@ class Pass:
         if cost is not NOTHING:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
+    def copy(self) -> Pass:
+        """Return an equal pass to which other parts may be added."""
+        parts, sent = dict(self.parts), dict(self.communication)
+        rest = self.idle, self.weights, self.experts, dict(self.again)
+        return Pass(self.compute, parts, sent, *rest)
+
     @property
     def seconds(self) -> float:
         return self.compute + sum(cost.seconds for cost in self.communication.values()) + self.idle
@@ -69,6 +75,12 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     return busy if mesh.ep > 1 else 1.0
 
 
+def key_of(config: Config) -> str:
+    """Return the ``Place.key`` of ``config``."""
+    train = config.train
+    return repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
+
+
 @dataclass(frozen=True)
 class Place:
     """Setting of a layer's timing: configuration, mesh, machine and micro-batches."""
@@ -79,6 +91,7 @@ class Place:
     batch: BatchPlan
     fused: bool = False  # True if matmuls add to the float32 gradients themselves
     gradient_bytes: int = 0  # bytes per gradient element in FSDP's reduction; 0: automoe's width
+    read_key: str = ""  # ``key`` if it is known
 
     @property
     def fused_experts(self) -> bool:
@@ -97,9 +110,7 @@ class Place:
     @cached_property
     def key(self) -> str:
         """Cache key that identifies the model and its trained parameters."""
-        train = self.config.train
-        read = self.config.model, self.config.lora, train.freeze, train.trainable, train.dtype
-        return repr(read)
+        return self.read_key or key_of(self.config)
 
     @property
     def gathers_latents(self) -> bool:
@@ -114,9 +125,12 @@ class Place:
 
     def group(self, axis: str) -> Group:
         """Return the process group of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
-        if axis == "fsdp":
-            return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
-        view = "moe" if axis.startswith("e") else "default"
-        return Group.of(
-            getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node
-        )
+        return _group(self.mesh, axis, self.machine.gpus_per_node)
+
+
+@lru_cache(maxsize=1000)
+def _group(mesh: MeshShape, axis: str, node: int) -> Group:
+    if axis == "fsdp":
+        return Group.of(mesh.fsdp, mesh.tp, node)
+    view = "moe" if axis.startswith("e") else "default"
+    return Group.of(getattr(mesh, axis), mesh.stride(view, axis), node)

@@ -10,12 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from automoe.config.pipeline import ALL_FORWARDS_FIRST, IN_ROUNDS, pipeline_order, rank_of_stage
+from automoe.config.pipeline import (
+    ALL_FORWARDS_FIRST,
+    IN_ROUNDS,
+    Entry,
+    pipeline_order,
+    rank_of_stage,
+)
+from automoe.config.v_schedules import Action
 
 # Share of an all-to-all that the computation of another micro-batch hides: 93%, less the 20% that
 # matmuls lose to the multiprocessors that send (both from Megatron-Core's report on DeepSeek-V3).
 HIDDEN = 0.93 - 0.20
 GRAIN = 60
+KINDS = "FBIW"  # of actions
+# An action's input: number of the action that it waits for (0: none), of the stage to which the
+# result is sent (behind the last: nothing is sent), and of its seconds, by kind and stage.
+Input = tuple[int, int, int]
 STEADY_ROUNDS = 2  # number of rounds of pp micro-batches after which all rounds are alike
 
 
@@ -65,59 +76,77 @@ def simulate(
         overlap: paired actions hide their all-to-alls behind each other.
         spans: list that receives every action; each rank's actions are in order.
     """
-    ranks = pipeline_order(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
     where = [rank_of_stage(stage, pp, schedule) for stage in range(len(stages))]
-    # seconds to send activations to stage i
-    wait = [border * s.received * (where[i] != where[i - 1]) for i, s in enumerate(stages)]
-    cost = {"F": [s.forward for s in stages], "B": [s.backward for s in stages]}
+    # seconds to send activations to stage i, or gradients from it; what stays on a rank takes none
+    wait = [border * s.received * (where[i] != where[i - 1]) for i, s in enumerate(stages)] + [0.0]
     halves = [s.halves or (s.backward / 2, s.backward / 2) for s in stages]
     halves[0] = 0.0, stages[0].backward
-    cost["I"], cost["W"] = map(list, zip(*halves, strict=True))
-    saved = [HIDDEN * s.all_to_all / 2 for s in stages]
-    forward, backward = ([dict[int, float]() for _ in stages] for _ in range(2))
-    # The results that an action waits for, and the seconds to send them.
-    start = dict.fromkeys(range(num_micro_batches), 0.0)
-    needs = {"F": [*zip([start, *forward], wait, strict=False)], "W": [(start, 0.0)] * len(stages)}
-    needs["B"] = needs["I"] = [*zip(backward[1:], wait[1:], strict=True), (forward[-1], 0.0)]
+    cost = [s.forward for s in stages] + [s.backward for s in stages]
+    cost += [inputs for inputs, _ in halves] + [weights for _, weights in halves]
+    saved = [HIDDEN * s.all_to_all / 2 for s in stages] * len(KINDS)
+    ends = [0.0]  # of the step's begin and of each action
     clock = [0.0] * pp
+    for rank, entry, (needed, late, which), other in _steps(
+        schedule, pp, len(stages) // pp, num_micro_batches, overlap
+    ):
+        ready = ends[needed] + wait[late]
+        if ready < clock[rank]:
+            ready = clock[rank]
+        seconds = cost[which]
+        if other:
+            needed, late, second = other
+            ready = max(ready, ends[needed] + wait[late])
+            seconds += cost[second]
+            seconds = max(seconds - (saved[which] + saved[second]), seconds / 2)
+            ends.append(ready + seconds)
+        clock[rank] = now = ready + seconds
+        ends.append(now)
+        if spans is not None:
+            spans += [Span(rank, *action, ready, now) for action in entry]
+    return max(clock)
+
+
+@lru_cache(maxsize=64)
+def _steps(
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, overlap: bool
+) -> list[tuple[int, Entry, Input, Input | None]]:
+    """Return all ranks' entries, each with its rank and inputs, after the entries it waits for."""
+    ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
+    num_stages = pp * stages_per_rank
+    done = dict[Action, int]()
+    number = 0
+    passes = {"F": "F", "B": "B", "I": "B", "W": "B"}
+
+    def input_of(action: Action) -> Input | None:
+        kind, stage, index = action
+        which = KINDS.index(kind) * num_stages + stage
+        if kind == "W" or (kind == "F" and stage == 0):
+            return 0, num_stages if kind == "W" else 0, which
+        before = stage - 1 if kind == "F" else stage + 1
+        loss = before == num_stages  # which follows the last forward pass
+        needed = done.get(("F", stage, index) if loss else (passes[kind], before, index))
+        return None if needed is None else (needed, max(stage, before), which)
+
+    steps = list[tuple[int, Entry, Input, Input | None]]()
     at = [0] * pp
     left = sum(map(len, ranks))
-    while left:
-        before = left
-        for rank, actions in enumerate(ranks):
-            now = clock[rank]
-            place = at[rank]
-            while place < len(actions):
-                ready = now
-                seconds = 0.0
-                for kind, stage, index in actions[place]:
-                    results, late = needs[kind][stage]
-                    arrived = results.get(index)
-                    if arrived is None:
-                        break
-                    ready = max(ready, arrived + late)
-                    seconds += cost[kind][stage]
-                else:
-                    if len(actions[place]) == 2:
-                        seconds = max(
-                            seconds - sum(saved[stage] for _, stage, _ in actions[place]),
-                            seconds / 2,
-                        )
-                    now = ready + seconds
-                    if spans is not None:
-                        spans += [Span(rank, *action, ready, now) for action in actions[place]]
-                    for kind, stage, index in actions[place]:
-                        (forward if kind == "F" else backward)[stage].setdefault(index, now)
-                    place += 1
-                    continue
-                break
-            left -= place - at[rank]
-            clock[rank] = now
-            at[rank] = place
-        assert left < before, (
+    while len(steps) < left:
+        before = len(steps)
+        for rank, entries in enumerate(ranks):
+            while at[rank] < len(entries):
+                entry = entries[at[rank]]
+                first, *others = map(input_of, entry)
+                if first is None or None in others:
+                    break
+                for kind, stage, index in entry:
+                    number += 1
+                    done.setdefault((passes[kind], stage, index), number)
+                steps.append((rank, entry, first, others[0] if others else None))
+                at[rank] += 1
+        assert len(steps) > before, (
             f"{schedule} waits for itself: pp={pp}, {num_micro_batches} micro-batches"
         )
-    return max(clock)
+    return steps
 
 
 _simulated = lru_cache(maxsize=50_000)(simulate)

@@ -7,13 +7,15 @@ left; it is a result if it fits in memory.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from multiprocessing import Pipe, get_all_start_methods, get_context
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from automoe.planner.machine import Constants
 from automoe.planner.reserve import standing_reserve
 from automoe.planner.schedule import GRAIN, HIDDEN
 
+T = TypeVar("T")
+Result = TypeVar("Result")
 Axes = tuple[int, int, int, int, str]  # tp, cp, ep, etp, context
 TOP = 10  # number of candidates in the result
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # tried rows per micro-batch
@@ -46,6 +50,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 # none with a bound below this share of the highest.
 BATCHES = (1000, 4000, 16, 1)
 LEVEL = 0.98
+FORKED = 200  # meshes or more that are worth a second process
 PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
 ONE_STAGE: dict[str, Any] = {
     "schedule": "1F1B",
@@ -68,7 +73,7 @@ class Search:
     # number of refused meshes and candidates for each key whose rule they break
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
-    smallest: Candidate | None = None  # smallest candidate that does not fit
+    missed: list[Candidate] = field(default_factory=list)  # those that need more than they have
     rest: float = 0.0  # upper bound of the tokens/s of the candidates that were not timed
 
 
@@ -121,14 +126,25 @@ class Queue:
         micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
         if "train.micro_batch_size" in fixed:
             micros = [config.train.micro_batch_size]
-        for shape in mesh_shapes(config, world_size, fixed):
-            on_mesh = _on(config, shape)
-            for context in tried(config, fixed, "parallel.context")[: None if shape.cp > 1 else 1]:
-                parallel = {**next(layouts(config, shape.pp, fixed)), "context": context}
-                variant = changed(on_mesh, parallel=parallel, train={"micro_batch_size": micros[0]})
-                if self._legal(variant, shape):
-                    axes = shape.tp, shape.cp, shape.ep, shape.etp, context
-                    self.shapes.setdefault(axes, {})[shape.pp] = shape
+
+        def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
+            """Return the meshes that pass the rules, with each context, and the rules broken."""
+            passed, result.refused = [], Counter()
+            for shape in shapes:
+                on_mesh = _on(config, shape)
+                contexts = tried(config, fixed, "parallel.context")
+                for context in contexts[: None if shape.cp > 1 else 1]:
+                    parallel = {**next(layouts(config, shape.pp, fixed)), "context": context}
+                    train = {"micro_batch_size": micros[0]}
+                    if self._legal(changed(on_mesh, parallel=parallel, train=train), shape):
+                        axes = shape.tp, shape.cp, shape.ep, shape.etp, context
+                        passed.append((axes, shape))
+            return passed, result.refused
+
+        parts = in_halves(legal, [*mesh_shapes(config, world_size, fixed)])
+        result.refused = sum((broken for _, broken in parts), Counter())
+        for axes, shape in (each for passed, _ in parts for each in passed):
+            self.shapes.setdefault(axes, {})[shape.pp] = shape
         made = [
             (pp, variant, ladder(changed(config, mesh={"pp": pp}, parallel=variant), fixed))
             for pp in sorted({pp for stage_counts in self.shapes.values() for pp in stage_counts})
@@ -188,7 +204,9 @@ class Queue:
             rungs: number of choices of recomputation; None: all.
             hidden: share of all-to-alls that take no time.
         """
-        columns = self.space.columns(families, rungs)
+        columns: Array = np.concatenate(
+            in_halves(lambda part: self.space.columns(part, rungs), families)
+        )
         times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
         whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
         share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
@@ -249,11 +267,25 @@ class Queue:
         (item,) = waiting["item"]
         if not item.fits:
             result.too_large += 1
-            result.smallest = min(result.smallest or item, item, key=lambda each: each.needed)
+            result.missed.append(item)
         elif all(other.mesh != item.mesh for other in result.found):
             result.found.append(item)
             self.since = 0
         return []
+
+
+def in_halves(work: Callable[[Sequence[T]], Result], items: Sequence[T]) -> list[Result]:
+    """Return what ``work`` makes of ``items``; a forked process makes half of it, if it is much."""
+    half = len(items) // 2
+    if half < FORKED or (os.cpu_count() or 1) == 1 or "fork" not in get_all_start_methods():
+        return [work(items)]
+    there, here = Pipe(duplex=False)
+    process = get_context("fork").Process(target=lambda: here.send(work(items[half:])))
+    process.start()
+    here.close()  # so that a process that fails ends the waiting
+    made = [work(items[:half]), there.recv()]
+    process.join()
+    return made
 
 
 def _on(config: Config, shape: MeshShape) -> Config:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,8 @@ def least_ranks(config: Config) -> float:
 def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
     from automoe.planner.views.search_view import print_search
 
-    if miss := result.smallest:
+    if result.missed:
+        miss = min(result.missed, key=attrgetter("needed"))
         result = replace(result, found=[miss])
         why = f"the nearest miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
     else:

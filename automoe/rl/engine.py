@@ -9,6 +9,7 @@ top-k, V vocabulary.
 
 from __future__ import annotations
 
+import base64
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from automoe.comm.agreement import Ranks
@@ -38,12 +40,23 @@ class Answer:
 
     tokens: list[int]
     log_probs: list[float]
-    routes: torch.Tensor | list[Any] | None = None
+    routes: torch.Tensor | None = None
 
     def as_json(self) -> tuple[Any, ...]:
-        """Return the fields as plain JSON."""
-        routes = self.routes.tolist() if isinstance(self.routes, torch.Tensor) else self.routes
-        return self.tokens, self.log_probs, routes
+        """Return the fields as plain JSON; routes as their shape and base64 of 16-bit numbers."""
+        if self.routes is None:
+            return self.tokens, self.log_probs, None
+        lines = self.routes.cpu().numpy().astype("<i2")
+        return self.tokens, self.log_probs, [lines.shape, base64.b64encode(lines).decode()]
+
+    @classmethod
+    def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
+        """Return the answer of ``as_json``."""
+        if routes is not None:
+            shape, text = routes
+            lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)
+            routes = torch.from_numpy(lines.astype(np.int16))
+        return cls(tokens, log_probs, routes)
 
 
 class Engine(Protocol):
@@ -142,8 +155,9 @@ class TransformersEngine:
         with tempfile.TemporaryDirectory() as folder:
             write_settings(Path(folder), config.model, dtype, "none")
             hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if (config.model.hidden_size | config.model.moe_intermediate_size) % 4:
-            hf_config._experts_implementation = "eager"  # as in automoe.hf.verify
+        widths = config.model.hidden_size | config.model.moe_intermediate_size
+        if widths % 4 or dtype == torch.float64:  # which grouped_mm does not take
+            hf_config._experts_implementation = "eager"
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
         self.stops = sorted(stops)
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer

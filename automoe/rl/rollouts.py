@@ -30,7 +30,8 @@ class Rollouts:
     A rollout is the answers to some prompts by the same weights; one or several updates train on it.
     Answers, and what is known of them, are written before they are trained on. A run that was
     killed reads them again, so it goes on to the bit, whatever the engine and the weights would say
-    now. It has the methods of a loader that a run and its checkpoints call.
+    now, unless it was started with other settings or gave other rewards since: then it draws anew,
+    and says so. It has the methods of a loader that a run and its checkpoints call.
 
     Args:
         texts: the prompts.
@@ -59,6 +60,7 @@ class Rollouts:
         self._rollout = 0
         self._ranks = Ranks()
         self.rows_of_last_step = 0.0
+        self._history: dict[str, str] = {}  # rollout -> digest of the rewards of those before it
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
         # Answers of a run that was drawn otherwise are not this run's.
         train = config.train
@@ -97,22 +99,30 @@ class Rollouts:
             drawn = sample([self.prompts[number] for number in self.numbers(rollout)])
             written = [[answer.as_json() for answer in of_prompt] for of_prompt in drawn]
             groups = self.keep(rollout, "answers", written)
-        return [[Answer(*fields) for fields in of_prompt] for of_prompt in groups]
+        return [[Answer.of_json(*fields) for fields in of_prompt] for of_prompt in groups]
 
     def kept(self, rollout: int, name: str) -> Any:
         """Return what ``keep`` wrote; None if it wrote nothing for a run like this. Collective."""
-        return self._ranks.lead(lambda: self._read(self._file(rollout, name)))
+        file = self._file(rollout, name)
+        return self._ranks.lead(lambda: self._read(file, self._facts(rollout)))
 
     def keep(self, rollout: int, name: str, content: Any) -> Any:
         """Write plain JSON of a rollout; return that of rank 0 on every rank. Collective."""
 
         def write() -> Any:
             self._folder.mkdir(exist_ok=True)
-            facts = {"drawn_by": self._drawn_by, "content": content}
+            facts = {"drawn_by": self._facts(rollout), "content": content}
             replace_durably(self._file(rollout, name), sealed(facts))
             return content
 
         return self._ranks.lead(write, again=False)
+
+    def judged(self, rewards: Sequence[float]) -> None:
+        """Note the rewards of the rollout that was drawn last: what is drawn later depends on them."""
+        here, after = str(self._rollout), str(self._rollout + 1)
+        text = json.dumps([self._history.setdefault(here, ""), *rewards])
+        digest = xxhash.xxh3_128(text.encode()).hexdigest()
+        self._history = {here: self._history[here], after: digest}
 
     def part(self, batch: Sequence[Sample], at: int) -> list[Sample]:
         """Return the samples of a rollout's update ``at``: one in ``recipe_args.mini_batches``.
@@ -144,14 +154,22 @@ class Rollouts:
     def _file(self, rollout: int, name: str) -> Path:
         return self._folder / f"{name}-{rollout + 1:08d}.json"
 
-    def _read(self, file: Path) -> Any:
+    def _facts(self, rollout: int) -> str:
+        return f"{self._drawn_by} {self._history.get(str(rollout), '')}"
+
+    def _read(self, file: Path, facts: str) -> Any:
         try:
             content = unsealed(file.read_bytes()) if file.is_file() else {}
         except ValueError as error:
             raise DataError(
                 f"{file} cannot be read ({error}). Remove it: the answers are then drawn anew"
             ) from None
-        return content.get("content") if content.get("drawn_by") == self._drawn_by else None
+        if content and content["drawn_by"] != facts:
+            print(
+                f"{file}: of a run with other settings or rewards, so it is made anew", flush=True
+            )
+            return None
+        return content.get("content")
 
     # ---------------------------------------------------------------- as a loader
 
@@ -163,7 +181,7 @@ class Rollouts:
         return numbers[0], numbers[-1], [f"observe.samples:{number + 1}" for number in numbers]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self.digest}
+        return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Compare with the checkpoint's prompts.
@@ -171,7 +189,8 @@ class Rollouts:
         Raises:
             DataError: the prompts are others.
         """
-        if state != self.state_dict():
+        self._history = dict(state.get("history", {}))  # states before 0.18 have none
+        if state["prompts"] != self.digest:
             raise DataError(
                 "observe.samples: the prompts are not those that the checkpoint was trained with. "
                 "Restore them, or set checkpoint.resume=never"

@@ -43,7 +43,7 @@ class LocalVLLM:
         run_dir: the engine's output goes to ``engine.log`` there.
     """
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
 
     def __init__(self, python: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
         self._stops = sorted(stops)

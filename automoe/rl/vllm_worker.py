@@ -9,6 +9,7 @@ Lines of JSON come in on standard input, and lines of JSON go out on the file de
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -95,16 +96,31 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
         while (bucket := json.loads(sys.stdin.readline())) != {}:
-            with open(bucket["file"], "rb") as file:
-                raw = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            file = bucket["file"]
+            raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
+            os.unlink(file)  # the next bucket is another file, written while this one is loaded
+            say(taken=len(bucket["tensors"]))
             for name, kind, shape, start in bucket["tensors"]:
                 wanted = getattr(torch, kind)
-                size = wanted.itemsize
-                for number in shape:
-                    size *= number
-                yield name, raw[start : start + size].view(wanted).view(shape)
-            say(taken=len(bucket["tensors"]))
+                end = start + math.prod(shape) * wanted.itemsize
+                tensor = raw[start:end].view(wanted).view(shape)
+                if name in sinks:
+                    sinks[name].copy_(tensor)
+                elif sinks and ".experts." in name:
+                    for number, each in enumerate(tensor):
+                        yield name.replace(".experts.", f".experts.{number}."), each
+                else:
+                    yield name, tensor
 
+    def sinks_of(model: Any) -> dict[str, torch.Tensor]:
+        return {
+            name.replace(".attn.", ".self_attn."): parameter.data
+            for name, parameter in model.named_parameters()
+            if name.endswith(".sinks")
+        }
+
+    # vLLM copies GPT-OSS's sinks and stacks of experts past its reload, into tensors that it drops.
+    [sinks] = llm.apply_model(sinks_of)
     routes = Routes(llm) if on_cpu else None
     say(ready=True)
     for line in sys.stdin:

@@ -68,10 +68,11 @@ def gather_stats(
     if model.attention.index_topk:
         modules = [module for part in model_parts for module in part.modules()]
         indexers = [module for module in modules if isinstance(module, Indexer)]
-        indexer_losses = (indexer.loss_sum for indexer in indexers)
-        reported = {**reported, "indexer_loss": sum(indexer_losses, loss_share.new_zeros(()))}
+        total = loss_share.new_zeros(())
         for indexer in indexers:
+            total = total + indexer.loss_sum
             indexer.reset_buffers()
+        reported = {**reported, "indexer_loss": total}
     num_layers = model.num_moe_layers
     num_experts = model.num_experts
     device = loss_share.device

@@ -27,10 +27,15 @@ from automoe.config.schema import Config, TrainConfig
 from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, shift_rows
 from automoe.model.rows import head_tail_index
-from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.qk_clip import clip_logits, take_largest_logits
+from automoe.optim.schedule import (
+    bias_update_rate,
+    learning_rate,
+    mtp_loss_weight,
+    set_learning_rate,
+)
 from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
@@ -351,9 +356,8 @@ def _validation_sums(
         added = {"nats": loss * count, "count": count, "bytes": num_bytes}
         for name, value in zip(reported, more, strict=True):
             kind, _, depth = name.partition(".")
-            of_depth = kind in MTP_METRICS
             number = count
-            if of_depth:
+            if kind in MTP_METRICS:
                 assert counts.mtp is not None
                 number = int(counts.mtp[int(depth) - 1, 0])
             added[f"val_{name}"] = value * number

@@ -37,6 +37,7 @@ def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_not
     others |= {"pipeline_schedules", "gpu_first"}  # of plan_correlation --schedules, and of automoe doctor --gpu
     others |= {"class_experts"}  # of class_tier --experts
     others |= {"grpo_vllm"}  # of recipes/grpo.py beside vLLM, by the command that it holds
+    others |= {"grpo_vllm_weights"}  # of grpo_step --vllm
     others |= {"grpo_kills"}  # of tests/rl/test_grpo_kills.py, by the command that it holds
     others |= {"drawn_meshes"}  # of tests/mesh, by the command that it holds
     assert stored <= {*runner.QUESTIONS, *runner.CLOSED, *others}

@@ -48,8 +48,8 @@ def test_what_torch_wrote_is_read(step: Path) -> None:
 
 def views(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     """A matrix, its transpose, every second column, no rows, and rows from the middle of a larger one."""
-    columns, rows = numbers.clone()[:, ::2], torch.cat([numbers] * 3)[6:12]
-    return {"matrix": numbers, "turned": numbers.t().clone().t(), "columns": columns, "none": numbers[:0], "rows": rows}
+    columns, rows, turned = numbers.clone()[:, ::2], torch.cat([numbers] * 3)[6:12], numbers.t().contiguous().t()
+    return {"matrix": numbers, "turned": turned, "columns": columns, "none": numbers[:0], "rows": rows}
 
 
 @pytest.mark.parametrize("read_as", [torch.float32, torch.bfloat16])

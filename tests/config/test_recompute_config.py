@@ -71,6 +71,14 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
             ["layer 4 is outside 0..3", "Set parallel.recompute_layers=[0]"],
         ),
         (["parallel.recompute=full", "parallel.recompute_layers=[1,1]"], ["twice", "parallel.recompute_layers=[1]"]),
+        (
+            ["parallel.recompute=[mlp,core_attn]", "model.first_k_dense=2", "parallel.recompute_layers=[2,3]"],
+            ["none of its layers has 'mlp'", "model.first_k_dense=2"],
+        ),
+        (
+            ["parallel.recompute=[moe]", "model.first_k_dense=3", "parallel.recompute_layers=every 4"],
+            ["none of its layers has 'moe'", "model.first_k_dense=3"],
+        ),
         (["parallel.recompute=full", "parallel.recompute_layers=2"], ["a list of whole numbers or text"]),
         (["parallel.recompute=full", "parallel.recompute_layers=every"], ["'every N'", "every 2"]),
         (["parallel.recompute=full", "parallel.recompute_layers=every 0"], ["'every N'", "every 2"]),

@@ -19,7 +19,7 @@ from automoe.hf.write import to_hf
 from automoe.launch.prepare import check_here, compose
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
-from automoe.optim.adamw import learning_rate
+from automoe.optim.schedule import learning_rate
 from automoe.verify.run import make_runnable
 from tests.support.class_models import AllInFloat64
 from tests.support.configurations import quick_config

@@ -362,6 +362,8 @@ def messages_of(run_dir: str) -> list[str]:
         sample(top_k=5),
         sample(top_p=0.9),
         sample(temperature=0.0),
+        sample(temperature=float("inf")),
+        sample(seed=2**63),
         sample(max_tokens=0),
         sample(num=0),
         sample(stop=["end"]),
@@ -369,6 +371,10 @@ def messages_of(run_dir: str) -> list[str]:
         sample(prompt=types.ModelInput.from_ints([64])),
     ]
     messages = []
+    with pytest.raises(
+        AttributeError, match="TrainingClient.forward_backward_custom is not of automoe.tinker.*forward,"
+    ):
+        client.forward_backward_custom(data, sum)
     for call in calls:
         with pytest.raises(AutomoeError) as caught:
             call()
@@ -401,6 +407,8 @@ SAID = [
     ("sample.top_k=5",),
     ("sample.top_p=0.9",),
     ("sample.temperature=0.0",),
+    ("sample.temperature=inf",),
+    ("sample.seed=9223372036854775808", "63 bits"),
     ("sample.max_tokens=0",),
     ("sample.num_samples=0",),
     ("sample.stop", "ids of tokens"),

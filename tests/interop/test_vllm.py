@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from automoe.comm.local_shard import local_shard
-from automoe.errors import BackendError
 from automoe.hf.engines import IGNORED
 from automoe.rl.engine import TransformersEngine
 from automoe.rl.vllm import LocalVLLM
@@ -31,6 +30,7 @@ FAMILIES: dict[str, list[str]] = {
     "mixtral": [],
     "qwen2_moe": [],
     "glm4_moe": [],
+    "gpt_oss": ["model.attention.sliding_window=8"],
     "olmoe": [],  # vLLM takes norm_eps=1e-5 for granted
     "dsv3": MLA,
     "moonlight": [*MLA, "model.attention.q_lora_rank=null"],  # DeepSeek-V3 without a query's latent
@@ -81,8 +81,8 @@ def test_the_engine_computes_what_the_trainer_does(family: str, tmp_path: Path) 
                         shard = local_shard(parameter)
                         shard.add_(torch.randn(shard.shape, generator=generator).to(shard.dtype), alpha=0.02)
             engine.update(WeightStream(parts, **engine.options))
-            assert largest_gap(session, engine, 1.0) < 5e-6
-            assert largest_gap(session, engine, 0.7) < 5e-6
+            assert largest_gap(session, engine, 1.0) < 2e-6
+            assert largest_gap(session, engine, 0.7) < 2e-6
             assert share_that_differs(session, engine, 0) < 0.01 < 0.5 < share_that_differs(session, engine, 1)
         reference.update(WeightStream(parts, **reference.options))
         greedy = [answer.tokens for [answer] in engine.sample(PROMPTS, 1, ANSWER, 0.0, seed=0)]
@@ -103,7 +103,7 @@ def test_an_engine_with_stale_experts_is_found(tmp_path: Path) -> None:
     try:
         parts = session.state.model_parts
         engine.update(WeightStream(parts, **engine.options))
-        assert largest_gap(session, engine, 1.0) < 5e-6
+        assert largest_gap(session, engine, 1.0) < 2e-6
         for part in parts.values():
             for name, parameter in part.named_parameters():
                 if "experts" in name:
@@ -141,17 +141,4 @@ def test_a_run_repeats_the_routes_of_its_engine(tmp_path: Path) -> None:
     steps = [step for step in steps if "reward" in step]
     assert len(steps) == 3
     for step in steps:
-        assert step["routes_differ"] < 0.01 and step["engine_gap_max"] < 2e-5
-
-
-def test_gpt_oss_takes_no_new_weights(tmp_path: Path) -> None:
-    """Experts with biases get no kernel after an update: vLLM ends, which is said, and docs/serving.md says it."""
-    session = open_session(["model=small_gpt_oss", *SIZES, f"run_dir={tmp_path}"])
-    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
-    try:
-        engine.update(WeightStream(session.state.model_parts, **engine.options))
-        with pytest.raises(BackendError, match="the engine has ended"):
-            engine.sample(PROMPTS, 2, ANSWER, 1.0, seed=3)
-    finally:
-        engine.close()
-        close()
+        assert step["routes_differ"] < 0.01 and step["engine_gap_max"] < 5e-6

@@ -447,8 +447,8 @@ def documents_of_a_cp_rank_believed_the_row():
 
 
 def recomputation_counted_again():
-    return patch.object(automoe.moe.balance, "counts", lambda: True)
+    return patch.object(automoe.moe.balance, "is_counted", lambda: True)
 
 
 def logits_of_evaluation_counted():
-    return patch.object(automoe.optim.qk_clip, "counts", torch.is_grad_enabled)
+    return patch.object(automoe.optim.qk_clip, "is_counted", torch.is_grad_enabled)

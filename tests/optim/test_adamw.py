@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from automoe.config.schema import OptimConfig
-from automoe.optim.adamw import build_optimizer, set_learning_rate
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.schedule import set_learning_rate
 from automoe.verify.pool import RankPool
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3)

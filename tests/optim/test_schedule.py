@@ -11,7 +11,7 @@ from automoe.config.schema import Config, OptimConfig
 from automoe.config.train_schema import Phase
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight
+from automoe.optim.schedule import bias_update_rate, learning_rate, mtp_loss_weight
 from tests.support.configurations import quick_config
 
 

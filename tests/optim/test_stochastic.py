@@ -17,7 +17,8 @@ from automoe.config.schema import OptimConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.kernels.counter_random import bits_at, stream_key
-from automoe.optim.adamw import build_optimizer, set_learning_rate
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.schedule import set_learning_rate
 from automoe.optim.stochastic import StochasticAdamW, round_stochastically
 from automoe.verify.pool import RankPool
 from tests.support.configurations import quick_config

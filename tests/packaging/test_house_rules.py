@@ -365,8 +365,6 @@ ASSIGNED_LATER = {
     "automoe.classes.family": ["config.attention"],
     "automoe.classes.lora": ["experts.forward"],
     "automoe.classes.model": ["module.reset_buffers"],
-    # a ``ParallelStyle`` gets modules that exist, and binds their experts to its dispatcher
-    "automoe.moe.experts": ["self.dispatcher"],
     # a record of torch's, not a module; and a recipe may set the loss of a run
     "automoe.parallel.pipeline": ["op.group"],
     "automoe.parallel.runner": ["part.loss"],

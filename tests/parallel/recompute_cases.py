@@ -121,7 +121,7 @@ def run_with_fault(config: Config, batches: Batches, steps: int, fault: Fault) -
 
 def counted_again():
     """A recomputed router that counts its tokens as if they were new."""
-    return patch.object(automoe.moe.balance, "counts", lambda: True)
+    return patch.object(automoe.moe.balance, "is_counted", lambda: True)
 
 
 def routed_otherwise():

@@ -18,12 +18,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import automoe
 from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.experts import GroupedExperts
+from automoe.moe.layer import MoE
 from automoe.parallel import expert
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
@@ -222,6 +224,39 @@ def test_a_dispatcher_is_chosen_by_name() -> None:
     for number in (0, -2):
         with pytest.raises(ConfigError, match=f"gpus_per_node={number}: a node has at least one rank"):
             automoe.ExpertParallel("hierarchical", gpus_per_node=number)
+
+
+def differences_of_our_layer(axes: dict[str, int]) -> list[float]:
+    """Of results and gradients, between a MoE layer whose experts the style shards and the same layer whole."""
+    sizes = dict(num_experts=8, num_experts_per_token=2, moe_intermediate_size=16, hidden_size=32, biased_experts=True)
+    model = ModelConfig(num_layers=1, first_k_dense=0, **sizes)
+    torch.manual_seed(0)
+    whole = MoE(model, MoEConfig(experts="loop"), 0, None).to(torch.float64)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    layer = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    parallelize_module(layer, mesh, {"experts": automoe.ExpertParallel()})
+    layer = copy.deepcopy(layer)  # with weights and a dispatcher of its own
+    x = torch.randn(1, 4 + dist.get_rank(), 32, dtype=torch.float64)
+    tokens = MicroBatch(torch.zeros(x.shape[:2], dtype=torch.int64)).per_token(torch.tensor(1))
+    results = []
+    for module in (whole, layer):
+        x_BSH = x.clone().requires_grad_()
+        y_BSH = module(x_BSH, tokens)
+        y_BSH.square().sum().backward()
+        results.append([y_BSH.detach(), x_BSH.grad])
+    for parameter, shard in zip(whole.experts.parameters(), layer.experts.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        results[0].append(parameter.grad)
+        results[1].append(shard.grad.full_tensor())
+    return [float((got - expected).norm() / expected.norm()) for expected, got in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("axes", [{"ep": 4}, {"ep": 2, "etp": 2}, {"etp": 4}], ids=str)
+def test_experts_of_our_layer_are_sharded_too(ranks: RankPool, axes: dict[str, int]) -> None:
+    for found in ranks.run(differences_of_our_layer, 4, axes):
+        assert max(found) < 1e-12
 
 
 def our_parameters() -> dict[str, tuple[bool, tuple[str, ...], list[str], tuple[int, ...]]]:

@@ -175,9 +175,28 @@ def test_answers_that_were_drawn_are_trained_on_whatever_the_engine_says_now(tmp
 
 def test_another_reward_function_judges_answers_that_were_drawn(tmp_path: Path, ranks: RankPool) -> None:
     settings = config(tmp_path / "run")
-    ranks.run(train, 1, settings, "draw", 3)
+    settings.train.steps = 3
+    ranks.run(train, 1, settings, "draw", 2)
     _, records = ranks.run(with_another_reward, 1, settings)[0]
-    assert [one["reward"] for one in records][2:] == [0.5] * (STEPS - 2)
+    assert [one["reward"] for one in records][2:] == [0.5]
+
+
+def test_answers_of_weights_that_another_reward_made_are_drawn_anew(tmp_path: Path, ranks: RankPool) -> None:
+    """After the checkpoint of step 2: answers of rollout 3 stay, those of rollout 4 are of weights that are gone."""
+    ends = []
+    for name, cut, at in (("before", "draw", 2), ("after", "step", 4)):
+        settings = config(tmp_path / name)
+        ranks.run(train, 1, settings, cut, at)
+        ends.append(ranks.run(with_even_rewards, 1, settings)[0])
+    (weights, records), (again, records_again) = ends
+    assert records_again == records
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def with_even_rewards(settings: Config) -> Any:
+    """Train with a reward of 0 or 1."""
+    with mock.patch.object(grpo, "reward", lambda prompt, answer, num_tokens: float(len(answer) % 2)):
+        return train(settings)
 
 
 def with_another_reward(settings: Config) -> Any:
@@ -241,7 +260,7 @@ def drawn_first(rollouts: Rollouts, token: int) -> int:
     return groups[0][0].tokens[0]
 
 
-def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path) -> None:
+def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights of another learning rate did not give them; a damaged file is named."""
     with one_rank("cpu"):
         prompts = [[1], [2]]
@@ -251,11 +270,23 @@ def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path) -> None:
             setattr(getattr(settings, section), key, value)
             other = Rollouts(settings, tmp_path, ["", ""], prompts, ByteTokenizer())
             assert drawn_first(other, number) == number
+            assert "answers-00000001.json: of a run with other settings" in capsys.readouterr().out
         [file] = (tmp_path / "rollouts").iterdir()
         for content in (b"", file.read_bytes()[:20], file.read_bytes().replace(b"-1.0", b"-2.0"), b"\xff"):
             file.write_bytes(content)
             with pytest.raises(DataError, match="answers-00000001.json cannot be read.*Remove it"):
                 drawn_first(rollouts_of(tmp_path, prompts), 5)
+
+
+def test_routes_come_back_from_the_disk_as_they_were(tmp_path: Path) -> None:
+    routes = torch.tensor([[[3, 0], [299, -1]], [[1, 2], [-1, -1]]], dtype=torch.int64)
+    with one_rank("cpu"):
+        for _ in range(2):  # drawn, and read again
+            [answer, alone], _ = rollouts_of(tmp_path, [[1], [2]]).draw(
+                0, lambda _: [[Answer([5, 6], [-1.0, -0.5], routes), Answer([7], [-2.0])], []]
+            )
+            assert answer.routes is not None and answer.routes.tolist() == routes.tolist()
+            assert (alone.tokens, alone.log_probs, alone.routes) == ([7], [-2.0], None)
 
 
 def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
@@ -364,3 +395,11 @@ def export_sharp(model: ModelConfig, folder: Path) -> None:
     with torch.no_grad():
         part.head_weight.mul_(40)
     to_hf(part, folder, verify=False)
+
+
+def test_generate_answers_in_float64(tmp_path: Path, ranks: RankPool) -> None:
+    """The grouped products of transformers' experts have none, so its loop over experts answers."""
+    settings = config(tmp_path / "run")
+    settings.train.dtype, settings.train.steps = "float64", 1
+    _, [record] = ranks.run(train, 1, settings)[0]
+    assert record["engine_gap_max"] < 1e-6 and record["engine_gap_max"] != 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,18 @@ def test_a_folder_that_has_this_step_gets_the_state_of_now(ranks: RankPool, tmp_
     for second, read, steps in ranks.run(saved_over, 2, str(tmp_path / "run"), str(tmp_path / "saved")):
         assert read == second
         assert steps == ["diverged-step-1.1", "step-1"]
+
+
+ON_ONE_DEVICE = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from automoe.session import open_session
+dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=1)
+open_session(["experiment=smoke", "mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "launch.device=cpu"])
+"""
+
+
+def test_a_process_group_without_a_backend_of_the_cpu_is_refused(tmp_path: Path) -> None:
+    """As one of NCCL alone would be, with whose first background save the session would end."""
+    done = subprocess.run([sys.executable, "-c", ON_ONE_DEVICE], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "the process group has cuda:fake alone" in done.stderr.splitlines()[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
+from automoe.moe.dispatch.base import DispatchGroup, RunExperts, run_choices
 from automoe.moe.dispatch.wire import arrived, encode_rows
 
 
@@ -27,7 +27,7 @@ class AllGatherDispatcher:
         self.first_expert = ep.rank * self.num_local
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         if self.ep.in_8_bits:
             lines_AW = self.ep.all_gather(encode_rows(x_TH))

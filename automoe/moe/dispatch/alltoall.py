@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from automoe.moe.dispatch.base import DispatchGroup, Experts, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.base import DispatchGroup, RunExperts, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
@@ -25,7 +25,7 @@ class AllToAllDispatcher:
         self.ep = ep
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
@@ -45,12 +45,10 @@ class AllToAllDispatcher:
             received from each rank; the same two lines as lists.
         """
         num_ranks = self.ep.num_ranks
-        known = rows_per_expert is not None
-        counts_E = torch.full_like(counts_E, rows_per_expert) if known else counts_E
-        counts_PL = (counts_E if known else self.ep.exchange_counts(counts_E)).view(num_ranks, -1)
+        if rows_per_expert is not None:
+            sizes = [rows_per_expert * self.num_experts // num_ranks] * num_ranks
+            counts_PL = torch.full_like(counts_E, rows_per_expert).view(num_ranks, -1)
+            return counts_PL, counts_PL.sum(1).expand(2, -1), sizes, sizes
+        counts_PL = self.ep.exchange_counts(counts_E).view(num_ranks, -1)
         counts_2P = torch.stack((counts_E.view(num_ranks, -1).sum(1), counts_PL.sum(1)))
-        if known:
-            sent = received = [rows_per_expert * counts_PL.shape[1]] * num_ranks
-        else:
-            sent, received = counts_2P.tolist()
-        return counts_PL, counts_2P, sent, received
+        return counts_PL, counts_2P, *counts_2P.tolist()

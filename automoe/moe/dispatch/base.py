@@ -22,16 +22,17 @@ pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.wire import rounded_to_8_bits
 
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Dispatcher = Callable[..., Tensor]  # the module docstring lists its arguments
 
 
@@ -154,7 +155,7 @@ def run_choices(
     x_TH: Tensor,
     topk_ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: Experts,
+    experts: RunExperts,
     num_experts: int,
     num_rows: int | None = None,
 ) -> Tensor:
@@ -181,21 +182,19 @@ def run_choices(
 class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
-    Args:
-        drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
-            sync per call.
-        in_8_bits: round rows as the other dispatchers do when they send them, so that the mesh
-            changes no number.
+    If ``moe`` drops choices without padding, choices may be of no expert (id ``num_experts``), and
+    leaving them out costs one host sync per call. Rows are rounded to 8 bits if the other
+    dispatchers send them so: the mesh changes no number.
     """
 
     num_experts: int
-    drops: bool = False
-    in_8_bits: bool = False
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        num_rows = None if self.drops else topk_ids_TK.numel()
-        if self.in_8_bits:
+        drops = self.moe.capacity_factor > 0 and not self.moe.pad_to_capacity
+        num_rows = None if drops else topk_ids_TK.numel()
+        if self.moe.dispatch_dtype == "fp8":
             x_TH = rounded_to_8_bits(x_TH)
         return run_choices(x_TH, topk_ids_TK, weights_TK, experts, self.num_experts, num_rows)

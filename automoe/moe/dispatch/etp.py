@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts
+from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, RunExperts
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
@@ -28,7 +28,7 @@ class ExpertTensorDispatcher:
         self.etp = etp
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         num_ranks = self.etp.num_ranks
 

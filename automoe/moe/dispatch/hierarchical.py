@@ -5,7 +5,7 @@ exchanges with the ranks at its own place in the other nodes, so that all networ
 work. With routing limited to G groups of experts, one group per node, a token is sent to at most G
 nodes, where plain all-to-all sends one copy per choice. Results come back the same way: one partial
 sum per token and rank, then one per token and node. Shapes: T tokens, K top-k, H hidden, E experts,
-P ranks of a level, M copies sent, R copies and B lines received.
+P ranks of a level, M copies sent, R copies and B lines received, C = 2 K words of a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from automoe.moe.dispatch.base import (
     DispatchGroup,
-    Experts,
+    RunExperts,
     count_choices,
     run_choices,
     sort_by_expert,
@@ -43,7 +43,7 @@ class HierarchicalDispatcher:
         self.inner = HierarchicalDispatcher(per_part, inner) if inner else None
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         """Dispatch between the parts of the first level, then within a part over the other levels.
 
@@ -74,17 +74,9 @@ class HierarchicalDispatcher:
             choices = sum(received)
             rows_per_expert *= num_parts
         token_idx_M = order_M[: sum(sent)] // top_k
-        weights_MK = weights_TK[token_idx_M]
-        ids_MK = topk_ids_TK[token_idx_M]
-        exchange = RowExchange(
-            group,
-            x_TH,
-            token_idx_M,
-            torch.cat((weights_MK, ids_MK.to(weights_MK.dtype)), dim=1),
-            counts_2P,
-            sent,
-            received,
-        )
+        words_TC = torch.cat((weights_TK, topk_ids_TK.to(weights_TK.dtype)), dim=1)
+        words_MC = words_TC[token_idx_M]
+        exchange = RowExchange(group, x_TH, token_idx_M, words_MC, counts_2P, sent, received)
         x_BH, words_RC = exchange.wait()
         ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
         ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.config.rules_kernels import wire_row_bytes
 from automoe.kernels.row_sums import sum_rows
-from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regroup_by_expert
+from automoe.moe.dispatch.base import DispatchGroup, RunExperts, group_ends, regroup_by_expert
 from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
 
 
@@ -200,8 +200,9 @@ class RowExchange:
         )
         self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
         self.source_B[self.out.row_M] = token_idx_M
-        self._given = (x_TH, words_MC) if group.in_8_bits else ()
+        self._given: tuple[Tensor, ...] = ()
         if group.in_8_bits:
+            self._given = x_TH, words_MC
             rows_TW = encode_rows(x_TH)
             width = rows_TW.shape[1] * rows_TW.element_size() // words_MC.element_size()
             places = self.out.word_places(width)
@@ -220,7 +221,7 @@ class RowExchange:
         return _Unpack.apply(lines, self.into.word_MC, self.dtype)
 
 
-def run_received(exchange: RowExchange, counts_PE: Tensor, experts: Experts) -> Tensor:
+def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) -> Tensor:
     """Run the experts on rows that arrive with their routing weights: [R, H], in order of arrival.
 
     ``regroup_by_expert`` describes ``counts_PE``.
