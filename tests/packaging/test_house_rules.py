@@ -72,14 +72,15 @@ def imported(path: Path) -> set[str]:
 
 
 @cache
-def imports() -> dict[str, set[str]]:
+def all_imports() -> dict[str, set[str]]:
     return {name: imported(path) for name, path in MODULES.items()}
 
 
 @cache
-def own() -> dict[str, set[str]]:
+def own_imports() -> dict[str, set[str]]:
     return {
-        name: {other for other in names if other in MODULES and other != "automoe"} for name, names in imports().items()
+        name: {other for other in names if other in MODULES and other != "automoe"}
+        for name, names in all_imports().items()
     }
 
 
@@ -118,7 +119,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_imports_point_downwards() -> None:
-    assert not (upward := upward_imports(own())), "\n".join(upward)
+    assert not (upward := upward_imports(own_imports())), "\n".join(upward)
 
 
 def beyond_the_border(imports: dict[str, set[str]]) -> list[str]:
@@ -141,21 +142,21 @@ def room_of(module: str) -> str:
 
 
 def test_the_reading_core_imports_nothing_of_the_rooms_around_it() -> None:
-    assert not (found := beyond_the_border(own())), "\n".join(found)
+    assert not (found := beyond_the_border(own_imports())), "\n".join(found)
     wrong = {"automoe.moe.layer": {"automoe.moe.router", "automoe.hf.read"}, "recipes.dpo": {"automoe.data.loader"}}
     assert beyond_the_border(wrong) == ["automoe.moe.layer -> automoe.hf.read", "recipes.dpo -> automoe.data.loader"]
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
-    assert circles(own()) == []
+    assert circles(own_imports()) == []
 
 
 def test_the_trainer_does_not_import_the_planner() -> None:
     entries = ("automoe.planner", "automoe.plan", "automoe.train")
     found = {
         f"{module} -> {other}"
-        for module in own()
-        for other in own()[module]
+        for module in own_imports()
+        for other in own_imports()[module]
         if other.startswith("automoe.planner") and not module.startswith(entries)
     }
     assert found == set()
@@ -165,8 +166,8 @@ def test_the_planner_computes_from_the_configuration_and_the_parameters_alone() 
     tables = ("automoe.model.params", "automoe.model.adapters", "automoe.observe.flops")
     fine = ("automoe.planner", "automoe.config", "automoe.errors", *tables)
     entries = ("search_command", "calibrate", "torchtitan_config", "views")
-    arithmetic = [m for m in own() if m.startswith("automoe.planner.") and m.split(".")[2] not in entries]
-    others = {f"{module} -> {other}" for module in arithmetic for other in own()[module]}
+    arithmetic = [m for m in own_imports() if m.startswith("automoe.planner.") and m.split(".")[2] not in entries]
+    others = {f"{module} -> {other}" for module in arithmetic for other in own_imports()[module]}
     assert {line for line in others if not line.split(" -> ")[1].startswith(fine)} == set()
 
 
@@ -185,7 +186,9 @@ def asks_for_the_tier(tree: ast.AST) -> list[str]:
 def test_classes_of_transformers_are_reached_through_their_family_alone() -> None:
     """No other room imports ``automoe.classes`` or asks whether a model is its: see ``automoe/config/tier.py``."""
     others = {name: path for name, path in MODULES.items() if not name.startswith("automoe.classes")}
-    found = [f"{name} -> {other}" for name in others for other in own()[name] if other.startswith("automoe.classes")]
+    found = [
+        f"{name} -> {other}" for name in others for other in own_imports()[name] if other.startswith("automoe.classes")
+    ]
     found += [f"{name}: {use}" for name, path in others.items() for use in asks_for_the_tier(tree_of(path))]
     assert not found, "\n".join(found)
 
@@ -209,7 +212,7 @@ def test_a_question_for_the_tier_is_found(code: str) -> None:
 def test_nothing_that_ships_imports_tests_or_a_recipe_by_name() -> None:
     foreign = {
         f"{module} -> {other}"
-        for module, others in imports().items()
+        for module, others in all_imports().items()
         for other in others
         if other.split(".")[0] == "tests" or other.split(".")[0] == "recipes"
     }
@@ -325,7 +328,7 @@ def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
     assert not found, "\n".join(found)
     for name in PRIVATE_TO_TORCH:
         assert private_uses(tree_of(MODULES[name]), set()), f"{name} names none and can go"
-        assert own()[name] == set()
+        assert own_imports()[name] == set()
 
 
 @pytest.mark.parametrize(
