@@ -135,6 +135,24 @@ def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
     assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
 
 
+def test_two_processes_find_what_one_finds(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same candidates and the same counts, whoever checks and times the meshes."""
+    monkeypatch.setattr(search_module.os, "cpu_count", lambda: 2)
+    fixed = ["train.micro_batch_size", "mesh.etp", "mesh.cp"]
+    results = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(search_module, "FORKED", least)
+        results.append(search(config, 4, "cuda", fixed))
+    two, one = results
+    assert [(each.mesh, each.config, each.speed) for each in two.found] == [
+        (each.mesh, each.config, each.speed) for each in one.found
+    ]
+    assert (two.refused, two.num_timed, two.too_large, two.rest) == (
+        *(one.refused, one.num_timed, one.too_large, one.rest),
+    )
+    assert two.refused and two.found
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "world"), [("qwen3_30b_a3b", 16), ("moonlight_16b_a3b", 8)])
 def test_no_run_that_is_drawn_is_faster_than_what_was_found(name: str, world: int) -> None:
