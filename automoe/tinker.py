@@ -4,6 +4,15 @@ A loop written for the service runs with ``automoe.tinker.ServiceClient`` in the
 ``tinker.ServiceClient``, alone or on every rank of torchrun with the same data. A call is over when
 it returns, and raises its errors; ``result()`` of its future, or ``await``, gives the answer.
 
+    ServiceClient    create_lora_training_client, create_training_client_from_state,
+                     create_training_client_from_state_with_optimizer
+    TrainingClient   forward, forward_backward, optim_step, save_state, load_state,
+                     load_state_with_optimizer, save_weights_for_sampler,
+                     save_weights_and_get_sampling_client
+    SamplingClient   sample
+
+Other verbs raise ``MissingVerbError``, which names what to use.
+
 Letters: n tokens of a datum's input, P of a prompt, A of an answer, L MoE layers, K top-k.
 """
 
@@ -51,13 +60,28 @@ class RoutedSequence(types.SampledSequence):
     routes: Tensor | None = None
 
 
+# What to use for verbs of the service that are not here.
+INSTEAD = {
+    "forward_backward_custom": "TrainingClient.session.forward_backward(batch, loss), for any loss",
+    "compute_logprobs": "TrainingClient.forward",
+    "create_sampling_client": "TrainingClient.save_weights_and_get_sampling_client",
+    "get_tokenizer": "the tokenizer of the checkpoint's folder",
+    "get_info": "TrainingClient.session.config",
+}
+
+
+class MissingVerbError(BackendError, AttributeError):
+    """Verb of the service that a client here lacks; the message names what to use."""
+
+
 class _Client:
     def __getattr__(self, name: str) -> NoReturn:
-        verbs = ", ".join(verb for verb in sorted(dir(type(self))) if verb[0] != "_")
-        client = type(self).__name__
-        raise AttributeError(
-            f"{client}.{name} is not of automoe.tinker, whose {client} has {verbs}"
-        )
+        client, verb = type(self), name.removesuffix("_async")
+        verbs = [each for each in sorted(dir(client)) if each[0] != "_"]
+        use = INSTEAD.get(verb, "one of " + ", ".join(verbs))
+        if verb in verbs:
+            use = f"{verb}, whose future can be awaited"
+        raise MissingVerbError(f"{client.__name__}.{name} is not in automoe.tinker. Use {use}")
 
 
 class ServiceClient(_Client):

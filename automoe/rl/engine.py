@@ -25,6 +25,7 @@ from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.folder import write_settings
 from automoe.parallel.fsdp import COMPUTE_DTYPES
+from automoe.rl.routes import ROUTES_DTYPE
 from automoe.rl.weights import WeightStream
 
 
@@ -236,6 +237,8 @@ class TransformersEngine:
         ):
             ends = (at for at, token in enumerate(tokens, 1) if token in self.stops)
             size = next(ends, len(tokens))
-            rows = None if routes is None else routes[row, : len(prompt) + size - 1]
-            answers.append(Answer(tokens[:size], log_probs[:size], rows))
+            lines = None
+            if routes is not None:  # a copy: a view would take all answers along to other ranks
+                lines = routes[row, : len(prompt) + size - 1].to("cpu", ROUTES_DTYPE, copy=True)
+            answers.append(Answer(tokens[:size], log_probs[:size], lines))
         return answers

@@ -101,6 +101,8 @@ def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         subject = f"{place} {fault}" if fault else error.filename or place
+        if error.errno in FULL:  # whatever else is wrong there, a name or permissions are not
+            remedy = "Make room there"
         raise CheckpointError(f"{subject}: {error.strerror}. {remedy}") from error
 
 

@@ -371,10 +371,13 @@ def messages_of(run_dir: str) -> list[str]:
         sample(prompt=types.ModelInput.from_ints([64])),
     ]
     messages = []
-    with pytest.raises(
-        AttributeError, match="TrainingClient.forward_backward_custom is not of automoe.tinker.*forward,"
-    ):
-        client.forward_backward_custom(data, sum)
+    assert not hasattr(sampler, "get_base_model")
+    calls += [
+        lambda: client.forward_backward_custom(data, sum),
+        lambda: client.optim_step_async(types.AdamParams()),
+        lambda: sampler.compute_logprobs_async(prompt),
+        lambda: client.get_telemetry(),
+    ]
     for call in calls:
         with pytest.raises(AutomoeError) as caught:
             call()
@@ -414,6 +417,10 @@ SAID = [
     ("sample.stop", "ids of tokens"),
     ("prompt", "one or more"),
     ("prompt", "0 to 63"),
+    ("TrainingClient.forward_backward_custom is not", "session.forward_backward(batch, loss)"),
+    ("TrainingClient.optim_step_async", "optim_step, whose future can be awaited"),
+    ("SamplingClient.compute_logprobs_async", "TrainingClient.forward"),
+    ("TrainingClient.get_telemetry", "one of forward, forward_backward, load_state"),
 ]
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from automoe.rl.engine import TransformersEngine
 from automoe.rl.losses import dapo
+from automoe.rl.weights import WeightStream
 from automoe.session import open_session, save_at, store_at
 from automoe.verify.pool import RankPool
 from tests.rl.small import SMALL
@@ -74,3 +76,23 @@ def test_a_process_group_without_a_backend_of_the_cpu_is_refused(tmp_path: Path)
     """As one of NCCL alone would be, with whose first background save the session would end."""
     done = subprocess.run([sys.executable, "-c", ON_ONE_DEVICE], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and "the process group has cuda:fake alone" in done.stderr.splitlines()[-1]
+
+
+def sizes_of_routes(run_dir: str) -> list[tuple[int, int, int]]:
+    """Of each answer: its lines of routes, their numbers, and the bytes that hold them."""
+    session = open_session([*SMALL, f"run_dir={run_dir}"])
+    engine = TransformersEngine(session.config, range(0, 64, 3), session.device)
+    engine.update(WeightStream(session.state.model_parts, **engine.options))
+    sizes = []
+    for prompt in ([1, 2], [4, 5, 7, 8, 10]):
+        [answers] = engine.sample([prompt], 3, 9, 1.0, seed=0)
+        for answer in answers:
+            assert answer.routes is not None and len(answer.routes) == len(prompt) + len(answer.tokens) - 1
+            sizes.append((len(answer.routes), answer.routes.numel(), answer.routes.untyped_storage().nbytes()))
+    return sizes
+
+
+def test_an_answer_holds_its_own_routes_in_16_bits(ranks: RankPool, tmp_path: Path) -> None:
+    """A view of the routes of all answers would be sent to every rank as often as there are answers."""
+    for lines, numbers, num_bytes in ranks.run(sizes_of_routes, 1, str(tmp_path))[0]:
+        assert numbers == lines * 2 * 2 and num_bytes == 2 * numbers

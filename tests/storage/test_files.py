@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from automoe.checkpoint.folder import promised_step
+from automoe.checkpoint.folder import check_writable, promised_step
 from automoe.checkpoint.manifest import read_manifest
+from automoe.comm.agreement import Ranks
 from automoe.config.frozen import save_config
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, CheckpointError, DataError, in_words
@@ -22,7 +23,7 @@ from automoe.observe.metrics import AppendLog, MetricsLog, read_metrics
 from automoe.observe.trackers import IDS_FILE, make_trackers
 from automoe.run.reference import _read
 from automoe.storage.cache import open_entry
-from automoe.storage.files import checksum, named, read_file, replace_durably, replace_file, write_durably
+from automoe.storage.files import checksum, explained, named, read_file, replace_durably, replace_file, write_durably
 from automoe.storage.foreign import read_bytes
 from automoe.storage.sealed import read_json
 
@@ -128,6 +129,22 @@ def test_a_fifo_is_written_over_where_a_file_is_replaced(tmp_path: Path) -> None
         with pytest.raises(AutomoeError, match=f"{name} cannot be opened: it is a FIFO, where a file belongs"):
             MetricsLog(tmp_path, 0)
         (tmp_path / name).unlink()
+
+
+def test_a_run_that_finds_its_disk_full_keeps_its_folder(tmp_path: Path) -> None:
+    """A restart under another run_dir, or without saves, would lose the checkpoints that are there."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as full:
+            check_writable(Ranks(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = str(full.value)
+    assert said.startswith(f"{tmp_path} cannot be written: File too large") and said.endswith(". Make room there")
+    for number, remedy in ((errno.ENOSPC, "Make room there"), (errno.EDQUOT, "Make room there"), (errno.EROFS, "Move")):
+        with pytest.raises(CheckpointError, match=rf"{os.strerror(number)}\. {remedy}$"), explained(tmp_path, "Move"):
+            raise OSError(number, os.strerror(number), str(tmp_path))
 
 
 def test_a_full_disk_is_told_with_the_path_and_the_bytes(tmp_path: Path) -> None:
