@@ -86,8 +86,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 # their rewards, and what trainer, teacher and reference say of them
                 most = config.observe.sample_tokens
                 rewards = [reward(*pair, most) for pair in zip(prompts, texts, strict=True)]
-                rollouts.judged(rewards)
-                mean_reward = sum(rewards) / len(rewards)
+                mean_reward = rollouts.judged(rewards)
                 scores = scores_of(answers, session, references, rollouts, rollout, args)
                 gaps = gaps_of([answer for _, answer in answers], scores, args.max_gap)
                 advantages = group_advantages(rewards, args.samples)

@@ -117,12 +117,16 @@ class Rollouts:
 
         return self._ranks.lead(write, again=False)
 
-    def judged(self, rewards: Sequence[float]) -> None:
-        """Note the rewards of the rollout that was drawn last: what is drawn later depends on them."""
+    def judged(self, rewards: Sequence[float]) -> float:
+        """Note the rewards of the rollout that was drawn last; return their mean.
+
+        Answers that are drawn later depend on them.
+        """
         here, after = str(self._rollout), str(self._rollout + 1)
         text = json.dumps([self._history.setdefault(here, ""), *rewards])
         digest = xxhash.xxh3_128(text.encode()).hexdigest()
         self._history = {here: self._history[here], after: digest}
+        return sum(rewards) / len(rewards)
 
     def part(self, batch: Sequence[Sample], at: int) -> list[Sample]:
         """Return the samples of a rollout's update ``at``: one in ``recipe_args.mini_batches``.

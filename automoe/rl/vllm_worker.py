@@ -132,11 +132,7 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             say(updated=True)
             continue
-        options = {
-            "temperature": ask["temperature"],
-            "max_tokens": ask["max_tokens"],
-            "logprobs": 0,
-        }
+        options = {name: ask[name] for name in ("temperature", "max_tokens")} | {"logprobs": 0}
         stops = {"stop_token_ids": ask["stops"], "ignore_eos": True}
         prompts, settings = [], []
         for number, prompt in enumerate(ask["prompts"]):
