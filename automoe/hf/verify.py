@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,6 +249,16 @@ def _relative_error(
     return error
 
 
+def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Have transformers loop over experts where torch's grouped product, its default, cannot.
+
+    That takes rows of whole 16 bytes, and no float64.
+    """
+    widths = config.hidden_size | config.moe_intermediate_size
+    if config.num_moe_layers and (widths % 4 or dtype == torch.float64):
+        hf_config._experts_implementation = "eager"
+
+
 def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | None:
     """Compare the logits of an upcycled checkpoint with its dense source's.
 
@@ -320,9 +331,7 @@ def _run_transformers(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     ):
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.num_moe_layers and (config.hidden_size | config.moe_intermediate_size) % 4:
-            # torch's grouped product, transformers' default, takes only rows of whole 16 bytes
-            hf_config._experts_implementation = "eager"
+        multiply_as_torch_can(hf_config, config, torch.float32)
         model, info = loading_class(hf_config, whole=True).from_pretrained(
             folder,
             config=hf_config,

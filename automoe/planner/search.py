@@ -280,12 +280,16 @@ def in_halves(work: Callable[[Sequence[T]], Result], items: Sequence[T]) -> list
     if half < FORKED or (os.cpu_count() or 1) == 1 or "fork" not in get_all_start_methods():
         return [work(items)]
     there, here = Pipe(duplex=False)
-    process = get_context("fork").Process(target=lambda: here.send(work(items[half:])))
-    process.start()
+    other = get_context("fork").Process(target=lambda: here.send(work(items[half:])), daemon=True)
+    other.start()
     here.close()  # so that a process that fails ends the waiting
-    made = [work(items[:half]), there.recv()]
-    process.join()
-    return made
+    made = work(items[:half])
+    try:
+        return [made, there.recv()]
+    except EOFError:  # it was killed, or raised an error, which then comes again
+        return [made, work(items[half:])]
+    finally:
+        other.join()
 
 
 def _on(config: Config, shape: MeshShape) -> Config:

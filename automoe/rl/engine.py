@@ -24,6 +24,7 @@ from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.folder import write_settings
+from automoe.hf.verify import multiply_as_torch_can
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.routes import ROUTES_DTYPE
 from automoe.rl.weights import WeightStream
@@ -156,9 +157,7 @@ class TransformersEngine:
         with tempfile.TemporaryDirectory() as folder:
             write_settings(Path(folder), config.model, dtype, "none")
             hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        widths = config.model.hidden_size | config.model.moe_intermediate_size
-        if widths % 4 or dtype == torch.float64:  # which grouped_mm does not take
-            hf_config._experts_implementation = "eager"
+        multiply_as_torch_can(hf_config, config.model, dtype)
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
         self.stops = sorted(stops)
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer

@@ -1,16 +1,21 @@
-"""Several calls of a session before an update, and states in other folders."""
+"""Several calls of a session before an update, its saves, and process groups that it refuses."""
 
 from __future__ import annotations
 
+import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from automoe.checkpoint import store
+from automoe.errors import CheckpointError, DataError, SaveError
 from automoe.rl.engine import TransformersEngine
-from automoe.rl.losses import dapo
+from automoe.rl.losses import dapo, grpo
 from automoe.rl.weights import WeightStream
 from automoe.session import open_session, save_at, store_at
 from automoe.verify.pool import RankPool
@@ -61,6 +66,65 @@ def test_a_folder_that_has_this_step_gets_the_state_of_now(ranks: RankPool, tmp_
     for second, read, steps in ranks.run(saved_over, 2, str(tmp_path / "run"), str(tmp_path / "saved")):
         assert read == second
         assert steps == ["diverged-step-1.1", "step-1"]
+
+
+def test_a_checkpoint_has_the_settings_as_given(ranks: RankPool, tmp_path: Path) -> None:
+    """They are what a run that is started again is compared with; a session without balance losses changes its own."""
+    ranks.run(saves_twice, 1, str(tmp_path))
+    manifest = json.loads(next(tmp_path.glob("checkpoints/step-*/manifest.json")).read_text())
+    moe = manifest["config"]["moe"]
+    assert (moe["bias_update_rate"], moe["global_balance_coef"], moe["z_loss_coef"]) == (0.1, 0.1, 0.2)
+
+
+def saves_twice(run_dir: str) -> None:
+    session = open_session([*SMALL, f"run_dir={run_dir}", "moe.z_loss_coef=0.2"])
+    assert session.save({"a": 1}) == session.save({"a": 1})
+    with pytest.raises(CheckpointError, match="step-0 is there, and this session did not write it with this extra"):
+        session.save({"a": 2})
+    for extra in ({"a": torch.ones(2)}, "abc"):
+        with pytest.raises(DataError, match="expected a JSON object"):
+            session.save(extra)  # type: ignore[arg-type]
+    other = open_session([*SMALL, f"run_dir={run_dir}"])
+    with pytest.raises(CheckpointError, match="this session did not write it"):
+        other.save({"a": 1})
+    assert other.load() == {"a": 1} and other.save({"a": 1})
+
+
+def test_a_save_that_would_change_nothing_on_disk_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(saves_twice, 1, str(tmp_path))
+
+
+def fails_to_save(run_dir: str, background: bool) -> list[str]:
+    session = open_session([*SMALL, f"run_dir={run_dir}", f"checkpoint.async_save={background}"])
+    messages = []
+    with mock.patch.object(store.folders, "point_to", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        if background:
+            assert session.save({"a": 1}) is None
+            session.store._in_flight.exception()  # type: ignore[union-attr]
+        with pytest.raises(SaveError) as caught:
+            session.save({"a": 1})
+        messages.append(str(caught.value))
+    session.forward_backward(batch_of(), grpo)
+    session.optim_step()
+    weight = next(iter(session.state.parameters()))
+    number = weight.flatten()[0].item()
+    with torch.no_grad():
+        weight.flatten()[0] = float("nan")
+        with pytest.raises(SaveError) as caught:
+            session.save({"a": 2})
+        messages.append(str(caught.value))
+        weight.flatten()[0] = number
+    session.save({"a": 2})
+    session.store.poll(wait=True)
+    assert open_session([*SMALL, f"run_dir={run_dir}"]).load() == {"a": 2}
+    return messages
+
+
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_save_that_failed_is_an_error(ranks: RankPool, tmp_path: Path, background: bool) -> None:
+    [disk, numbers] = ranks.run(fails_to_save, 1, str(tmp_path), background)[0]
+    words = ["in the background failed"] * 2 if background else ["No space left", "numbers are not finite"]
+    assert words[0] in disk and words[1] in numbers
 
 
 ON_ONE_DEVICE = """
