@@ -63,7 +63,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return _ExchangeParts.apply(
             torch.stack(x.chunk(dist.get_world_size(group), dim)), group
         ).sum(0)
-    return torch_private.reduce_scatter(x.contiguous(), dim, group)
+    return torch_private.reduce_scatter(x.contiguous(), "sum", dim, group)
 
 
 class GlooReduceScatter:

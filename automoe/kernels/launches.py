@@ -32,14 +32,13 @@ def gather_up_activate(
     probs: Tensor,
     tiles: RowTiles,
     clamp: Clamp,
-    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre = x.new_empty(num_rows, 2 * width)
     act = x.new_empty(num_rows, width)
     step = _step(x, gate_up_proj, act)
-    blocks = blocks or blocks_of("up", x.dtype, step > 1)
+    blocks = blocks_of("up", x.dtype, step > 1)
     weights = gate_up_proj
     if tma := blocks.tma and step > 1:
         weights = _described(gate_up_proj.flatten(0, 1), (2, blocks.columns, blocks.summed))
@@ -59,7 +58,6 @@ def rows_times_weights(
     tiles: RowTiles,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
-    blocks: Blocks | None = None,
 ) -> Tensor:
     """Return rows [R, K] times the weight of each row's expert: [R, N].
 
@@ -70,7 +68,7 @@ def rows_times_weights(
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
     out = rows.new_empty(rows.shape[0], num_columns)
     step = _step(rows, weights, out)
-    blocks = blocks or blocks_of(product, rows.dtype, step > 1)
+    blocks = blocks_of(product, rows.dtype, step > 1)
     if tma := blocks.tma and step > 1:
         box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
         described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
@@ -83,13 +81,7 @@ def rows_times_weights(
 
 
 def grad_down_activate(
-    grad_out: Tensor,
-    down_proj: Tensor,
-    probs: Tensor,
-    pre: Tensor,
-    tiles: RowTiles,
-    clamp: Clamp,
-    blocks: Blocks | None = None,
+    grad_out: Tensor, down_proj: Tensor, probs: Tensor, pre: Tensor, tiles: RowTiles, clamp: Clamp
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass through the down projection and the activation.
 
@@ -98,7 +90,7 @@ def grad_down_activate(
         gradient of probs [R, ...].
     """
     step = _step(grad_out, down_proj)
-    blocks = blocks or blocks_of("back", pre.dtype, step > 1)
+    blocks = blocks_of("back", pre.dtype, step > 1)
     _, hidden, width = down_proj.shape
     grad_pre = torch.empty_like(pre)
     act = pre.new_empty(pre.shape[0], width)
@@ -117,12 +109,7 @@ def grad_down_activate(
 
 
 def grad_weights(
-    left: Tensor,
-    right: Tensor,
-    gather_idx: Tensor | None,
-    offsets: Tensor,
-    out: Tensor,
-    blocks: Blocks | None = None,
+    left: Tensor, right: Tensor, gather_idx: Tensor | None, offsets: Tensor, out: Tensor
 ) -> Tensor:
     """Fill ``out`` [E, ..., N] with each expert's left.T @ right, and return it.
 
@@ -130,7 +117,7 @@ def grad_weights(
     """
     gathered = gather_idx is not None
     step = _step(left, right)
-    blocks = blocks or blocks_of(
+    blocks = blocks_of(
         "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
     )
     m = left.shape[1]
