@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.local_shard import local_shard
 from automoe.interop.torch_private import foreach_mul_, foreach_norm
 
 # The CPU widens this many numbers at a time: 256 KiB of float64, which stay in its cache.
@@ -145,24 +146,11 @@ def _sharding(parameter: Tensor) -> _Sharding:
 def _local_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    if not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
-        return gradient
-    want = _layout(parameter)
-    have = _layout(gradient)
-    if want != have or "Partial" in have:
+    have, want = (getattr(tensor, "placements", ()) for tensor in (gradient, parameter))
+    if have != want or any(placement.is_partial() for placement in have):
         raise ValueError(
             f"gradient of a parameter of shape {tuple(parameter.shape)} is {have} and the parameter {want}: "
             "the gradient's sum over ranks must be finished, and its layout the parameter's, before its norm "
             "is taken"
         )
-    assert isinstance(gradient, DTensor)
-    return gradient.to_local()
-
-
-def _layout(tensor: Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "a local tensor"
-    names = tensor.device_mesh.mesh_dim_names or ("?",) * tensor.device_mesh.ndim
-    return " ".join(
-        f"{name}:{placement!r}" for name, placement in zip(names, tensor.placements, strict=True)
-    )
+    return local_shard(gradient)
