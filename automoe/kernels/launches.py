@@ -44,9 +44,9 @@ def gather_up_activate(
         weights = _described(gate_up_proj.flatten(0, 1), (2, blocks.columns, blocks.summed))
     _over_rows(
         products.gather_up_activate, tiles, width, blocks, x.dtype,
-        x, gather_idx, weights, _or(gate_up_proj_bias, gate_up_proj), probs, pre, act,
+        x, gather_idx, weights, gate_up_proj_bias, probs, pre, act,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
-        BIASED=gate_up_proj_bias is not None, CLAMPED=clamp is not None, STEP=step, TMA=tma,
+        CLAMPED=clamp is not None, STEP=step, TMA=tma,
     )  # fmt: skip
     return pre, act
 
@@ -74,8 +74,8 @@ def rows_times_weights(
         described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
     _over_rows(
         products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
-        *(described if tma else (rows, weights)), _or(bias, weights), _or(probs, rows), out,
-        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, STEP=step, TMA=tma,
+        *(described if tma else (rows, weights)), bias, probs, out,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns, STEP=step, TMA=tma,
     )  # fmt: skip
     return out
 
@@ -115,17 +115,14 @@ def grad_weights(
 
     ``right`` is read through ``gather_idx`` if given.
     """
-    gathered = gather_idx is not None
     step = _step(left, right)
-    blocks = blocks_of(
-        "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
-    )
+    product = "grad_weights" if gather_idx is None else "grad_weights_gathered"
+    blocks = blocks_of(product, left.dtype, step > 1)
     m = left.shape[1]
     n = right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
-        left, right, _or(gather_idx, offsets), out, offsets, m, n,
-        GATHERED=gathered, STEP=step, PRECISION=precision(left.dtype),
+        left, right, gather_idx, out, offsets, m, n, STEP=step, PRECISION=precision(left.dtype),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -177,8 +174,3 @@ def _described(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     # The stride of a dim of size 1 may be anything.
     strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``tensor``, or ``other`` for None: a kernel needs a pointer even to unread data."""
-    return other if tensor is None else tensor

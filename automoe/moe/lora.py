@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import LoraConfig
 from automoe.kernels.activation import Activation
-from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
+from automoe.kernels.counter_random import uniform_at
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import UNSCALED, GroupedProducts, LoopProducts, grouped_mm_experts
@@ -64,9 +64,7 @@ class Adapter(nn.Module):
         if local.dim() == 3:
             experts = torch.arange(local.shape[0], device=local.device) + first[0]
             index = (experts.unsqueeze(1) * parameter.shape[-1] + index).unsqueeze(1)
-        chance = uniform_from(
-            bits_at(index, stream_key(f"dropout.{self.name}.{name}.{self.step}", self.seed))
-        )
+        chance = uniform_at(index, f"dropout.{self.name}.{name}.{self.step}", self.seed)
         return local * ((chance >= self.dropout) / (1 - self.dropout)).to(dtype)
 
 
