@@ -9,6 +9,7 @@ numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -37,16 +38,15 @@ def gather_up_activate(
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre = x.new_empty(num_rows, 2 * width)
     act = x.new_empty(num_rows, width)
-    step = _step(x, gate_up_proj, act)
-    blocks = blocks_of("up", x.dtype, step > 1)
+    blocks, step = _blocks("up", x, gate_up_proj, act)
     weights = gate_up_proj
-    if tma := blocks.tma and step > 1:
+    if blocks.tma:
         weights = _described(gate_up_proj.flatten(0, 1), (2, blocks.columns, blocks.summed))
     _over_rows(
-        products.gather_up_activate, tiles, width, blocks, x.dtype,
+        products.gather_up_activate, tiles, width, blocks, step, x.dtype,
         x, gather_idx, weights, gate_up_proj_bias, probs, pre, act,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
-        CLAMPED=clamp is not None, STEP=step, TMA=tma,
+        CLAMPED=clamp is not None,
     )  # fmt: skip
     return pre, act
 
@@ -67,15 +67,15 @@ def rows_times_weights(
     by_columns = product == "down"
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
     out = rows.new_empty(rows.shape[0], num_columns)
-    step = _step(rows, weights, out)
-    blocks = blocks_of(product, rows.dtype, step > 1)
-    if tma := blocks.tma and step > 1:
+    blocks, step = _blocks(product, rows, weights, out)
+    operands = rows, weights
+    if blocks.tma:
         box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
-        described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
+        operands = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
     _over_rows(
-        products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
-        *(described if tma else (rows, weights)), bias, probs, out,
-        sizes=(summed, num_columns), BY_COLUMNS=by_columns, STEP=step, TMA=tma,
+        products.rows_times_weights, tiles, num_columns, blocks, step, rows.dtype,
+        *operands, bias, probs, out,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns,
     )  # fmt: skip
     return out
 
@@ -89,21 +89,19 @@ def grad_down_activate(
         The gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
         gradient of probs [R, ...].
     """
-    step = _step(grad_out, down_proj)
-    blocks = blocks_of("back", pre.dtype, step > 1)
+    blocks, step = _blocks("back", grad_out, down_proj)
     _, hidden, width = down_proj.shape
     grad_pre = torch.empty_like(pre)
     act = pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
-    if tma := blocks.tma and step > 1:
+    if blocks.tma:
         grad_out = _described(grad_out, (tiles.height, blocks.summed))
         down_proj = _described(down_proj, (1, blocks.summed, blocks.columns))
     _over_rows(
-        products.grad_down_activate, tiles, width, blocks, pre.dtype,
+        products.grad_down_activate, tiles, width, blocks, step, pre.dtype,
         grad_out, down_proj, probs, pre, grad_pre, act, shares,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
-        CLAMPED=clamp is not None, STEP=step, TMA=tma,
-        COLUMNS_AT_ONCE=blocks.columns_at_once,
+        CLAMPED=clamp is not None, COLUMNS_AT_ONCE=blocks.columns_at_once,
     )  # fmt: skip
     return grad_pre, act, shares
 
@@ -115,9 +113,8 @@ def grad_weights(
 
     ``right`` is read through ``gather_idx`` if given.
     """
-    step = _step(left, right)
     product = "grad_weights" if gather_idx is None else "grad_weights_gathered"
-    blocks = blocks_of(product, left.dtype, step > 1)
+    blocks, step = _blocks(product, left, right)
     m = left.shape[1]
     n = right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
@@ -147,27 +144,31 @@ def sum_of_tokens(rows: Tensor, gather_idx: Tensor, offsets: Tensor, x: Tensor) 
 
 
 def _over_rows(
-    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, dtype: torch.dtype, *operands: Any,
+    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, step: int, dtype: torch.dtype, *operands: Any,
     sizes: tuple[float, ...], **constants: int,
 ) -> None:  # fmt: skip
     """Launch one program for each tile of rows and block of columns."""
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
         *operands,
         tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
-        *sizes, **constants, PRECISION=precision(dtype),
+        *sizes, **constants, STEP=step, TMA=blocks.tma, PRECISION=precision(dtype),
         BLOCK_M=tiles.height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
 
-def _step(*tensors: Tensor) -> int:
-    """Return how many numbers fill 16 bytes if all rows begin at multiples of 16 bytes, else 1.
+def _blocks(product: str, *tensors: Tensor) -> tuple[Blocks, int]:
+    """Return the blocks of a product, and how many numbers its row lengths are multiples of.
 
-    Allocations are aligned, so only offsets and row lengths are checked.
+    The number fills 16 bytes if all rows begin at multiples of 16 bytes, else it is 1, and nothing
+    is copied by the tensor memory accelerator. Allocations are aligned, so only offsets and row
+    lengths are checked.
     """
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
-    return step if all(start % step == 0 for start in starts) else 1
+    aligned = all(start % step == 0 for start in starts)
+    blocks = blocks_of(product, tensors[0].dtype, aligned)
+    return (blocks, step) if aligned else (replace(blocks, tma=False), 1)
 
 
 def _described(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
