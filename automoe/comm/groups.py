@@ -56,8 +56,7 @@ def open_groups(exchanges_heads: bool = False) -> Opened:
         torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0] if cuda else 0
     began = time.perf_counter()
-    groups = process_groups()
-    for group in groups:
+    for group in process_groups():
         # such as "cpu:gloo,cuda:nccl"; a world of gloo alone also has "cuda:gloo"
         backends = dist.get_backend_config(group)
         devices = [name for name in ("cpu", "cuda") if f"{name}:{_BACKENDS[name]}" in backends]
@@ -72,8 +71,10 @@ def open_groups(exchanges_heads: bool = False) -> Opened:
                 raise RuntimeError(
                     f"{total:.0f} of the {group.size()} ranks of {group.group_desc} answered"
                 )
-    num_bytes = max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0
-    return Opened(len(groups), time.perf_counter() - began, num_bytes)
+    seconds = time.perf_counter() - began
+    return Opened(
+        len(process_groups()), seconds, max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0
+    )
 
 
 def set_timeouts(seconds: float) -> None:
