@@ -168,30 +168,17 @@ def gather_up_activate(
         bias = gate_up_proj_bias + expert * 2 * width + cols
         gate += _load(bias, inside)[None, :]
         up += _load(bias + width, inside)[None, :]
-    _store_activation(
-        gate, up, row, cols, real, probs + first, pre + first * 2 * width, act + first * width, width,
-        alpha, limit, CLAMPED, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_activation(
-    gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Write gate, up and probs * activation of a block.
-
-    ``probs``, ``pre`` and ``act`` start at the tile's first row.
-    """
-    mask = real[:, None] & (cols < width)[None, :]
-    to = pre + row[:, None] * (2 * width) + cols[None, :]
+    mask = real[:, None] & inside[None, :]
+    to = pre + first * 2 * width + row[:, None] * (2 * width) + cols[None, :]
     # Values are rounded first, since the backward activates the stored values.
     gate = _narrow(gate, pre.dtype.element_ty, PRECISION)
     up = _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
-    value *= _load(probs + row, real)[:, None]
-    _store(act + row[:, None] * width + cols[None, :], value, mask, PRECISION)
+    value *= _load(probs + first + row, real)[:, None]
+    to = act + first * width + row[:, None] * width + cols[None, :]
+    _store(to, value, mask, PRECISION)
 
 
 @triton.jit
