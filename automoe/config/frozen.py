@@ -233,6 +233,5 @@ def is_fixed(key: str) -> bool:
 def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
     """Return ``optim.lr was 0.003, is 0.001; ...`` for ``most`` changes, and count the rest."""
     said = [f"{key} was {then}, is {now}" for key, (then, now) in changed.items()]
-    if len(said) > most:
-        said[most:] = [f"and {len(said) - most} more"]
-    return "; ".join(said)
+    more = [f"and {len(said) - most} more"] * (len(said) > most)
+    return "; ".join(said[:most] + more)

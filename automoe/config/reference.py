@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import json
 import textwrap
 import tokenize
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import automoe.config.schema as schema
 from automoe.config.convert import check_key, field_types, is_section, type_name
 from automoe.config.recipe_args import SECTION, args_class, default_args
+from automoe.config.rule_engine import shown
 from automoe.errors import ConfigError
 
 WIDTH = 80  # columns of a terminal
@@ -49,7 +49,7 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
     types = field_types(cls)
     defaults = default_args(cls)
     keys = [
-        Key(prefix + name, _kind(hint), _shown(defaults[name]), comments.get(name, ""))
+        Key(prefix + name, _kind(hint), _typed(defaults[name]), comments.get(name, ""))
         for name, hint in types.items()
         if not is_section(hint)
     ]
@@ -83,13 +83,13 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     if name == SECTION and not declared:
         return f"{SECTION}: the recipe {recipe} has no keys of its own; recipe=NAME names another"
     for section, document, keys in declared or sections():
-        shown = [key for key in keys if key.name == name or key.name.startswith(f"{name}.")]
-        if not shown:
+        inside = [key for key in keys if f"{key.name}.".startswith(f"{name}.")]
+        if not inside:
             continue
-        if name != shown[0].name:
+        if name != inside[0].name:
             title = f"{section}: {document}" if document else section
             lines += textwrap.wrap(title.replace("``", ""), WIDTH) + [""]
-        for key in shown:
+        for key in inside:
             lines.append(f"  {key.name}={key.default}   ({key.kind})")
             lines += textwrap.wrap(
                 key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
@@ -136,12 +136,8 @@ def _kind(hint: Any) -> str:
     return type_name(hint)
 
 
-def _shown(value: object) -> str:
+def _typed(value: object) -> str:
     """Return a default as it is typed on a command line."""
     if value is MISSING:
         return "???"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_shown, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shown(value)
