@@ -6,11 +6,10 @@ with all sections.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
+import re
 import textwrap
-import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from functools import cache
@@ -106,22 +105,21 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
 @cache
 def _source(cls: type) -> tuple[str, dict[str, str]]:
     """Return a dataclass's docstring, and field name -> comments above and after the field."""
-    text = inspect.getsource(cls)
-    comments = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT
-    }
-    [node] = ast.parse(text).body
-    assert isinstance(node, ast.ClassDef)
-    texts: dict[str, str] = {}
-    after = node.lineno
-    for item in node.body:
-        after, last = item.end_lineno or after, after
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            lines = [*range(last + 1, item.lineno), after]
-            texts[item.target.id] = " ".join(comments[line] for line in lines if line in comments)
-    return " ".join((ast.get_docstring(node) or "").split()), texts
+    document = " ".join((cls.__doc__ or "").split())
+    if document.startswith(f"{cls.__name__}("):  # dataclass wrote it
+        document = ""
+    texts = defaultdict[str, list[str]](list)
+    above: list[str] = []
+    name = ""
+    for line in inspect.getsource(cls).splitlines():
+        code, _, comment = line.partition("# ")
+        if field := re.match(r"    (\w+): ", code):
+            name = field[1]
+            texts[name] = above
+            above = []
+        if comment:
+            (texts[name] if code.strip() else above).append(comment)
+    return document, {name: " ".join(lines) for name, lines in texts.items()}
 
 
 def _kind(hint: Any) -> str:

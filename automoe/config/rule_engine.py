@@ -89,11 +89,10 @@ class Comparison(NamedTuple):
     number: str
     operator: str
     choices: tuple[str, ...]
-    choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
         """Return what its words stand for."""
-        return [read(see) for read in self.choice_readers]
+        return [_meaning(word, self.key)(see) for word in self.choices]
 
     def holds(self, value: Any, choices: list[Any]) -> bool:
         """Return True if ``value`` on the left and ``choices`` on the right fulfil it."""
@@ -200,11 +199,11 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
             number, operator, words = sides
         key = subject or number.split(" ")[0]
         choices = tuple(words.split("|")) if words else ()
-        readers = tuple(_meaning(word, key) for word in choices)
-        parts.append(Comparison(key, number, operator, choices, readers))
+        parts.append(Comparison(key, number, operator, choices))
     return tuple(parts)
 
 
+@cache
 def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
     """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
     value: Any = _WORDS.get(word, word)

@@ -389,7 +389,7 @@ def _live_frames(thread: threading.Thread) -> list[FrameType]:
 
 
 def _is_timeout(error: BaseException | None) -> bool:
-    return isinstance(error, RuntimeError) and bool(re.search("(?i)timed ?out", str(error)))
+    return isinstance(error, RuntimeError) and bool(re.search("(?i)timed out|timeout", str(error)))
 
 
 def _ranks(ranks: list[int]) -> str:
