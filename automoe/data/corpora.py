@@ -232,31 +232,10 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
             return
 
 
-def _converted(path: Path, filtering: str) -> str:
-    """Return the end of a sentence: a shell command that filters ``path`` into a new file to name."""
-    reading, name = "cat", path.name
-    if path.suffix in _CODECS:
-        reading, name = f"{_CODECS[path.suffix]} -dc", path.stem
-    while os.path.lexists(name):
-        name = f"new-{name}"
-    made = shlex.quote(name)
-    return f"({reading} < {shlex.quote(str(path))} | {filtering} > {made}) and name {made} in data.path"
-
-
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    # The likely encoding, as iconv names it, by the zeros among four bytes
-    raw = error.object[error.start : error.start + 4]
-    zero = raw.find(b"\0")
-    encoding = "utf-32" if b"\0\0" in raw else "utf-16"
-    if error.object[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        encoding = "latin1" if zero < 0 else encoding + ("be", "le")[zero % 2]
-    command = _converted(path, f"iconv -f {encoding} -t utf-8")
-    remedy = f"Convert the file, if it is {encoding}, {command}"
-    if line > 1 and encoding != "latin1":
-        remedy = f"The lines before are UTF-8: write the others again, which look like {encoding}"
     return DataError(
-        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). {remedy}, or leave it "
-        "out of data.path."
+        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
+        "(iconv -f latin1 -t utf-8; or -f utf-16), or leave it out of data.path."
     )
 
 
@@ -288,15 +267,12 @@ def jsonl_records(path: Path) -> NumberedRecords:
         DataError: a line is not UTF-8 or no JSON object.
         OSError: the file cannot be read.
     """
-    blank = 0  # bytes since the last record
     with open_file(path) as file:
         lines = iter(partial(file.readline, MAX_RECORD_BYTES), b"")
         for number, raw in enumerate(lines, start=1):
-            blank += len(raw)
-            if blank >= MAX_RECORD_BYTES:
+            if len(raw) == MAX_RECORD_BYTES:
                 raise DataError(
-                    f"{path}:{number}: {blank:,} bytes without the end of a record (at most {MAX_RECORD_BYTES:,}). "
-                    "Write it again."
+                    f"{path}:{number}: a line of more than {MAX_RECORD_BYTES:,} bytes. Write it again."
                 )
             try:
                 if b"\0" in raw:
@@ -306,12 +282,10 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 raise _not_utf8(path, number, error) from error
             if not line:
                 continue
-            blank = 0
             if number == 1 and line.startswith("["):
-                command = _converted(path, "jq -c '.[]'")
                 raise DataError(
                     f"{path}:1: a JSON array; each line must be one JSON object. Write its items as lines of another "
-                    f"file {command}."
+                    "file (jq -c '.[]')."
                 )
             try:
                 record = _parsed(line)
@@ -336,6 +310,8 @@ def _parsed(text: str) -> Any:
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:
         check_depth(value)
+    if "\\ud" in text.lower():  # an escape that may be half of a surrogate pair, which is no text
+        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
@@ -446,13 +422,6 @@ def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str
             raise DataError(
                 f"{place}: {text_key!r} is {type(text).__name__} where text is needed. Correct it, or set data.text_key."
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{place}: {text_key!r} has half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
-                f"{error.start}, which is not text. Correct the escape."
-            ) from error
         yield line, text
 
 

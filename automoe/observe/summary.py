@@ -232,13 +232,14 @@ def _count(count: int, word: str, ending: str = "s") -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
-def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
+def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True) -> str:
     """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of groups.
 
     The grid has a column of ranks for each position on the inner axes, named above it, and a row
     for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
 
     Args:
+        grid: False omits the grid.
         groups: False omits the table below a grid.
     """
     if mesh.world_size == 1:
@@ -247,18 +248,18 @@ def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
     for view in VIEWS:
         lines.append(f"{view} mesh: {_product(mesh, view)}")
         axes = mesh.active_axes(view)
-        has_grid = mesh.world_size <= MAX_GRID_RANKS and axes[-1][1] <= MAX_COLUMNS
+        has_grid = grid and mesh.world_size <= MAX_GRID_RANKS and axes[-1][1] <= MAX_COLUMNS
         if has_grid:
             lines += [f"  {line}" for line in _grid(mesh, view)]
         if groups or not has_grid:
             lines += [""] * has_grid
             lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
             for axis, size in axes:
-                group = mesh.groups(view, axis)[0]
-                # Long groups are written as ``0 8 16 24 32 40 ... 56``.
-                ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
-                listed = " ".join(map(str, ranks))
-                lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
+                ranks = list(map(str, mesh.groups(view, axis)[0]))
+                if len(ranks) > 8:
+                    ranks[6:-1] = ["..."]
+                count = mesh.world_size // size
+                lines.append(f"  {axis:<14}{size:>5}{count:>8}   {' '.join(ranks)}")
         lines.append("")
     return "\n".join(lines)
 
@@ -301,29 +302,6 @@ COMPARED = {
 }
 
 
-def _print_predicted(jobs: Records, console: Any) -> None:
-    """Print the measured and predicted numbers of the jobs that have both."""
-    sides = ("measured", "predicted")
-    both = [
-        job for job in jobs if job.get("predicted") and any((job.get("measured") or {}).values())
-    ]
-    shown = {
-        key: COMPARED[key]
-        for key in COMPARED
-        if any(job[side].get(key) for job in both for side in sides)
-    }
-    table = new_table(["measured, predicted"], [heading for heading, _ in shown.values()])
-    for job in both:
-        cells = [
-            ", ".join(write(job[side].get(key)) for side in sides)
-            for key, (_, write) in shown.items()
-        ]
-        table.add_row(job["label"], *cells)
-    if both:
-        console.print()
-        console.print(table)
-
-
 def new_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
     """Return an empty table with columns of text, which wraps, and columns of numbers."""
     from rich.table import Table
@@ -353,7 +331,6 @@ def print_sweep(jobs: Records) -> None:
         table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
     console.print()
     console.print(table)
-    _print_predicted(jobs, console)
     for job in jobs:
         if job.get("reason") and job["state"] != "done":
             console.print(f"\n{job['label']} {job['state']}: {job['reason']}", soft_wrap=True)
