@@ -32,7 +32,7 @@ def draw_mesh(mesh: MeshShape) -> Figure:
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns
     if mesh.world_size > MAX_GRID_RANKS or rows > MAX_ROWS:
-        figure, [axis] = new_figure(9.0, 5.0)
+        figure, [axis] = new_figure(9.0, 3.6)
         axis.axis("off")
         text = render_mesh_text(mesh, grid=False)
         axis.text(0, 1, text, va="top", family="monospace", transform=axis.transAxes)

@@ -104,7 +104,7 @@ def draw_plots(
         (
             "learning_rate",
             "Learning rate of the schedule",
-            _curves(records, "Learning rate", "", {"lr": "learning rate"}),
+            _curves(records, "Learning rate", "", {"lr": "learning rate"}, smooth=False),
         ),
     ]
     # What recipes/grpo.py records
@@ -170,6 +170,7 @@ def _curves(
     level: float | None = None,
     level_label: str = "",
     logarithmic: bool = False,
+    smooth: bool = True,
 ) -> Figure:
     """Draw numbers of the record over the steps, at half the page's width.
 
@@ -177,13 +178,14 @@ def _curves(
         labels: key in the record -> label in the legend.
         level: height of a dashed line; None, or far above all values: no line.
         logarithmic: use a logarithmic axis if the range of the values is above a factor of 20.
+        smooth: show the trend of a long curve.
     """
     figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
     _over_steps(axis, title, unit)
     values = np.zeros(0)
     for (key, label), colour in zip(labels.items(), COLOURS, strict=False):
         curve = series(records, key)
-        _line(axis, curve, colour, label)
+        _line(axis, curve, colour, label, smooth)
         values = np.append(values, curve[1][np.isfinite(curve[1])])
     if logarithmic and len(values) and 0 < 20 * values.min() < values.max():
         axis.set_yscale("log")
@@ -265,10 +267,10 @@ def _load_over_time(
     return figure
 
 
-def _line(axis: Axes, curve: Curve, colour: str, label: str) -> None:
+def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True) -> None:
     """Draw a curve with gaps at NaN, and with crosses where a value was not finite.
 
-    A short curve has dots. A long curve is pale, under its trend.
+    A short curve has dots. A long one is pale, under its trend, if ``smooth``.
     """
     steps, values = curve
     if not len(steps):
@@ -276,7 +278,7 @@ def _line(axis: Axes, curve: Curve, colour: str, label: str) -> None:
         return
     finite = np.isfinite(values)
     shown = np.where(finite, values, np.nan)
-    if finite.sum() >= 60:
+    if smooth and finite.sum() >= 60:
         axis.plot(steps, shown, color=colour, alpha=0.35, linewidth=0.9)
         label = f"{label}, smoothed"
         shown = _trend(shown)
