@@ -259,7 +259,7 @@ class ChatTemplate(ChatRenderer):
             start = len(prompt)
         end = self._stop(ids, start, asked)
         if end is not None:
-            return Turn(ids[:end], start)
+            return ids[:end], start
         # The template writes no token that ends an answer: the next turn's first one does, or EOS.
         stop_id = self._ending(*asked)[1]
         if stop_id is None:
@@ -272,7 +272,7 @@ class ChatTemplate(ChatRenderer):
                 "its chat template ends answers without a special token, and it has no eos_token to put there",
                 "Set eos_token in its tokenizer_config.json",
             )
-        return Turn([*ids, stop_id], start)
+        return [*ids, stop_id], start
 
     def _encode_inside(self, text: str) -> list[int]:
         """Return the ids that ``text`` has behind other text.

@@ -136,7 +136,13 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     visible = sorted(
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
     )
-    patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
+
+    def matches(path: Path) -> bool:
+        if kind in CHAT_KINDS:
+            return _RECORDS.search(path.name) is not None
+        packed = kind in _SOURCES and path.suffix in _CODECS
+        return path.with_suffix("").match(pattern) if packed else path.match(pattern)
+
     if kind in ("jsonl", "parquet", *CHAT_KINDS):
         formats = {match[0]: path.name for path in visible if (match := _RECORDS.search(path.name))}
         if len(formats) > 1:
@@ -145,19 +151,15 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
                 f"of another. Name those to read with a glob: {setting}"
             )
-    matches = (
-        _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
-    )
     for path in filter(Path.is_symlink, visible):
-        if matches(path.name) and not path.exists():
+        if matches(path) and not path.exists():
             raise DataError(f"{path}: a broken link. Bring back the file, or remove the link.")
         if path.is_dir() and not path.resolve().is_relative_to(root.resolve()):
             raise DataError(
                 f"{path}: a link to a folder elsewhere. Use a glob with **, which follows it, or remove it."
             )
-    paths = sorted(
-        (path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink
-    )
+    paths = [path for path in visible if matches(path) and path.is_file()]
+    paths.sort(key=Path.is_symlink)
     # A link to a file of the same folder does not repeat the file.
     return list({path.resolve(): path for path in reversed(paths)}.values())
 
@@ -365,17 +367,11 @@ def parquet_records(
                         f"{path}: row {row} has {size:,} bytes; at most {MAX_RECORD_BYTES:,} are read. Write it again."
                     )
                 yield row, {name: _python(array[place]) for name, array in arrays.items()}
-    except UnicodeDecodeError as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, ValueError, RecursionError) as error:
         raise DataError(
-            f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again."
-        ) from error
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{path}: not a readable {kind} file, after row {row} ({error}). Copy or write the file again."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: row {row}: its JSON cannot be read ({error}). Write the row again."
+            f"{path}: row {row}: the {kind} file cannot be read ({error}). Write it again."
         ) from error
 
 

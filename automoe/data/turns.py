@@ -21,16 +21,9 @@ class Sample:
     spans: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Tokens up to the end of one answer, stop token included.
-
-    Attributes:
-        start: index of the first token that the model generates.
-    """
-
-    ids: list[int]
-    start: int
+# Token ids up to the end of one answer, its stop token included; index of the first one that the
+# model generates.
+Turn = tuple[list[int], int]
 
 
 def is_wanted(message: Message) -> bool:
@@ -87,12 +80,12 @@ def joined(turns: list[Turn]) -> Iterator[Sample]:
     """
     ids = []
     spans = []
-    for turn in turns:
-        if spans and turn.ids[: len(ids)] != ids:
+    for turn, start in turns:
+        if spans and turn[: len(ids)] != ids:
             yield Sample(ids, spans)
             spans = []
-        ids = turn.ids
-        spans.append((turn.start, len(ids)))
+        ids = turn
+        spans.append((start, len(ids)))
     yield Sample(ids, spans)
 
 

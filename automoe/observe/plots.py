@@ -1,6 +1,6 @@
 """Plots of a run, drawn from its record: ``plots/*.png``.
 
-Every plot works with no step, a single step, and NaN.
+Every plot works with a single step, and with NaN.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def draw_plots(
         figure = _curves(records, "Balance losses", "added to the loss", balance)
         figures.append(("balance_loss", "Balance losses, with their coefficients", figure))
     steps, counts = load
-    if not len(steps) or counts.shape[1]:  # no dense model
+    if counts.size:  # not of a dense model
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
         figures.append(("expert_load", caption, _load_heat_map(steps, counts, first_moe_layer)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
@@ -202,13 +202,10 @@ def relative_load(counts: np.ndarray) -> np.ndarray:
 
 
 def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:
-    num_layers, num_experts = counts.shape[1:] if len(counts) else (0, 0)
+    num_layers, num_experts = counts.shape[1:]
     height = min(7.5, 1.9 + 0.24 * max(num_layers, 6))
     both = len(steps) > 1
     figure, axes = new_figure(WIDE if both else NARROW, height, columns=1 + both)
-    if not num_layers:
-        say_empty(axes[0], "no expert load recorded")
-        return figure
     load_NLE = relative_load(counts)
     finite_N = np.isfinite(load_NLE)
     mean_LE = np.where(finite_N, load_NLE, 0).sum(axis=0) / np.maximum(finite_N.sum(axis=0), 1)
@@ -247,22 +244,21 @@ def _load_over_time(
     figure, (axis,) = new_figure(WIDE, 3.6)
     _over_steps(axis, "Balance over time", "busiest / mean expert")
     axis.plot(*series(records, "expert_max_load"), color="#d5dbe1", label="worst layer", lw=5)
-    num_layers = counts.shape[1] if len(counts) else 0
-    if num_layers:
-        load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
-        colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
-        axis.set_prop_cycle(color=colours)
-        axis.plot(steps, load_NL, linewidth=1.4, marker=_marker(steps))
-        # Each layer has a part of the bar, whose middle is the layer's number.
-        layers = Normalize(first_moe_layer - 0.5, first_moe_layer + num_layers - 0.5)
-        scale = ScalarMappable(layers, ListedColormap(colours))
-        bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
-        bar.locator = MaxNLocator("auto", integer=True)
-        axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")
-        if load_NL.max() > 8:
-            axis.set_yscale("log", base=2)
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylim(bottom=0.9)
+    num_layers = counts.shape[1]
+    load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
+    colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
+    axis.set_prop_cycle(color=colours)
+    axis.plot(steps, load_NL, linewidth=1.4, marker=_marker(steps))
+    # Each layer has a part of the bar, whose middle is the layer's number.
+    layers = Normalize(first_moe_layer - 0.5, first_moe_layer + num_layers - 0.5)
+    scale = ScalarMappable(layers, ListedColormap(colours))
+    bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
+    bar.locator = MaxNLocator("auto", integer=True)
+    axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")
+    if load_NL.max() > 8:
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0.9)
     _legend(axis)
     return figure
 
@@ -273,9 +269,6 @@ def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True
     A short curve has dots. A long one is pale, under its trend, if ``smooth``.
     """
     steps, values = curve
-    if not len(steps):
-        say_empty(axis, "no step finished yet")
-        return
     finite = np.isfinite(values)
     shown = np.where(finite, values, np.nan)
     if smooth and finite.sum() >= 60:

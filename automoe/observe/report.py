@@ -78,10 +78,6 @@ def build_report(run_dir: StrPath) -> Path:
         mesh = frozen_shape(config)
     except AutomoeError as problem:
         config, config_problem = None, str(problem)
-    # An error with every key that the template uses
-    if error := status.get("error") or None:
-        plain = {"rank": None, "type": "", "message": "", "traceback": []}
-        error = plain | (error if isinstance(error, dict) else {"message": error})
     plots = run_dir / PLOTS_DIR
     plots.mkdir(exist_ok=True)
     drawn = draw_plots(records, read_expert_load(run_dir), plots, config) if records else []
@@ -91,7 +87,7 @@ def build_report(run_dir: StrPath) -> Path:
         TEMPLATE_FILE,
         run_dir=run_dir.resolve(),
         state=status.get("state", "state unknown"),
-        error=error,
+        error=status.get("error"),
         steps_done=records[-1]["step"] if records else 0,
         numbers=final_numbers(records),
         pictures=[
