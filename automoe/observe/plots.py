@@ -73,39 +73,27 @@ def draw_plots(
     speed_label = f"median {short_number(speed)}"
     if (mfu := median(records, "mfu")) is not None:
         speed_label += f", MFU {100 * mfu:.1f}%"
-    clip_label = f"clipped above {grad_clip:g}"
+    speeds = _curves(
+        records,
+        "Throughput",
+        "tokens per second",
+        {"tokens_per_second": "per step"},
+        level=(speed, speed_label),
+    )
+    norms = _curves(
+        records,
+        "Gradient norm",
+        "",
+        {"grad_norm": "per step"},
+        level=(grad_clip or None, f"clipped above {grad_clip:g}"),
+        logarithmic=True,
+    )
+    rates = _curves(records, "Learning rate", "", {"lr": "learning rate"}, smooth=False)
     figures = [
         ("loss", "Cross-entropy per trained token; bits per byte of held-out text", _loss(records)),
-        (
-            "throughput",
-            "Tokens per second over all ranks",
-            _curves(
-                records,
-                "Throughput",
-                "tokens per second",
-                {"tokens_per_second": "per step"},
-                level=speed,
-                level_label=speed_label,
-            ),
-        ),
-        (
-            "grad_norm",
-            "Global gradient norm before clipping",
-            _curves(
-                records,
-                "Gradient norm",
-                "",
-                {"grad_norm": "per step"},
-                level=grad_clip or None,
-                level_label=clip_label,
-                logarithmic=True,
-            ),
-        ),
-        (
-            "learning_rate",
-            "Learning rate of the schedule",
-            _curves(records, "Learning rate", "", {"lr": "learning rate"}, smooth=False),
-        ),
+        ("throughput", "Tokens per second over all ranks", speeds),
+        ("grad_norm", "Global gradient norm before clipping", norms),
+        ("learning_rate", "Learning rate of the schedule", rates),
     ]
     # What recipes/grpo.py records
     for key, title, unit in ANSWERS:
@@ -167,8 +155,7 @@ def _curves(
     title: str,
     unit: str,
     labels: dict[str, str],
-    level: float | None = None,
-    level_label: str = "",
+    level: tuple[float | None, str] = (None, ""),
     logarithmic: bool = False,
     smooth: bool = True,
 ) -> Figure:
@@ -176,7 +163,7 @@ def _curves(
 
     Args:
         labels: key in the record -> label in the legend.
-        level: height of a dashed line; None, or far above all values: no line.
+        level: height and label of a dashed line; None, or far above all values: no line.
         logarithmic: use a logarithmic axis if the range of the values is above a factor of 20.
         smooth: show the trend of a long curve.
     """
@@ -189,8 +176,9 @@ def _curves(
         values = np.append(values, curve[1][np.isfinite(curve[1])])
     if logarithmic and len(values) and 0 < 20 * values.min() < values.max():
         axis.set_yscale("log")
-    if level is not None and len(values) and level < 20 * values.max():
-        axis.axhline(level, label=level_label, color=ORANGE, linewidth=1.2, linestyle="--")
+    height, level_label = level
+    if height is not None and len(values) and height < 20 * values.max():
+        axis.axhline(height, label=level_label, color=ORANGE, linewidth=1.2, linestyle="--")
     _legend(axis)
     return figure
 

@@ -116,17 +116,16 @@ def _slowest_rank(records: Records) -> dict[str, str]:
     if not timed:
         return {}
     who = Counter((record["slowest_rank"], record["slowest_host"]) for record in timed)
-    ((rank, host), times) = who.most_common(1)[0]
-    mine = [
-        entry for entry in timed if (entry["slowest_rank"], entry["slowest_host"]) == (rank, host)
+    [((rank, host), times)] = who.most_common(1)
+    behind = [
+        record["probe_seconds_max"] / record["probe_seconds_median"]
+        for record in timed
+        if (record["slowest_rank"], record["slowest_host"]) == (rank, host)
     ]
-    behind = np.median(
-        [entry["probe_seconds_max"] / entry["probe_seconds_median"] for entry in mine]
-    )
     return {
         f"slowest rank, on {host}": str(rank),
         f"slowest in timings, of {len(timed)}": str(times),
-        "its time / median rank": f"{behind:.2f}",
+        "its time / median rank": f"{np.median(behind):.2f}",
     }
 
 
@@ -267,24 +266,25 @@ def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True)
 def _grid(mesh: MeshShape, view: str) -> list[str]:
     """Return a grid of rank numbers, with outer coordinates at the left and inner ones above."""
     axes = mesh.active_axes(view)
-    sizes = [size for _, size in axes]
     # pp stays at the left even if all ranks fit in one row, so that a row is a stage in both views.
     # Otherwise as many inner axes run along a row as fit, at least the innermost.
-    splits = range(1 if axes[0][0] == "pp" else 0, len(axes) + 1)
-    split = next(n for n in splits if math.prod(sizes[n:]) <= MAX_COLUMNS or n == len(axes) - 1)
-    outer = axes[:split]
-    inner = axes[split:]
-    columns = math.prod(sizes[split:])
-    labels = []
-    for rank in range(0, mesh.world_size, columns):
-        position = mesh.coordinates(rank, view)
-        labels.append("  ".join(f"{axis} {position[axis]}" for axis, _ in outer) or "rank")
-    width = max(len(text) for text in [*labels, *(axis for axis, _ in inner)])
+    split = 1 if axes[0][0] == "pp" else 0
+    while split < len(axes) - 1 and math.prod(size for _, size in axes[split:]) > MAX_COLUMNS:
+        split += 1
+    inner = [axis for axis, _ in axes[split:]]
+    columns = math.prod(size for _, size in axes[split:])
+    places = [mesh.coordinates(rank, view) for rank in range(mesh.world_size)]
+    labels = [
+        "  ".join(f"{axis} {place[axis]}" for axis, _ in axes[:split]) or "rank"
+        for place in places[::columns]
+    ]
+    width = max(map(len, [*labels, *inner]))
     cell = len(str(mesh.world_size - 1)) + 2
     lines = []
-    for axis, _ in inner:
-        positions = [mesh.coordinates(rank, view)[axis] for rank in range(columns)]
-        lines.append(f"{axis:>{width}} :" + "".join(f"{p:>{cell}}" for p in positions))
+    for axis in inner:
+        lines.append(
+            f"{axis:>{width}} :" + "".join(f"{place[axis]:>{cell}}" for place in places[:columns])
+        )
     if inner:
         lines.append(" " * (width + 2) + "-" * (cell * columns))
     for row, label in enumerate(labels):
@@ -293,7 +293,7 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
     return lines
 
 
-# Numbers of a job that are both predicted and measured: key in the record, heading, formatter.
+# Numbers of a job that are both predicted and measured: key in the record -> heading, formatter.
 COMPARED = {
     "tokens_per_second": ("tokens/s", short_number),
     "mfu": ("MFU", lambda value: "-" if value is None else f"{100 * value:.1f}%"),
