@@ -102,27 +102,6 @@ def check_gap(
     return mean, max(gaps)
 
 
-def gap_by_layer(
-    engine: Sequence[float], trainer: Sequence[float], first_differing: Sequence[int]
-) -> dict[str, float]:
-    """Return the mean difference of log-probabilities by what the routes say, for the record.
-
-    Args:
-        first_differing: of each token, as in ``LogProbs``.
-
-    Returns:
-        ``engine_gap.same`` of tokens whose experts all layers would choose, ``engine_gap.layer_N``
-        of those for which MoE layer N is the first that would not.
-    """
-    gaps: dict[int, list[float]] = {}
-    for theirs, ours, layer in zip(engine, trainer, first_differing, strict=True):
-        gaps.setdefault(layer, []).append(abs(theirs - ours))
-    return {
-        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(each) / len(each)
-        for layer, each in sorted(gaps.items())
-    }
-
-
 def gaps_of(
     answers: Sequence[Answer], scores: dict[str, list[list[Any]]], bound: float
 ) -> dict[str, float]:
@@ -132,14 +111,24 @@ def gaps_of(
         scores: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
             ``LogProbs.first_differing``, if there are routes.
         bound: as for ``check_gap``, which raises.
+
+    Returns:
+        ``engine_gap`` and ``engine_gap_max``, and by what the routes say: ``engine_gap.same`` of
+        tokens whose experts all layers would choose, ``engine_gap.layer_N`` of those for which MoE
+        layer N is the first that would not.
     """
     theirs = list(chain(*(answer.log_probs for answer in answers)))
     ours = list(chain(*scores["old_log_probs"]))
     mean, largest = check_gap(theirs, ours, bound)
-    gaps = {"engine_gap": mean, "engine_gap_max": largest}
-    if "differing" in scores:
-        gaps |= gap_by_layer(theirs, ours, list(chain(*scores.pop("differing"))))
-    return gaps
+    by_layer: dict[int, list[float]] = {}
+    layers = chain(*scores.pop("differing", ()))
+    for layer, engine, trainer in zip(layers, theirs, ours, strict=False):
+        by_layer.setdefault(layer, []).append(abs(engine - trainer))
+    means = {
+        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(gaps) / len(gaps)
+        for layer, gaps in sorted(by_layer.items())
+    }
+    return {"engine_gap": mean, "engine_gap_max": largest, **means}
 
 
 class TransformersEngine:
@@ -171,14 +160,11 @@ class TransformersEngine:
     @torch.no_grad()
     def update(self, stream: WeightStream) -> None:
         state = self._model.state_dict()
-        tied = {} if not self._model.config.tie_word_embeddings else {"lm_head.weight"}
-        missing = state.keys() - tied
+        assert state.keys() - stream.contents.keys() <= {"lm_head.weight"}  # if it is tied
         for bucket in stream:
             for name, tensor in bucket.items():
                 if name in state:  # transformers has no modules for multi-token prediction
                     state[name].copy_(tensor)
-                    missing.discard(name)
-        assert not missing, missing
 
     @torch.no_grad()
     def sample(

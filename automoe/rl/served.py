@@ -91,6 +91,7 @@ class ServedEngine(ABC):
         try:
             with urllib.request.urlopen(request, timeout=_SILENT_S) as response:
                 text = response.read()
+            return json.loads(text) if text.strip() else None
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
@@ -98,10 +99,6 @@ class ServedEngine(ABC):
             raise BackendError(
                 f"{url}: {error!r} (waiting for up to {_SILENT_S} s). Start the engine, or mend recipe_args.engine"
             ) from None
-        try:
-            return json.loads(text) if text.strip() else None
-        except ValueError:
-            raise BackendError(f"{url}: the answer is not JSON: {text[:300]!r}") from None
 
     def update(self, stream: WeightStream) -> None:
         scratch = self.folder / f".{SINGLE_FILE}"

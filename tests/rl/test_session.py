@@ -152,6 +152,7 @@ def wrong_batch(kind: str, rank: int = 1) -> list[Sample]:
         "short values": lambda: changed(2, values={"old_log_probs": [0.0] * 3}),
         "words": lambda: changed(2, values={"advantages": "high"}),
         "taken": lambda: changed(2, values={"places": [0.0] * 12}),
+        "taken by a row": lambda: [replace(s, values={**s.values, "labels": 1.0}) for s in batch_of()],
         "missing": lambda: without(batch_of(), 3, "old_log_probs"),
         "unequal": lambda: changed(3, values={"weights": 1.0}),
         "candidates": lambda: changed(4, candidates=[[1]] * 20),
@@ -182,6 +183,7 @@ WRONG = {
     "short values": ("sample 2", "field old_log_probs"),
     "words": ("sample 2", "field advantages"),
     "taken": ("sample 2", "field places", "another name than"),
+    "taken by a row": ("sample 0", "field labels", "another name than"),
     "missing": ("sample 3", "field old_log_probs", "missing"),
     "unequal": ("sample 3", "field weights"),
     "candidates": ("sample 4", "field candidates"),
@@ -194,7 +196,7 @@ WRONG = {
     "short routes": ("sample 4", "field routes", "[19, MoE layers, K]"),
     "on one rank": ("sample 5", "field tokens", "rank 1"),
     "NaN on one rank": ("sample 5", "field advantages", "finite", "rank 1"),
-    "fewer on one rank": ("rank 1", "5 samples", "rank 0 6"),
+    "fewer on one rank": ("sample 5", "rank 1", "or none"),
 }
 
 
