@@ -308,18 +308,13 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
 
 
 @exit_status
-def report(
-    args: argparse.Namespace,
-    write: Callable[..., Any],
-    describe: Callable[[Any], str] | None = None,
-) -> int:
+def report(args: argparse.Namespace, write: Callable[..., Any]) -> int:
     """Load plugins, call ``write`` and print what was saved; return the exit status.
 
     Args:
         args: parsed options of ``add_options``.
         write: function of the output directory and these options, such as ``export_run`` with
             its run bound.
-        describe: function that turns the result of ``write`` into text to print; default: ``str``.
     """
     from automoe.config.plugins import load_plugins
 
@@ -331,18 +326,17 @@ def report(
         overwrite=args.overwrite,
         max_shard_bytes=int(args.max_shard_gb * 1e9),
     )
-    if describe:
-        print(f"saved {describe(written)}")
-    else:
-        layout = textwrap.TextWrapper(
-            80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        print(layout.fill(f"saved {written}"))
+    layout = textwrap.TextWrapper(
+        80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    print(layout.fill(f"saved {written}"))
+    notes = [*getattr(written, "notes", ())]
     folder = user_path("--out", args.out)
     if (folder / "config.json").is_file():  # an adapter has none
         from automoe.hf.engines import ignored_keys
 
-        print("".join(f"note: {line}\n" for line in ignored_keys(folder)), end="")
+        notes += ignored_keys(folder)
+    print("".join(f"note: {line}\n" for line in notes), end="")
     return 0
 
 

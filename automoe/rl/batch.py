@@ -227,7 +227,7 @@ def check_batch(
         for number, fields in enumerate(samples)
         for name, tensor in fields.items()
     }
-    outcomes = ranks.all(lambda: (problem, xxhash.xxh3_128_hexdigest(str(digests))))
+    outcomes = ranks.all(lambda: (problem, xxhash.xxh3_128_hexdigest(str(digests).encode())))
     for rank, (theirs, _) in enumerate(outcomes):
         if theirs is not None:
             raise DataError(f"{theirs} (on rank {rank})" if ranks.size > 1 else theirs)
