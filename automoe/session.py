@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
@@ -63,8 +64,7 @@ def open_session(
         LaunchError: the mesh holds another number of ranks than there are.
     """
     rank, world_size, local_rank = 0, 1, 0
-    place = detect_external(os.environ)
-    if place is not None:
+    if (place := detect_external(os.environ)) is not None:
         rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -74,8 +74,6 @@ def open_session(
     run_dir.mkdir(parents=True, exist_ok=True)
     launch = replace(checked.launch, device=device)
     if dist.is_initialized():
-        import torch
-
         if "cpu:" not in (backends := dist.get_backend_config()):
             raise LaunchError(
                 f"the process group has {backends} alone, and a session also sends tensors of the CPU (progress of saves, "
@@ -102,11 +100,10 @@ def resolved(
     Raises:
         ConfigError, LaunchError: as ``open_session``.
     """
-    if not isinstance(config, Config):
-        names = list(config) if isinstance(config, Mapping) else [str(word) for word in config]
-        if not any(name.lstrip("+").split("=")[0] == "data" for name in names):
-            first = {"data": DATA} if isinstance(config, Mapping) else [f"data={DATA}"]
-            config = {**first, **config} if isinstance(first, dict) else [*first, *config]
+    if isinstance(config, Mapping):
+        config = {"data": DATA, **config}
+    elif not isinstance(config, Config):
+        config = [f"data={DATA}", *map(str, config)]
     checked = composed(config, config_name, config_dir)
     device = resolve_device(checked)
     shape = check(checked, world_size, device)

@@ -83,10 +83,7 @@ class Sample:
         """
         padded: dict[str, Values] = {}
         for name, value in values.items():
-            try:
-                tensor = torch.as_tensor(value, dtype=torch.float64)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise DataError(f"field {name}: not numbers of one shape ({error})") from None
+            tensor = _tensor(name, value, torch.float64)
             if tensor.dim():
                 before = tensor.new_zeros(len(prompt), *tensor.shape[1:])
                 tensor = torch.cat((before, tensor))

@@ -266,10 +266,7 @@ class Session:
             counts = own_counts
         else:
             for name in ("tokens", "samples"):
-                number = converted(int, getattr(counts, name, None), f"counts.{name}")
-                if number < 1:
-                    rule = "divides the loss of the update"
-                    raise ConfigError(f"counts.{name}", number, rule, "Give 1 or more")
+                at_least(1, f"counts.{name}", getattr(counts, name, None), int)
         tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
         divisors = dict(zip(("trained", "documents"), tensors, strict=True))
         inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
@@ -308,9 +305,7 @@ class Session:
             raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
         optim = self.config.optim
         if lr is not None:
-            lr = converted(float, lr, "lr")
-            if not 0 <= lr < math.inf:
-                raise ConfigError("lr", lr, "must be finite and not negative", "Give such a rate")
+            lr = at_least(0, "lr", lr)
             optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
         config = replace(self.config, optim=optim)
         update = optimizer_step(
@@ -427,10 +422,7 @@ class Session:
         """Return the batch's packed rows and this rank's inputs of the step. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
-        temperature = converted(float, temperature, "temperature")
-        if not 0 < temperature < math.inf:
-            rule = "divides the logits, so it must be finite and larger than 0"
-            raise ConfigError("temperature", temperature, rule, "For greedy answers, give 1")
+        temperature = at_least(1e-6, "temperature", temperature)
         samples = check_batch(batch, config.model, train.seq_len, reads)
         packed = pack(samples, config, shape, self.meshes.dp_rank)
         self._runner.micro_batch_rows = packed.micro_batch_rows
@@ -468,6 +460,18 @@ class Session:
         if dist.get_world_size() > 1:
             dist.all_reduce(numbers)
         return list(numbers.cpu().split(packed.lengths))
+
+
+def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
+    """Return ``value`` as a finite number of at least ``least``.
+
+    Raises:
+        ConfigError: it is none; the message begins with ``key``.
+    """
+    number = converted(kind, value, key)
+    if not least <= number < math.inf:
+        raise ConfigError(key, number, "must be finite", f"Give {least:g} or more")
+    return number
 
 
 def without_auxiliary_losses(config: Config) -> Config:
