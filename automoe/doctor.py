@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from importlib.metadata import distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from automoe import __version__
 from automoe.errors import ConfigError, exit_status
@@ -40,12 +39,6 @@ OPTIONAL = {
     "mlflow": "observe.mlflow",
 }
 PACKAGES = "triton transformers numpy liger-kernel nvidia-nccl-cu12 nvidia-nccl-cu13"
-WIDTH = 80  # of the output, in characters
-WRAPPED: dict[str, Any] = {
-    "subsequent_indent": " " * 28,
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 
@@ -79,17 +72,15 @@ def main(argv: list[str] | None = None) -> int:
     facts = list(examine())
     if args.gpu:
         return check_gpus(args.dir, facts)
+    indent = " " * 28
+    layout = textwrap.TextWrapper(
+        80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     for fact in facts:
-        print(
-            textwrap.fill(
-                fact.value,
-                WIDTH,
-                initial_indent=f"{'PROBLEM' if fact.problem else 'ok':<8}{fact.name:<20}",
-                **WRAPPED,
-            )
-        )
+        verdict = "PROBLEM" if fact.problem else "ok"
+        print(layout.fill(f"{verdict:<8}{fact.name:<20}{fact.value}"))
         if fact.problem:
-            print(textwrap.fill(fact.problem, WIDTH, initial_indent=" " * 28, **WRAPPED))
+            print(layout.fill(indent + fact.problem))
     return EXIT_PROBLEM if any(fact.problem for fact in facts) else 0
 
 

@@ -37,7 +37,7 @@ from automoe.config.frozen import load_config, save_config
 from automoe.errors import BackendError, CheckpointError, ConfigError, DataError
 from automoe.launch.from_python import override_text
 from automoe.model.loss import LossInputs
-from automoe.rl.engine import TransformersEngine
+from automoe.rl.engine import Sampling, TransformersEngine
 from automoe.rl.session import at_least
 from automoe.rl.weights import WeightStream
 from automoe.run.samples import stop_tokens
@@ -306,7 +306,7 @@ class TrainingClient(_Client):
             raise ConfigError("record_stability_info", True, rule, "Leave it out")
         session = self.session
         if self.engine is None:
-            self.engine = TransformersEngine(session.config, (), session.device)
+            self.engine = TransformersEngine(session.config, session.device)
         self.engine.update(WeightStream(session.state.model_parts, **self.engine.options))
         self.num_updates += 1
         return _done(SamplingClient(self))
@@ -361,8 +361,8 @@ class SamplingClient(_Client):
         if seed is None:
             seed = config.train.seed * 1_000_003 + trainer.num_calls
         trainer.num_calls += 1
-        engine.stops = sorted(stop)
-        [answers] = engine.sample([tokens], num_samples, most, params.temperature, seed)
+        how = Sampling(num_samples, most, params.temperature, seed, sorted(stop))
+        [answers] = engine.sample([tokens], how)
         sequences = [
             RoutedSequence(
                 stop_reason="stop" if answer.tokens[-1] in stop else "length",

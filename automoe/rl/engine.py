@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import base64
 import tempfile
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,23 @@ class Answer:
         return cls(tokens, log_probs, routes)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine answers prompts; the same weights and seed give the same answers.
+
+    Attributes:
+        num: answers to each prompt.
+        max_tokens: most tokens of an answer.
+        stops: tokens that end an answer.
+    """
+
+    num: int
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    stops: Sequence[int] = ()
+
+
 class Engine(Protocol):
     """What a loop asks of an engine; every rank makes each call.
 
@@ -73,10 +90,8 @@ class Engine(Protocol):
     def update(self, stream: WeightStream) -> None:
         """Take new weights."""
 
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
-        """Return ``num`` answers to each prompt, the same for the same weights and seed."""
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
+        """Return the answers to each prompt."""
 
 
 def check_gap(
@@ -132,13 +147,9 @@ def gaps_of(
 
 
 class TransformersEngine:
-    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model.
+    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model."""
 
-    Attributes:
-        stops: tokens that end an answer.
-    """
-
-    def __init__(self, config: Config, stops: Collection[int], device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.options = {"layout": "fused"}
@@ -148,7 +159,6 @@ class TransformersEngine:
             hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         multiply_as_torch_can(hf_config, config.model, dtype)
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
-        self.stops = sorted(stops)
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer
         for name, module in self._model.named_modules():
             if name.endswith(".mlp.experts"):
@@ -167,52 +177,48 @@ class TransformersEngine:
                     state[name].copy_(tensor)
 
     @torch.no_grad()
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         ranks = Ranks()
 
         # A call answers one prompt, so its numbers do not depend on the number of ranks.
         def answers() -> dict[int, list[Answer]]:
             return {
-                index: self._answers(prompts[index], num, max_tokens, temperature, seed + index)
+                index: self._answers(prompts[index], replace(how, seed=how.seed + index))
                 for index in range(ranks.rank, len(prompts), ranks.size)
             }
 
         groups = {index: group for theirs in ranks.all(answers) for index, group in theirs.items()}
         return [groups[index] for index in range(len(prompts))]
 
-    def _answers(
-        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[Answer]:
+    def _answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         from transformers import GenerationConfig
 
         device = self._model.device
         for calls in self._choices:
             calls.clear()
-        tokens_NP = torch.tensor([prompt] * num, device=device)
+        tokens_NP = torch.tensor([prompt] * how.num, device=device)
         settings = GenerationConfig(
             do_sample=True,
-            temperature=temperature,
+            temperature=how.temperature,
             top_k=0,
-            max_new_tokens=max_tokens,
-            eos_token_id=self.stops or None,
-            pad_token_id=self.stops[0] if self.stops else 0,
+            max_new_tokens=how.max_tokens,
+            eos_token_id=how.stops or None,
+            pad_token_id=how.stops[0] if how.stops else 0,
             return_dict_in_generate=True,
             output_logits=True,
         )
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            torch.manual_seed(how.seed)
             made = self._model.generate(
                 tokens_NP, attention_mask=torch.ones_like(tokens_NP), generation_config=settings
             )
         new_NA = made.sequences[:, len(prompt) :]
-        logits_NAV = torch.stack(made.logits, dim=1).float() / temperature
+        logits_NAV = torch.stack(made.logits, dim=1).float() / how.temperature
         log_probs_NA = logits_NAV.log_softmax(-1).gather(2, new_NA.unsqueeze(-1)).squeeze(-1)
         routes = None
         if self._choices:
             layers = [
-                torch.cat([call.view(num, -1, call.shape[-1]) for call in calls], dim=1)
+                torch.cat([call.view(how.num, -1, call.shape[-1]) for call in calls], dim=1)
                 for calls in self._choices
             ]
             routes = torch.stack(layers, dim=2)
@@ -220,7 +226,7 @@ class TransformersEngine:
         for row, (tokens, log_probs) in enumerate(
             zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
         ):
-            ends = (at for at, token in enumerate(tokens, 1) if token in self.stops)
+            ends = (at for at, token in enumerate(tokens, 1) if token in how.stops)
             size = next(ends, len(tokens))
             lines = None
             if routes is not None:  # a copy: a view would take all answers along to other ranks

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from automoe.errors import BackendError
 from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
-from automoe.rl.engine import Answer
+from automoe.rl.engine import Answer, Sampling
 from automoe.rl.routes import read_vllm
 from automoe.rl.served import ServedEngine
 from automoe.rl.weights import WeightStream, feed
@@ -41,14 +41,12 @@ class LocalVLLM:
 
     Args:
         python: the Python that has vLLM.
-        stops: tokens that end an answer.
         run_dir: the engine's output goes to ``engine.log`` there.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
 
-    def __init__(self, python: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
-        self._stops = sorted(stops)
+    def __init__(self, python: str, config: Config, run_dir: Path) -> None:
         self._model = config.model
         self._ranks = Ranks()
         self._log = run_dir / "engine.log"
@@ -115,12 +113,9 @@ class LocalVLLM:
                 out.write(raw_bytes(tensor).data)
         self._asked(file=str(file))
 
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def answers() -> list[list[Answer]]:
-            content = dict(prompts=prompts, num=num, temperature=temperature, seed=seed)
-            groups = self._asked(do="sample", max_tokens=max_tokens, stops=self._stops, **content)
+            groups = self._asked(do="sample", prompts=prompts, **vars(how))
             return [
                 [
                     Answer(
@@ -153,17 +148,15 @@ class ServedVLLM(ServedEngine):
         self.post("/reset_prefix_cache")
         self.post("/resume")
 
-    def answers(
-        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[Answer]:
+    def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         made = self.post(
             "/v1/completions",
             prompt=prompt,
-            n=num,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=self.stops,
+            n=how.num,
+            max_tokens=how.max_tokens,
+            temperature=how.temperature,
+            seed=how.seed,
+            stop_token_ids=how.stops,
             ignore_eos=True,
             logprobs=0,
             return_token_ids=True,

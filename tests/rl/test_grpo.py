@@ -228,7 +228,7 @@ def test_answers_stay_until_no_checkpoint_goes_on_with_them(tmp_path: Path) -> N
         rollouts = rollouts_of(tmp_path, [[1], [2]])
         rollouts._updates = 3
         for rollout in range(4):
-            rollouts.keep(rollout, "answers", [])
+            rollouts.once(rollout, "answers", list)
         kept = {(): 4, (8,): 2, (4, 8): 3, (8, 9): 2, (2,): 4, (12,): 0}
         for steps, number in kept.items():
             folder = tmp_path / f"checkpoints-{len(steps)}-{sum(steps)}"
@@ -236,7 +236,7 @@ def test_answers_stay_until_no_checkpoint_goes_on_with_them(tmp_path: Path) -> N
                 (folder / f"step-{step}").mkdir(parents=True)
                 (folder / f"step-{step}" / "manifest.json").write_text(json.dumps({"step": step}))
             for rollout in range(4):
-                rollouts.keep(rollout, "answers", [])
+                rollouts.once(rollout, "answers", list)
             rollouts.forget(folder)
             assert len([*(tmp_path / "rollouts").iterdir()]) == number, steps
 
