@@ -12,12 +12,12 @@ of a row, L MoE layers, K top-k.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.nn.functional import pad
@@ -28,6 +28,7 @@ from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, ModelConfig
+from automoe.data.packing import best_fit
 from automoe.errors import DataError
 from automoe.rl.routes import ROUTES_DTYPE, check_routes
 
@@ -260,26 +261,6 @@ def _check_shapes(first: Fields, fields: Fields, reads: Sequence[str]) -> None:
             raise DataError(f"field {name}: {rule}")
 
 
-def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Put items of these lengths into rows of ``room``: the best fit, longest first.
-
-    Returns:
-        The items' numbers by row; rows are ordered by their first, longest item.
-    """
-    rows: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (free positions, row), sorted
-    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        place = bisect_left(spaces, (lengths[item], -1))
-        if place == len(spaces):
-            rows.append([])
-            free, row = room, len(rows) - 1
-        else:
-            free, row = spaces.pop(place)
-        rows[row].append(item)
-        insort(spaces, (free - lengths[item], row))
-    return rows
-
-
 def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) -> Packed:
     """Return the rows of one data-parallel rank: every ``shape.dp``-th of those that are filled.
 
@@ -292,8 +273,10 @@ def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) 
     lengths = [len(fields["tokens"]) for fields in samples]
     unit = math.lcm(8, 2 * shape.cp * shape.tp)
     row_length = min(-(-(max(lengths) - 1) // unit) * unit, train.seq_len)
-    filled = fill_rows([length - 1 for length in lengths], row_length)
-    rows = -(-len(filled) // shape.dp)
+    longest_first = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    row_of = best_fit(np.array([lengths[item] - 1 for item in longest_first]), row_length)
+    num_rows = int(row_of.max()) + 1
+    rows = -(-num_rows // shape.dp)
     most = max(1, train.micro_batch_size * train.seq_len // row_length)
     step = shape.pp  # what the schedule can run
     fewest = -(-max(-(-rows // most), least_micro_batches(config, shape)) // step) * step
@@ -304,17 +287,17 @@ def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) 
     starts = [0, *accumulate(lengths)]
     widest = max((f["candidates"].shape[1] for f in samples if "candidates" in f), default=0)
     packed: dict[str, torch.Tensor] = {}
-    for row, items in enumerate(filled):
-        at = 0
-        for document, item in enumerate(items):
-            columns = _columns(samples[item], document, starts[item], widest)
-            for name, column in columns.items():
-                if name not in packed:  # also on a rank without a filled row
-                    size = micro_batches * micro_batch_rows, row_length, *column.shape[1:]
-                    packed[name] = column.new_full(size, FILLERS.get(name, 0))
-                if row % shape.dp == dp_rank:
-                    packed[name][row // shape.dp, at : at + len(column)] = column
-            at += lengths[item] - 1
+    ends, documents = [0] * num_rows, [0] * num_rows
+    for item, row in zip(longest_first, row_of.tolist(), strict=True):
+        columns = _columns(samples[item], documents[row], starts[item], widest)
+        for name, column in columns.items():
+            if name not in packed:  # also on a rank without a filled row
+                size = micro_batches * micro_batch_rows, row_length, *column.shape[1:]
+                packed[name] = column.new_full(size, FILLERS.get(name, 0))
+            if row % shape.dp == dp_rank:
+                packed[name][row // shape.dp, ends[row] : ends[row] + len(column)] = column
+        ends[row] += lengths[item] - 1
+        documents[row] += 1
     columns_of_rows = [packed.pop(name) for name in ("tokens", "labels", "positions", "doc_ids")]
     batch = StepBatch(*columns_of_rows, 0, dp_rank * micro_batches * micro_batch_rows)
     return Packed(batch, packed, packed.pop("routes", None), lengths, micro_batch_rows)

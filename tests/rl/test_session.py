@@ -18,7 +18,6 @@ import automoe
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, DataError
-from automoe.rl.batch import fill_rows
 from automoe.session import Counts, Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
@@ -111,15 +110,6 @@ def test_scores_have_the_gradients_of_whole_logits() -> None:
     )
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("room", [7, 20])
-def test_rows_take_every_sample_once_and_are_nearly_full(room: int) -> None:
-    lengths = [1 + 5 * number % 7 for number in range(50)]
-    rows = fill_rows(lengths, room)
-    assert sorted(item for row in rows for item in row) == list(range(50))
-    assert all(sum(lengths[item] for item in row) <= room for row in rows)
-    assert len(rows) <= 1.1 * sum(lengths) / room + 1
 
 
 # ---------------------------------------------------------------- what is refused
