@@ -35,10 +35,9 @@ from automoe.errors import (
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.interop.lm_eval import guard_harness, in_time, rehearse
 from automoe.observe.metrics import jsonable
-from automoe.storage.files import free_name, write_text
+from automoe.storage.files import explained, free_name
 
 RESULTS = "eval.json"
-_NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
 
 
 @exit_status
@@ -99,7 +98,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     guard_harness(args.trust_task_code)
     logger = logging.getLogger("lm_eval")
-    logger.handlers = [heard := _Heard()]
+    logger.handlers = [_Once(args.tasks)]
     logger.propagate = False
     with checkpoint_of(where) as folder:
         out = _free(where, args.out)
@@ -116,23 +115,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     print(make_table(scores))
     if scores.get("groups"):
         print(make_table(scores, "groups"))
-    write_text(out, json.dumps(jsonable(scores), indent=1, default=str))
+    with explained(out, "The table above has the numbers"), out.open("x") as file:
+        json.dump(jsonable(scores), file, indent=1, default=str)
     print(f"results {out}")
-    for kind, texts in heard.found.items():
-        print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
-        if kind == _NO_CHOICE:
-            raise ConfigError(
-                "--tasks",
-                args.tasks,
-                "a right answer is not among the choices",
-                "Correct doc_to_target",
-            )
     # The name of a number is METRIC,FILTER; a standard error that was not estimated is N/A.
     numbers = {
         (task, name): value
         for task, values in (scores.get("groups", {}) | scores["results"]).items()
         for name, value in values.items()
-        if "," in name and value != "N/A"
+        if "," in name and value not in (None, "N/A")
     }
     wrong = [
         f"{task} {name.partition(',')[0]}"
@@ -148,22 +139,23 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Heard(logging.Handler):
-    """Log handler that collects the harness's warnings about wrong or truncated questions.
+class _Once(logging.Handler):
+    """Log handler that prints a warning of the harness once for each place in its code."""
 
-    Attributes:
-        found: kind of warning -> texts of the warnings of that kind.
-    """
+    def __init__(self, tasks: str) -> None:
+        super().__init__(logging.WARNING)
+        self._tasks = tasks
+        self._places: set[tuple[str, int]] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, list[str]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(record.getMessage().split())[:300]
-        for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template"):
-            if kind in text:
-                self.found.setdefault(kind, []).append(text)
+    def handle(self, record: logging.LogRecord) -> bool:
+        text = one_line(record.getMessage())
+        if "Label index was not in" in text:  # quoted from the harness
+            rule = "a right answer is not among the choices"
+            raise ConfigError("--tasks", self._tasks, rule, "Correct doc_to_target")
+        if (place := (record.pathname, record.lineno)) not in self._places:
+            self._places.add(place)
+            print(f"warning: lm_eval: {text}", file=sys.stderr)
+        return True
 
 
 def load_tasks(specs: list[str]) -> list[Any]:

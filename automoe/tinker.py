@@ -444,15 +444,13 @@ class _Samples(Sequence[Sample]):
             fields.setdefault("weights", torch.ones(len(tokens)))
         routes = fields.pop("routes", None)
         for name in sorted({"target_tokens", *reads, *fields}):
-            if name not in fields:
-                rule = f"{self._loss_fn} reads it, and it is missing"
-            elif name not in ("target_tokens", *reads):
-                rule = f"{self._loss_fn} does not read it"
-            elif (shape := fields[name].shape) != tokens.shape:
-                rule = f"expected [{len(tokens)}], one number a token of model_input, got {list(shape)}"
-            else:
-                continue
-            raise DataError(f"datum {number}, field {name}: {rule}")
+            expected: Any = [len(tokens)] if name in ("target_tokens", *reads) else "nothing"
+            got: Any = list(fields[name].shape) if name in fields else "nothing"
+            if got != expected:
+                rule = (
+                    f"{self._loss_fn} takes one number a token of model_input: expected {expected}"
+                )
+                raise DataError(f"datum {number}, field {name}: {rule}, got {got}")
         targets = fields.pop("target_tokens")
         sequence = torch.cat((tokens, targets[-1:]))
         follows = sequence[1:] == targets

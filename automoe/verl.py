@@ -137,12 +137,10 @@ class AutomoeEngine(BaseEngine):
         return at["dp_replicate"] * self.shape.dp_shard + at["dp_shard"]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        if self.shape.dp == 1 < self.shape.world_size:
-            return self._alone  # verl takes None for all ranks
-        if self.shape.dp == 1:
-            return None
         if self.shape.dp == self.shape.world_size:
-            return dist.group.WORLD
+            return dist.group.WORLD if self.shape.dp > 1 else None
+        if self.shape.dp == 1:
+            return self._alone  # verl takes None for all ranks
         axis = "dp_shard" if self.shape.dp_shard > 1 else "dp_replicate"
         return self.session.meshes.group(axis)
 

@@ -83,8 +83,7 @@ class WeightVersions:
         self._handle = take_lock(self.folder / LOCK)
 
     def _begin(self, stream: WeightStream) -> None:
-        index = _index(self.folder)
-        self._chain = index["chain"] if index else []
+        self._chain = _chain(self.folder)
         header = header_bytes(stream.contents)
         self._digest, self._digest_before = Digest(), Digest()
         self._before: np.ndarray | None = None
@@ -148,14 +147,14 @@ def read_version(
             another hash than the publisher's.
     """
     while True:
-        if not (index := _index(folder)):
+        if not (chain := _chain(folder)):
             raise CheckpointError(f"{folder} has no {INDEX}: nothing was published there")
         try:
-            return _read(folder, index["chain"], tensors, number)
+            return _read(folder, chain, tensors, number)
         except Exception as error:  # whatever a damaged file makes its reader raise
-            if _index(folder) == index:
+            if _chain(folder) == chain:
                 raise CheckpointError(
-                    f"{folder}: version {index['chain'][-1]['number']} cannot be read: {type(error).__name__}: {error}. "
+                    f"{folder}: version {chain[-1]['number']} cannot be read: {type(error).__name__}: {error}. "
                     "Remove the folder: the next version is then written in full. Or the tensors to go on from are of "
                     "another model: give none"
                 ) from error
@@ -182,14 +181,14 @@ def _read(
     return numbers[-1], tensors
 
 
-def _index(folder: Path) -> dict[str, Any]:
+def _chain(folder: Path) -> list[dict[str, Any]]:
+    """Return number, step and hash of each version that the index names; empty without an index."""
     file = folder / INDEX
     if not file.is_file():
-        return {}
+        return []
     try:
-        index = unsealed(file.read_bytes())
-        if index["chain"]:
-            return index
+        if chain := unsealed(file.read_bytes())["chain"]:
+            return chain
         raise ValueError("its chain is empty")
     except (KeyError, ValueError) as error:
         raise CheckpointError(
