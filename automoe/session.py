@@ -21,7 +21,7 @@ from automoe.config.compose import DEFAULT_PRIMARY
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import LaunchError
+from automoe.errors import CheckpointError, LaunchError
 from automoe.launch.external import detect_external
 from automoe.launch.from_python import composed
 from automoe.launch.hardware import resolve_device
@@ -136,6 +136,17 @@ def save_at(session: Session, folder: Path) -> None:
     store, step = store_at(session, folder), f"step-{session.state.step}"
     store.ranks.lead(lambda: set_aside(store.folder / step, f"diverged-{step}"), again=False)
     store.save(session.state, stopping=True)
+
+
+def load_from(session: Session, folder: Path) -> None:
+    """Fill the state from the newest checkpoint of another folder than the run directory. Collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if store_at(session, folder).load_latest(session.state) is None:
+        raise CheckpointError(f"{folder} holds no state of a session. Correct the path")
+    session.zero_grad()
 
 
 def close() -> None:

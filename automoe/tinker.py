@@ -41,7 +41,7 @@ from automoe.rl.engine import Sampling, TransformersEngine
 from automoe.rl.session import at_least
 from automoe.rl.weights import WeightStream
 from automoe.run.samples import stop_tokens
-from automoe.session import Sample, Session, open_session, save_at, store_at
+from automoe.session import Sample, Session, load_from, open_session, save_at
 from automoe.storage.files import set_aside
 
 # What each loss reads beside target_tokens, the factor of its tokens first.
@@ -270,9 +270,7 @@ class TrainingClient(_Client):
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """Load weights and optimizer."""
-        if store_at(self.session, Path(path)).load_latest(self.session.state) is None:
-            raise CheckpointError(f"{path} holds no state. Give the path that save_state returned")
-        self.session.zero_grad()
+        load_from(self.session, Path(path))
         return _done(types.LoadWeightsResponse(path=path))
 
     def _save(self, kind: str, name: str, overwrite: bool) -> str:

@@ -94,56 +94,45 @@ class Engine(Protocol):
         """Return the answers to each prompt."""
 
 
-def check_gap(
-    engine: Sequence[float], trainer: Sequence[float], bound: float
-) -> tuple[float, float]:
-    """Compare log-probabilities of the same tokens; return the mean and the largest difference.
-
-    Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
-    experts are scrambled, is off by tenths or more.
-
-    Raises:
-        BackendError: the mean is above ``bound``.
-    """
-    gaps = [abs(theirs - ours) for theirs, ours in zip(engine, trainer, strict=True)]
-    mean = sum(gaps) / len(gaps)
-    if not mean <= bound:  # so that NaN fails
-        at = max(range(len(gaps)), key=gaps.__getitem__)
-        raise BackendError(
-            f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
-            f"(allowed {bound:g}; token {at}: {engine[at]:.3f} and {trainer[at]:.3f}): it has other weights, or "
-            "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
-        )
-    return mean, max(gaps)
-
-
 def gaps_of(
     answers: Sequence[Answer], scores: dict[str, list[list[Any]]], bound: float
 ) -> dict[str, float]:
     """Return how far the engine's log-probabilities are from the trainer's, for the record.
 
+    Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
+    experts are scrambled, is off by tenths or more.
+
     Args:
         scores: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
             ``LogProbs.first_differing``, if there are routes.
-        bound: as for ``check_gap``, which raises.
 
     Returns:
         ``engine_gap`` and ``engine_gap_max``, and by what the routes say: ``engine_gap.same`` of
         tokens whose experts all layers would choose, ``engine_gap.layer_N`` of those for which MoE
         layer N is the first that would not.
+
+    Raises:
+        BackendError: the mean is above ``bound``.
     """
     theirs = list(chain(*(answer.log_probs for answer in answers)))
     ours = list(chain(*scores["old_log_probs"]))
-    mean, largest = check_gap(theirs, ours, bound)
+    gaps = [abs(engine - trainer) for engine, trainer in zip(theirs, ours, strict=True)]
+    mean = sum(gaps) / len(gaps)
+    if not mean <= bound:  # so that NaN fails
+        at = max(range(len(gaps)), key=gaps.__getitem__)
+        raise BackendError(
+            f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
+            f"(allowed {bound:g}; token {at}: {theirs[at]:.3f} and {ours[at]:.3f}): it has other weights, or "
+            "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
+        )
     by_layer: dict[int, list[float]] = {}
-    layers = chain(*scores.pop("differing", ()))
-    for layer, engine, trainer in zip(layers, theirs, ours, strict=False):
-        by_layer.setdefault(layer, []).append(abs(engine - trainer))
+    for layer, gap in zip(chain(*scores.pop("differing", ())), gaps, strict=False):
+        by_layer.setdefault(layer, []).append(gap)
     means = {
-        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(gaps) / len(gaps)
-        for layer, gaps in sorted(by_layer.items())
+        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(some) / len(some)
+        for layer, some in sorted(by_layer.items())
     }
-    return {"engine_gap": mean, "engine_gap_max": largest, **means}
+    return {"engine_gap": mean, "engine_gap_max": max(gaps), **means}
 
 
 class TransformersEngine:

@@ -214,8 +214,7 @@ class Session:
         packed, inputs, _ = self._inputs(batch, temperature)
         recorded = self._set_loss(packed, None, {}, entropy)
         layers = self.config.model.num_moe_layers
-        # Of each token: number of MoE layers from the first differing one on.
-        after = torch.zeros_like(recorded.log_probs, dtype=torch.int64)
+        firsts = torch.full_like(recorded.log_probs, layers, dtype=torch.int64)
 
         def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
             if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
@@ -223,15 +222,15 @@ class Session:
                 rows = tokens.row_ids[differs_BS].cpu() - packed.rows.first_row
                 places = packed.values["places"][rows, tokens.index[differs_BS].cpu()]
                 places = places[places >= 0]
-                after[places] = after[places].clamp_min(layers - router.moe_index)
+                firsts[places] = firsts[places].clamp_max(router.moe_index)
 
         with watch_routing(self.state.model_parts.values(), compare):
             self._runner.evaluate(inputs)
         differing = None
         if packed.routes is not None:
-            dist.all_reduce(after, op=dist.ReduceOp.MAX)
-            firsts = torch.where(after > 0, layers - after, -1).cpu()
-            differing = list(firsts.split(packed.lengths))
+            dist.all_reduce(firsts, op=dist.ReduceOp.MIN)
+            firsts[firsts == layers] = -1
+            differing = list(firsts.cpu().split(packed.lengths))
         entropies = self._in_order(recorded.entropies, packed) if entropy else None
         return LogProbs(self._in_order(recorded.log_probs, packed), entropies, differing)
 
@@ -404,14 +403,14 @@ class Session:
             rule = "the model has no adapter to switch off"
             raise ConfigError("lora.rank", 0, rule, "Open a second session for the reference")
         parts = self.state.model_parts.values()
-        modules = [m for part in parts for m in part.modules() if isinstance(m, Adapter)]
-        scales = [module.scale for module in modules]
+        modules = [module for part in parts for module in part.modules()]
+        scales = {module: module.scale for module in modules if isinstance(module, Adapter)}
         try:
-            for module in modules:
+            for module in scales:
                 module.scale = 0.0
             yield
         finally:
-            for module, scale in zip(modules, scales, strict=True):
+            for module, scale in scales.items():
                 module.scale = scale
 
     # ---------------------------------------------------------------- from samples to rows and back

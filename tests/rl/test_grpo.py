@@ -31,7 +31,7 @@ from automoe.errors import BackendError, ConfigError, DataError
 from automoe.hf.folder import write_settings
 from automoe.hf.write import to_hf
 from automoe.observe.metrics import read_metrics
-from automoe.rl.engine import Answer, TransformersEngine, check_gap
+from automoe.rl.engine import Answer, TransformersEngine, gaps_of
 from automoe.rl.engines import teacher_of
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.weights import WeightStream
@@ -324,10 +324,14 @@ def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: st
 def test_an_engine_with_other_weights_is_refused() -> None:
     """Rounding passes; weights of another step, experts in another order or NaN do not."""
     trainer = [-1.0 - 0.1 * n for n in range(20)]
-    assert check_gap([p + 0.02 * (-1) ** n for n, p in enumerate(trainer)], trainer, 0.1) == pytest.approx((0.02, 0.02))
+
+    def gaps(engine: list[float]) -> dict[str, float]:
+        return gaps_of([Answer([], engine[:7]), Answer([], engine[7:])], {"old_log_probs": [trainer]}, 0.1)
+
+    assert [*gaps([p + 0.02 * (-1) ** n for n, p in enumerate(trainer)]).values()] == pytest.approx([0.02, 0.02])
     for engine in ([p - 0.3 for p in trainer], trainer[::-1], [*trainer[1:], float("nan")]):
         with pytest.raises(BackendError, match="nats from the trainer's on average"):
-            check_gap(engine, trainer, 0.1)
+            gaps(engine)
 
 
 def engine_of_stale_weights(settings: Config) -> None:
