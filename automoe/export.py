@@ -161,7 +161,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.checkpoint.steps import FOLDER, committed_steps, misnamed
-    from automoe.hf.families.registry import family_of, model_of_stranger
+    from automoe.hf.families.registry import model_of_stranger
     from automoe.hf.headers import ADAPTER, check_holds, complete_headers
     from automoe.hf.identity import checkpoint_identity
     from automoe.hf.peft import from_peft
@@ -188,8 +188,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
-        tensors = complete_headers(exported)
-        check_holds(exported, config.model, family_of(config.model).keys, tensors)
+        check_holds(exported, config.model, complete_headers(exported))
     elif not (adapter / ADAPTER).is_file() or ema or name != "adapter":
         raise _no_weights(run_dir, ema)
     if newest is None or "base" in manifest:  # before a folder's weights are read

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from automoe.checkpoint.manifest import read_manifest, verify_step
-from automoe.checkpoint.steps import FOLDER, MANIFEST, committed_steps, is_misnamed, misnamed, step_number
+from automoe.checkpoint.steps import (
+    FOLDER,
+    MANIFEST,
+    committed_steps,
+    is_misnamed,
+    misnamed,
+    step_number,
+)
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
@@ -179,9 +186,7 @@ def newest_valid(
     Raises:
         CheckpointError: no step verifies, or ``LATEST`` names a step in a folder without steps.
     """
-    steps, promised = ranks.lead(
-        lambda: (committed_steps(folder), promised_step(folder))
-    )
+    steps, promised = ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
     if promised is not None and promised not in steps:
         warn(
             f"{folder / LATEST} names {promised!r}, which does not exist; looking for the newest checkpoint "

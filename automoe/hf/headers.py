@@ -19,16 +19,7 @@ from typing import Any, NamedTuple
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed, retried
-from automoe.hf.keys import (
-    FP8_BLOCK,
-    FUSED,
-    GROUP,
-    INDEX_FILE,
-    SCALE_SUFFIX,
-    Encoding,
-    KeyMap,
-    Shape,
-)
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, SCALE_SUFFIX, Encoding, Shape
 from automoe.model.params import count_params
 from automoe.storage.files import explained, named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
@@ -42,7 +33,7 @@ ADAPTER = "adapter_config.json"
 NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
 COPY_AGAIN = "Make it readable, or copy it again"  # remedy for a file that cannot be read
 _PART = 16 << 20  # bytes read at once
-MANY = 10_000  # a configuration may have so many layers or experts, whatever the files hold
+MANY = 10_000  # layers, or experts of a layer
 # Bits per number, by the dtype's name in safetensors.
 BITS = dict.fromkeys(
     ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
@@ -195,17 +186,11 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
 def _read_all(folder: Path, last: bool) -> Contents:
     index = _read_index(folder)
     files = _files_of(index)
-    missing = [name for name in files if not is_there(folder, name)]
-    if missing and index is None:
-        there = listed(entry.name for entry in folder.iterdir()) or "nothing"
+    if missing := [name for name in files if not is_there(folder, name)]:
+        named_by = f"that {INDEX_FILE} names" if index else f"of a model without {INDEX_FILE}"
         raise CheckpointError(
-            f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is there, only {there}. "
-            "Name a directory with safetensors files"
-        )
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
-            f"{listed(missing)}. Copy them again"
+            f"{folder}: {len(missing)} of the {len(files)} files {named_by} are missing: {listed(missing)}. "
+            "Name a directory with safetensors files, or copy them again"
         )
     tensors: Contents = {}
     places: dict[str, str] = {}
@@ -228,18 +213,11 @@ def _read_all(folder: Path, last: bool) -> Contents:
             f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
             "and automoe what the index names. Remove the one that does not count"
         )
-    if index is not None and index != places:
-        remedy = "The index belongs to other files: copy the checkpoint again"
-        if lost := [name for name in index if name not in tensors]:
-            raise CheckpointError(
-                f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
-            )
-        if moved := [name for name, file in index.items() if places[name] != file]:
-            first = moved[0]
-            raise CheckpointError(
-                f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
-                f"{places[first]} and not in {index[first]}. {remedy}"
-            )
+    if index is not None and (lost := [name for name in index if index[name] != places.get(name)]):
+        raise CheckpointError(
+            f"{folder}: {len(lost)} tensors are not in the file that {INDEX_FILE} names: {listed(lost)}. "
+            "The index belongs to other files: copy the checkpoint again"
+        )
     return tensors
 
 
@@ -304,29 +282,21 @@ def complete_headers(folder: Path) -> Contents:
     return read_headers(folder) if complete else {}
 
 
-def check_holds(folder: Path, config: ModelConfig, keys: KeyMap, tensors: Contents) -> None:
+def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
     """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
 
     The check is arithmetic only. While files are missing, only sizes that no model has are refused.
 
     Args:
         config: configuration read from config.json.
-        keys: tensor names of the family.
         tensors: ``complete_headers`` of ``folder``.
 
     Raises:
-        ConfigError: the model has more layers or experts than the files have tensors, or more than
-            twice as many parameters as the files have numbers.
+        ConfigError: the model has more than ``MANY`` layers or experts per layer, or as
+            ``check_numbers``.
     """
-    gate = f".{FUSED.gate}"
-    fused = keys.fused or any(name.endswith(gate) for name in tensors)
-    layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
-    counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
-    for kind, count in counts.items():
-        if count > max(len(tensors), MANY):
-            raise _too_large(
-                folder, f"{count:,} {kind}, and its files hold {len(tensors):,} tensors"
-            )
+    if (count := max(config.num_layers, config.num_experts)) > MANY:
+        raise _too_large(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
     if tensors:
         check_numbers(folder, count_params(config).total, tensors)
 

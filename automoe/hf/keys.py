@@ -185,19 +185,9 @@ class KeyMap:
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
 
     @property
-    def gate(self) -> str:
-        """Name of the tensor with the gates of experts, below its layer."""
-        return self.row(GATE_UP).split()[0]
-
-    @property
     def fused(self) -> bool:
         """True if one tensor holds the gates and ups of all experts."""
         return " [E" in self.row(GATE_UP)
-
-    @property
-    def transposed(self) -> bool:
-        """True if matrices of experts are stored with rows and columns exchanged (GPT-OSS)."""
-        return " [E H" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the layout of the files that hold the tensors ``keys``."""
@@ -205,8 +195,7 @@ class KeyMap:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
             if stored and all(key in keys for key in stored):
                 return layout
-        gate = f".{FUSED.gate}"
-        if any(key.endswith(gate) for key in keys):
+        if any(key.endswith(f".{GATE_UP}") for key in keys):
             return self.in_memory
         return self.per_expert if keys else self
 

@@ -108,23 +108,15 @@ class LocalShard:
         add_low_rank(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
         return total if self.columns else total.to(numbers.dtype)
 
-    def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, unpacked float32 shard on the CPU) of each matrix.
-
-        Args:
-            widened: fill the unpacked shard with the numbers; else it is left empty.
-        """
+    def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
+        """Yield (index in this shard, empty float32 shard on the CPU for its numbers) of each matrix."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
             index = (slice(at, at + step), *[slice(None)] * len(rest))
-            if widened:
-                numbers = self.numbers(index).cpu()
-            else:
-                numbers = torch.empty(step, *rest, dtype=torch.float32)
             start = (self.start[0] + at, *self.start[1:])
             whole = torch.empty(self.shape, device="meta")
-            yield index, LocalShard(self.name, whole, numbers, start)
+            yield index, LocalShard(self.name, whole, torch.empty(step, *rest), start)
 
 
 def as_parts(parts: Parts | CausalLM) -> Parts:

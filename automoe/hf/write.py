@@ -85,12 +85,7 @@ def to_hf(
             merge_adapters(part)
         plan = plan_export(parts, dtype, encoding, source)
         written = Transfer(plan, ranks, source).write(folder, max_shard_bytes)
-        bases = {item.shard.base for item in plan}
-        rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}
-        rounded = sorted({str(dtype) for theirs in ranks.all(lambda: rounded) for dtype in theirs})
-        written = replace(
-            written, base="".join(bases), rounded=" and ".join(rounded), encoding=encoding
-        )
+        written = replace(written, encoding=encoding)
         ranks.lead(
             lambda: write_settings(
                 folder, config, written.dtype, tokenizer, quantization, chat, source

@@ -19,7 +19,6 @@ import xxhash
 from checkpoint_runs import config, refusal, run, save_twice
 
 from automoe import errors
-from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.steps import committed_steps, digest_of
 from automoe.config.schema import Config
 from automoe.verify.pool import RankPool
