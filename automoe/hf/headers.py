@@ -193,11 +193,10 @@ def _read_all(folder: Path, last: bool) -> Contents:
             "Name a directory with safetensors files, or copy them again"
         )
     tensors: Contents = {}
-    places: dict[str, str] = {}
     for file in files:
         header = _read_header(folder, file)
         for name in sorted(header.keys() & tensors.keys()):
-            counts = (index or {}).get(name)
+            counts = index.get(name)
             differ = last and not are_equal(folder, tensors[name], folder, header[name])
             if differ or counts not in (tensors[name].file, file):
                 raise CheckpointError(
@@ -207,13 +206,15 @@ def _read_all(folder: Path, last: bool) -> Contents:
             if counts != file:
                 del header[name]
         tensors |= header
-        places |= dict.fromkeys(header, file)
     if SINGLE_FILE not in files and is_there(folder, SINGLE_FILE):
         raise CheckpointError(
             f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
             "and automoe what the index names. Remove the one that does not count"
         )
-    if index is not None and (lost := [name for name in index if index[name] != places.get(name)]):
+    lost = [
+        name for name, file in index.items() if name not in tensors or tensors[name].file != file
+    ]
+    if lost:
         raise CheckpointError(
             f"{folder}: {len(lost)} tensors are not in the file that {INDEX_FILE} names: {listed(lost)}. "
             "The index belongs to other files: copy the checkpoint again"
@@ -334,13 +335,14 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in _files_of(_read_index(folder)) if not (folder / name).exists()]
 
 
-def _files_of(index: dict[str, str] | None) -> list[str]:
-    return [SINGLE_FILE] if index is None else sorted(set(index.values()))
+def _files_of(index: dict[str, str]) -> list[str]:
+    return sorted(set(index.values())) or [SINGLE_FILE]
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor; {} without an index."""
     if not is_there(folder, INDEX_FILE):
-        return None
+        return {}
     file = folder / INDEX_FILE
     raw = read_bytes(folder, INDEX_FILE)
     if raw.startswith(_LFS_MARK):

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 from automoe.config.facts import BLOCK
-from automoe.config.schema import ModelConfig, has_indexer
+from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.model.params import SPECS, model_params
 
@@ -369,17 +369,13 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
             "block-FP8 stores matrices, and this family stores all experts of a layer in one tensor",
             "Export it in bfloat16",
         )
-    layers = config.all_layers[config.first_k_dense :]
-    names = [keys.row(ROUTER)] + ([keys.row(SHARED_GATE)] if config.shared_expert_gate else [])
     plain = [
-        f"model.layers.{layer}.{name.removesuffix('.weight')}"
-        for layer in layers
-        for name in (*names, *(_MTP_KEPT if layer >= config.num_layers else ()))
-    ]
-    plain += [
-        f"model.layers.{layer}.{_INDEX_WEIGHTS}"
-        for layer in config.all_layers
-        if has_indexer(config.attention, layer)
+        piece.key.removesuffix(".weight")
+        for name, shape in our_tensors(config)
+        for piece in keys.pieces(name, shape, range(1))
+        if len(piece.shape) == 2
+        and piece.key.startswith("model.layers.")
+        and not is_quantized(name, piece, keys, "fp8")
     ]
     return {
         "quant_method": "fp8",

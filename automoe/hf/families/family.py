@@ -321,19 +321,11 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
 
     Keys that no layer uses are left out.
     """
-    scalings = {
-        "none": (),
-        "yarn": ("factor", "original_seq_len", *_YARN, "truncate", "attention_factor"),
-    }
-    scalings["llama3"] = ("original_seq_len", "mscale_all_dim", *_LLAMA3)
+    scaling = {"yarn": (*_YARN, "factor", "truncate", "attention_factor"), "llama3": _LLAMA3}
+    names = ["theta", "interleaved", "partial_rotary_factor", "scaling"]
+    if ours.rope.scaling != "none":
+        names += ["original_seq_len", "mscale_all_dim", *scaling[ours.rope.scaling]]
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
-    names = (
-        "theta",
-        "interleaved",
-        "partial_rotary_factor",
-        "scaling",
-        *scalings[ours.rope.scaling],
-    )
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
     if ours.first_k_dense == 0:
         keys.pop("intermediate_size", None)
