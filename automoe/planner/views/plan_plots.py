@@ -24,7 +24,7 @@ from automoe.observe.plot_style import (
     RED,
     new_figure,
 )
-from automoe.planner.plan import Plan, gib
+from automoe.planner.plan import Plan
 from automoe.planner.reserve import reserve
 from automoe.planner.schedule import Span
 from automoe.planner.time import step_spans
@@ -73,7 +73,9 @@ def draw_time(plan: Plan) -> Figure:
     )
     if sent:
         away = {axis: time.off_node[axis] / 2**30 for axis in sent}
-        labels = [f"{size:.3g} GiB, {away[axis] / size:.0%} off node" for axis, size in sent.items()]
+        labels = [
+            f"{size:.3g} GiB, {away[axis] / size:.0%} off node" for axis, size in sent.items()
+        ]
         _bars(axes[1], sent, labels, [PALE_BLUE] * len(sent))
         axes[1].barh([*away], [*away.values()], height=0.62, color=ORANGE)
         axes[1].set(title="What a rank sends in a step", xlabel="GiB; orange: to other nodes")
