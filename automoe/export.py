@@ -177,7 +177,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     with explained(run_dir / FOLDER, "Check its permissions", "cannot be read"):
         steps = committed_steps(run_dir / FOLDER)
     newest = run_dir / FOLDER / steps[-1] if steps else None
-    print(end=misnamed(run_dir / FOLDER, steps), file=sys.stderr)
+    for warning in misnamed(run_dir / FOLDER, steps):
+        print(f"warning: {warning}", file=sys.stderr)
     if newest is not None:
         if (problem := damage(newest)) is not None:
             raise CheckpointError(

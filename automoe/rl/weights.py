@@ -18,7 +18,6 @@ from automoe.comm.agreement import Ranks
 from automoe.errors import ConfigError
 from automoe.hf.files import DTYPES, split
 from automoe.hf.keys import Encoding
-from automoe.hf.merge import adapted_weights, added_product
 from automoe.hf.save_plan import Transfer, WriteItem, bytes_of, gather
 from automoe.hf.shards import Parts, as_parts, config_of
 from automoe.hf.wrapper import ALONE
@@ -126,13 +125,8 @@ class WeightStream:
 
     def _plan(self) -> dict[str, WriteItem]:
         """Return what this rank's stages hold, by name in the checkpoint. Collective."""
-        adapters = {
-            f"{path}.{name}": added_product(module.get_parameter(name), a, b, module.lora.scale)
-            for part in self._parts.values()
-            for path, module, name, a, b in adapted_weights(part)
-        }
         fused = self._layout == "fused"
-        plan = plan_export(self._parts, *self._options, self._source, adapters, fused)
+        plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE
         return {names.stored(item.key): item for item in plan}
 
