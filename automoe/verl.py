@@ -185,10 +185,7 @@ class AutomoeEngine(BaseEngine):
                 loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
         if not forward_only:
             self._second_pass(loss, leaves, local_samples, options["temperature"])
-        detached = {
-            name: torch.nested.nested_tensor_from_jagged(leaf.detach(), offsets)
-            for name, leaf in leaves.items()
-        }
+        detached = {name: values.detach() for name, values in output.items()}
         outputs = [{"model_output": detached, "loss": loss.detach(), "metrics": metrics}]
         return postprocess_batch_func(outputs, [list(range(len(local_samples)))], data)
 

@@ -317,7 +317,7 @@ class Session:
             skip_zero=True,
             balances=None if self.auxiliary_losses else False,
         )
-        self._pending, self._pending_tokens = None, 0
+        self.zero_grad()
         return update
 
     def count(self, batch: Batch) -> Counts:
