@@ -270,8 +270,8 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         rehearse(tokenizer, args.tasks, partial(run, bootstrap_iters=0))
         for leaf in leaves:
             for part in ("apply_filters", "process_results"):
-                what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
-                setattr(leaf, part, in_time(what, getattr(leaf, part)))
+                place = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
+                setattr(leaf, part, in_time(place, getattr(leaf, part)))
         scores = run(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.

@@ -286,18 +286,18 @@ def policy_loss(
     """
 
     def decorate(of_tokens: Callable[..., Tensor]) -> Any:
-        own, shared = _options_of(of_tokens), _options_of(finish)
+        special, shared = _options_of(of_tokens), _options_of(finish)
         if fixed:
             del shared["mean"]
 
         @wraps(of_tokens)
         def loss(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-            own_options = {name: options.pop(name) for name in own.keys() & options.keys()}
+            own_options = {name: options.pop(name) for name in special.keys() & options.keys()}
             loss_BS = of_tokens(nll_BS, inputs, **own_options)
             return finish(loss_BS, nll_BS, inputs, **{"mean": mean} | options)
 
         facts = {"reads": reads, "metrics": (*METRICS, *metrics), "mean": mean}
-        vars(loss).update(facts, options=shared | own)
+        vars(loss).update(facts, options=shared | special)
         return loss
 
     return decorate
