@@ -144,7 +144,7 @@ def load_from(session: Session, folder: Path) -> None:
         CheckpointError: there is none.
     """
     if store_at(session, folder).load_latest(session.state) is None:
-        raise CheckpointError(f"{folder} holds no state of a session. Correct the path")
+        raise CheckpointError(f"{folder} has no checkpoint of a session. Correct the path")
     session.zero_grad()
 
 
