@@ -191,7 +191,7 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
 
     Raises ``ValueError`` for a damaged list.
     """
-    with contextlib.suppress(AttributeError, LookupError, TypeError):
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
         files = parse_json(read_file(listing))["files"]
         return {name: int(facts["size"]) for name, facts in files.items()}
     raise ValueError(f"{listing} is not a list of a commit's files. Delete it")
