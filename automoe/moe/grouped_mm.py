@@ -6,7 +6,7 @@ J = 2I (gate and up). For a single product: N output and K input features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,14 @@ def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply as ``torch.nn.functional.grouped_mm``; in float64 one product after the other.
 
     a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything.
-    a [M, R] and b [R, N] give [E, M, N].
+    a [M, R] and b [R, N] give [E, M, N]. A rank may have no rows, which kernels need not accept.
     """
-    return (
-        one_by_one(a, b, offsets_E)
-        if a.dtype == torch.float64
-        else F.grouped_mm(a, b, offs=offsets_E)
-    )
+    if not a.numel():
+        sizes = (len(offsets_E), len(a)) if b.dim() == 2 else (len(a),)
+        return a.new_zeros(*sizes, b.shape[-1])
+    if a.dtype == torch.float64:
+        return one_by_one(a, b, offsets_E)
+    return F.grouped_mm(a, b, offs=offsets_E)
 
 
 def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
@@ -127,14 +128,6 @@ class _GroupedExperts(torch.autograd.Function):
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         low_Rr = None
-        if gather_idx_R.shape[0] == 0:
-            # This rank has no token. Kernels need not accept empty operands, but the backward still
-            # runs.
-            act_RI = x_TH.new_empty(0, down_proj_EHI.shape[-1])
-            saved = down.scales(act_RI, down_proj_EHI, offsets_E)
-            empty = x_TH.new_empty(0)
-            ctx.save_for_backward(*args, empty, low_Rr, x_scales, up_scales, *saved)
-            return x_TH.new_empty(0, x_TH.shape[1])
         wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
         gate_up_RJ = up.output(rows_RH, wide_EJH, offsets_E, x_scales, up_scales)
         del wide_EJH
@@ -172,11 +165,6 @@ class _GroupedExperts(torch.autograd.Function):
         needed = ctx.needs_input_grad[6:]  # frozen weights need none
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
-        if gather_idx_R.shape[0] == 0:
-            up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
-            if ctx.sums is not None:  # all ranks must reduce the same gradients
-                ctx.sums.find("gate_up_proj"), ctx.sums.find("down_proj")
-            return *[None] * 6, *zero_gradients(args, needed)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
         wide_EHI = unpack(down_proj_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype)
@@ -239,17 +227,6 @@ class _GroupedExperts(torch.autograd.Function):
         grad_weights = grad_gate_up_proj, grad_down_proj, grad_gate_up_bias, grad_down_bias
         grad_adapters = grad_a13, grad_b13, grad_a2, grad_b2
         return *[None] * 6, grad_x_TH, None, None, grad_probs_R, *grad_weights, *grad_adapters
-
-
-def zero_gradients(args: Iterable[Tensor | None], needed: Iterable[bool]) -> list[Tensor | None]:
-    """Return zero gradients of the arguments of an expert function that computed no row.
-
-    All ranks must reduce the same gradients, so a rank without rows contributes zeros.
-    """
-    return [
-        None if arg is None or not need else torch.zeros_like(arg)
-        for arg, need in zip(args, needed, strict=True)
-    ]
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
