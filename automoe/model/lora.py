@@ -21,7 +21,7 @@ from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.lora import PRODUCTS, Adapter, Added, ExpertLora, LoRAExperts
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
 
 
 class Lora(Adapter):
@@ -47,16 +47,11 @@ class Lora(Adapter):
 
 
 class LoRALinear(Linear):
-    """Linear layer that takes the place of ``base`` and adds the output of its adapter.
-
-    Attributes:
-        added: by parameter name, the product that an export adds to a packed weight (``automoe.hf.merge``).
-    """
+    """Linear layer that takes the place of ``base`` and adds the output of its adapter."""
 
     def __init__(self, base: Linear, lora: Lora) -> None:
         take_over(self, base)
         self.lora = lora
-        self.added: dict[str, Added] = {}
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.features)

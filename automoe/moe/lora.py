@@ -117,15 +117,11 @@ class LoRAExperts(GroupedExperts):
 
     Args:
         lora: the adapters; their forward multiplies by the frozen weights as well.
-
-    Attributes:
-        added: by parameter name, the product that an export adds to a packed weight.
     """
 
     def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
         take_over(self, base)
         self.lora = lora
-        self.added: dict[str, Added] = {}
 
     def multiply(self, *args: Any) -> Tensor:
         return self.lora(*args)
