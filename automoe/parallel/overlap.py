@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, input_splits, output_splits, ctx.group), None, None, None
 
 
-class OverlappedDispatch(ProcessGroupDispatch):
+class OverlappedDispatch(DispatchGroup):
     """Dispatch group that lets another micro-batch's pass run while its all-to-alls travel."""
 
     def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
