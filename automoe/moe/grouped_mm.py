@@ -162,7 +162,10 @@ class _GroupedExperts(torch.autograd.Function):
         a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
         up, down = ctx.products
         mm, scale = up.mm, ctx.scale
-        needed = ctx.needs_input_grad[6:]  # frozen weights need none
+        # False for frozen weights, and for x if no earlier layer is trained
+        x_needs, _, _, _, up_needs, down_needs, up_bias_needs, down_bias_needs, *_ = (
+            ctx.needs_input_grad[6:]
+        )
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
@@ -180,10 +183,9 @@ class _GroupedExperts(torch.autograd.Function):
         grad_a13 = grad_b13 = grad_a2 = grad_b2 = grad_x_TH = None
         sums = ctx.sums
         # If tokens need no gradient, none is sent that a deferred product could overlap with.
-        travels = needed[0]
         if sums is not None:
-            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, travels)
-        elif needed[5]:
+            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, x_needs)
+        elif down_needs:
             grad_down_proj = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
@@ -193,14 +195,14 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b2 = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(scale)
         del act_RI, grad_act_RI
         if down_proj_bias_EH is not None:
-            if needed[7]:
+            if down_bias_needs:
                 grad_down_bias = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
             bias_grad_RH = grad_out_RH * repeat_by_expert(
                 down_proj_bias_EH, offsets_E, grad_out_RH.shape[0]
             )
             grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
             del bias_grad_RH
-        if needed[6]:
+        if up_bias_needs:
             grad_gate_up_bias = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
@@ -209,14 +211,14 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         if sums is not None:
-            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, travels)
-        elif needed[4]:
+            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, x_needs)
+        elif up_needs:
             rows_RH = x_TH.index_select(0, gather_idx_R)
             grad_gate_up_proj = up.grad_weight(
                 grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
             )
             del rows_RH
-        if needed[0]:  # False if no earlier layer is trained
+        if x_needs:
             wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
             grad_rows_RH = up.grad_input(
                 grad_gate_up_RJ, wide_EJH, offsets_E, grad_scales, up_scales
