@@ -55,6 +55,16 @@ def trains() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without Python's garbage collector: it would look at every module that is imported, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # ``-m exhaustive`` and ``-m faults`` mean what runs on any machine; devices are asked for by name.
     asked = set(re.findall(r"\w+", config.option.markexpr))
@@ -72,6 +82,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     What collecting leaves behind stays: Python's garbage collector need not look at it again and again.
     """
+    gc.collect()
     gc.freeze()
     if session.config.option.collectonly:
         return
