@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
-from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
+from automoe.kernels.counter_random import uniform_at
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import indexed_blocks
@@ -131,10 +131,11 @@ def fill_adapters(part: CausalLM) -> None:
             if name.startswith("B"):
                 local.zero_()
                 continue
-            key = stream_key(f"{module.name}.{name}", module.seed)
+            stream = f"{module.name}.{name}"
             bound = 1 / sqrt(parameter.shape[-1])
             for block, index in indexed_blocks(parameter):
-                local[block] = ((2 * uniform_from(bits_at(index, key)) - 1) * bound).to(local.dtype)
+                drawn = uniform_at(index, stream, module.seed)
+                local[block] = ((2 * drawn - 1) * bound).to(local.dtype)
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
