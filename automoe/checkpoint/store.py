@@ -50,7 +50,7 @@ from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import CheckpointError, SaveError, retried
+from automoe.errors import CheckpointError, SaveError, listed, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
 from automoe.storage.files import explained, flush, set_aside
@@ -173,12 +173,11 @@ class CheckpointStore:
             # A save would replace older steps, so one of numbers that are not finite is refused.
             with phase("check_finite", state.step):
                 by_rank = self.ranks.all(lambda: not_finite(state))
-            if names := [
-                f"{name} on rank {rank}" for rank, bad in enumerate(by_rank) for name in bad[:2]
+            if bad := [
+                f"{name} on rank {rank}" for rank, names in enumerate(by_rank) for name in names
             ]:
-                where = f"{', '.join(names[:4])}, {sum(map(len, by_rank))} tensors in all"
                 raise SaveError(
-                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
+                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({listed(bad)}). Older "
                     "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
                 )
             tensors = self._saved_tensors(state) | of_this_rank(rng_state())

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import COPY_AGAIN
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper, text_config, wrapped_config
-from automoe.storage.files import explained, write_text
+from automoe.storage.files import explained, write_durably
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
     copy_file,
@@ -125,9 +124,7 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         held.callback(lock.unlink, missing_ok=True)
         restore_folder(path)
         check_target(path, overwrite)
-        # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
-        for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
-            remove_folder(left)
+        remove_folder(folder)
         folder.mkdir()
         held.callback(remove_folder, folder)
 
@@ -140,11 +137,6 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         ranks.lead(begin, again=False)
         yield folder
         ranks.lead(commit, again=False)
-
-
-def float32_copy(folder: Path) -> str:
-    """Return the prefix of the names of temporary float32 copies of a quantized folder."""
-    return f".{folder.name}."
 
 
 def write_settings(
@@ -200,13 +192,13 @@ def write_settings(
         _write_json(folder / GENERATION, fit(ids | read_settings(folder, GENERATION)))
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
-            write_text(folder / name, content)
+            write_durably(folder / name, content)
     if tokenizer == NO_TOKENIZER:
-        write_text(folder / "README.md", SYNTHETIC)
+        write_durably(folder / "README.md", SYNTHETIC)
     if chat is not None:
         for name, template in chat.exported().items():
             (folder / name).parent.mkdir(exist_ok=True)
-            write_text(folder / name, template)
+            write_durably(folder / name, template)
         settings = read_settings(folder, GENERATION)
         # With a base model's ids alone, generation would not stop at the end of an answer.
         stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
@@ -300,7 +292,7 @@ def _with_stop(known: Any, stop_id: int | None) -> Any:
 
 
 def _write_json(file: Path, content: HFConfig) -> None:
-    write_text(file, json.dumps(content, indent=2) + "\n")
+    write_durably(file, json.dumps(content, indent=2) + "\n")
 
 
 def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], HFConfig]:

@@ -30,7 +30,7 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece
-from automoe.hf.quantized import GROUP, dequantize_fp8, dequantize_int4, dequantize_mxfp4
+from automoe.hf.quantized import CODECS, GROUP, dequantize_fp8
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
@@ -223,7 +223,7 @@ class ReadItem(NamedTuple):
     def wanted(self) -> Span:
         """Byte range of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
-        if self.source.encoding in ("mxfp4", "int4"):
+        if self.source.encoding in CODECS:
             half = GROUP // 2
             return left // GROUP * half, -(-right // GROUP) * half
         size = DTYPES[self.source.dtype].itemsize
@@ -369,8 +369,8 @@ class Reader:
         scale = self._rows(blocks, matrix, first, -(-end // height))
         if not fp8:
             start = left % GROUP
-            widen = dequantize_mxfp4 if item.source.encoding == "mxfp4" else dequantize_int4
-            return widen(data, scale)[:, start : start + right - left]
+            _, dequantize = CODECS[item.source.encoding]
+            return dequantize(data, scale)[:, start : start + right - left]
         if item.shard.base:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
         return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
