@@ -180,17 +180,18 @@ def split(
     projection that joins their two inputs. A surplus layer without this projection is kept among
     the model's tensors, so that the files of a larger model are refused.
     """
-    modules = ("mtp.",)
+    modules = ["mtp."]
     for key in tensors:
         if key.endswith(".eh_proj.weight"):
-            match = re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", names.plain(key) or "")
-            if match and int(match[2]) not in config.all_layers:
-                modules += (match[1],)
+            layer = re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", names.plain(key) or "")
+            if layer and int(layer[1]) not in config.all_layers:
+                modules.append(f"model.layers.{layer[1]}.")
+    beside_model = tuple(modules)
     ignored = re.compile("|".join(keys.unread))
     text, beside = {}, {}
     for key, stored in tensors.items():
         name = names.plain(key)
-        if name is None or name.startswith(modules) or (keys.unread and ignored.search(name)):
+        if name is None or name.startswith(beside_model) or (keys.unread and ignored.search(name)):
             beside[key] = stored
         else:
             text[name] = stored

@@ -138,10 +138,12 @@ def to_peft(
         ranks.all(write_stage)
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
-    if lora.base == "nf4":
-        text += "; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
-        text += "numbers, which are different: for the logits that were trained, export merged"
-    return text
+    if lora.base != "nf4":
+        return text
+    return (
+        f"{text}; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
+        "numbers, which are different: for the logits that were trained, export merged"
+    )
 
 
 def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:

@@ -45,7 +45,6 @@ DIRECT_BYTES = 64 << 20
 # If a row has fewer unwanted bytes than this, they are read along with the wanted columns: one call
 # per row would take as long as copying about this many bytes.
 GAP_BYTES = 8 << 10
-MAX_OPEN = 4  # files
 Span = tuple[int, int]  # half-open range
 
 
@@ -282,7 +281,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
 
 
 class Reader:
-    """Reader of slices of a catalog's tensors, with at most ``MAX_OPEN`` files open at once.
+    """Reader of slices of a catalog's tensors, which keeps their files open.
 
     Attributes:
         bytes_read: bytes read from files so far.
@@ -395,8 +394,6 @@ class Reader:
 
         def read(part: memoryview, offset: int) -> int:
             if source.file not in self._open:
-                if len(self._open) == MAX_OPEN:
-                    os.close(self._open.pop(next(iter(self._open))))
                 self._open[source.file] = open_inside(self.catalog.folder, source.file)
             try:
                 return os.preadv(self._open[source.file], [part], offset)

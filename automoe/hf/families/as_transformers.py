@@ -158,7 +158,7 @@ def not_computed(path: object, content: str) -> ConfigError:
     )
 
 
-def damaged(path: str, content: str) -> ConfigError:
+def damaged(path: object, content: str) -> ConfigError:
     """Return the error for a ``config.json`` that describes no model."""
     return ConfigError(
         "model.hf_path",

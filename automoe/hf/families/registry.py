@@ -153,7 +153,7 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
         return
     if not 0 <= (layers := number_of(theirs, "num_hidden_layers") or 0) <= len(tensors):
         sizes = f"num_hidden_layers={layers}, and its files hold {len(tensors):,} tensors"
-        raise damaged(str(folder), sizes)
+        raise damaged(folder, sizes)
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
