@@ -129,9 +129,10 @@ def to_peft(
             )
         belongs = _belongs(config, lora, ranks)
 
+        first = _first_holder(parts)
+
         def write_stage() -> None:
-            first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
-            if ranks.rank == first:  # the lowest rank that holds these stages
+            if ranks.rank == first:
                 contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
                 save_file(contiguous, folder / f"stage-{first}.safetensors")
 
@@ -201,6 +202,11 @@ def gathered_adapters(parts: Parts) -> Tensors:
     }
 
 
+def _first_holder(parts: Parts) -> int:
+    """Return the lowest rank that holds these stages."""
+    return stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+
+
 def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, torch.Tensor]:
     """Return the adapters of all stages on every rank, on the CPU, under peft's names. Collective.
 
@@ -212,7 +218,7 @@ def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, t
     parts = as_parts(model)
     config, ranks = config_of(parts), Ranks()
     tensors = gathered_adapters(parts)
-    first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+    first = _first_holder(parts)
     everyone = ranks.all(lambda: tensors if ranks.rank == first else {})
     ours = {name: tensor for theirs in everyone for name, tensor in theirs.items()}
     keys = family_of(config).keys
