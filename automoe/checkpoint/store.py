@@ -177,8 +177,8 @@ class CheckpointStore:
                 f"{name} on rank {rank}" for rank, names in enumerate(by_rank) for name in names
             ]:
                 raise SaveError(
-                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({listed(bad)}). Older "
-                    "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
+                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite "
+                    f"({listed(bad)}). Older checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
                 )
             tensors = tensors_of(state, frozen=self.base is None) | of_this_rank(rng_state())
             content = {
