@@ -14,7 +14,7 @@ import torch
 from automoe.errors import CheckpointError
 from automoe.hf.headers import BITS, SINGLE_FILE, Contents, StoredTensor, coded_shapes
 from automoe.hf.keys import INDEX_FILE, Encoding, Shape
-from automoe.storage.files import write_durably
+from automoe.storage.files import write_text
 
 DTYPES = {
     "F64": torch.float64,
@@ -169,7 +169,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
     total = sum(stored.total_bytes for contents in files for stored in contents.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_durably(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     return Written(folder, len(weight_map), len(files), total, dtype)
 
 

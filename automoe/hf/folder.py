@@ -24,7 +24,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import COPY_AGAIN
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper, text_config, wrapped_config
-from automoe.storage.files import explained, write_durably
+from automoe.storage.files import explained, write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
     copy_file,
@@ -192,13 +192,13 @@ def write_settings(
         _write_json(folder / GENERATION, fit(ids | read_settings(folder, GENERATION)))
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
-            write_durably(folder / name, content)
+            write_text(folder / name, content)
     if tokenizer == NO_TOKENIZER:
-        write_durably(folder / "README.md", SYNTHETIC)
+        write_text(folder / "README.md", SYNTHETIC)
     if chat is not None:
         for name, template in chat.exported().items():
             (folder / name).parent.mkdir(exist_ok=True)
-            write_durably(folder / name, template)
+            write_text(folder / name, template)
         settings = read_settings(folder, GENERATION)
         # With a base model's ids alone, generation would not stop at the end of an answer.
         stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
@@ -292,7 +292,7 @@ def _with_stop(known: Any, stop_id: int | None) -> Any:
 
 
 def _write_json(file: Path, content: HFConfig) -> None:
-    write_durably(file, json.dumps(content, indent=2) + "\n")
+    write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], HFConfig]:

@@ -106,6 +106,12 @@ def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
         raise CheckpointError(f"{subject}: {error.strerror}. {remedy}") from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a new file as UTF-8. An ``OSError`` names the file (``named``)."""
+    with named(path, len(text)):
+        path.write_text(text, encoding="utf-8")
+
+
 def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
     """Return a checksum of a file's bytes in hexadecimal digits.
 
