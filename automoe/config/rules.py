@@ -16,9 +16,10 @@ from automoe.config.rule_engine import Row, Scope, refused, shown, table
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
-# A setting of the model in a remedy, with the number beside it and what leads to the next one.
+# A setting of the model in a remedy, with the number beside it and what leads to the next one. The vocabulary alone
+# may be larger than the checkpoint's.
 _OF_MODEL = re.compile(
-    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
+    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path|vocab_size)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
     r"(?:, or |$)"
 )
 
@@ -35,6 +36,8 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
             value = (
                 attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
             )
+            if config.model.hf_path is not None:
+                remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
                 remedy = "The checkpoint model.hf_path has these sizes"
                 remedy += f": set {rest}" if rest else ", so name another one"

@@ -99,6 +99,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
     unsaid = "model.router.exact_ties" not in named and model.router.exact_ties
     ties = config.model.router.exact_ties or unsaid
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
+    if "model.vocab_size" in named and config.model.vocab_size > model.vocab_size:
+        _check_growth(config, model)
+        model = replace(model, vocab_size=config.model.vocab_size)
     for key, value in named.items():
         compared = []
         if key in leaf_keys() and key.startswith("model."):
@@ -207,6 +210,20 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
     if family_of(checkpoint).mscale and not stated and _MSCALES.isdisjoint(named):
         numbers |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return replace(asked, original_seq_len=original, **numbers)
+
+
+def _check_growth(config: Config, there: ModelConfig) -> None:
+    """Refuse more rows of the vocabulary than the checkpoint has where they would be lost."""
+    rule = f"the checkpoint model.hf_path={there.hf_path} has {there.vocab_size}, and "
+    if not tier_of(there).resizable:
+        rule += "a class of transformers takes it from config.json"
+        remedy = "Grow it there first: resize_token_embeddings and save_pretrained"
+    elif config.lora.rank and config.lora.export == "adapter":
+        rule += "an adapter does not hold the new rows"
+        remedy = "Set lora.export=merged"
+    else:
+        return
+    raise ConfigError("model.vocab_size", config.model.vocab_size, rule, remedy)
 
 
 def _check_modules(asked: int, there: ModelConfig) -> None:
