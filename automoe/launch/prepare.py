@@ -99,9 +99,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
     unsaid = "model.router.exact_ties" not in named and model.router.exact_ties
     ties = config.model.router.exact_ties or unsaid
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
-    if "model.vocab_size" in named and config.model.vocab_size > model.vocab_size:
+    grown = replace(model, vocab_size=max(model.vocab_size, config.model.vocab_size))
+    # A whole ``Config`` that was settled before names nothing, and has the checkpoint's model.
+    if grown != model and ("model.vocab_size" in named or grown == config.model):
         _check_growth(config, model)
-        model = replace(model, vocab_size=config.model.vocab_size)
+        model = grown
     for key, value in named.items():
         compared = []
         if key in leaf_keys() and key.startswith("model."):

@@ -10,21 +10,24 @@ from typing import Any
 import pytest
 import torch
 from hf_mesh_cases import MESHES, config_for, stored, world_size
+from safetensors.torch import load_file, save_file
 
 import automoe
 from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, LoraConfig, MeshConfig
+from automoe.config.schema import Config, LoraConfig, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.export import export_run
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.shards import Parts
-from automoe.hf.write import to_hf
-from automoe.launch.prepare import check_here, compose
+from automoe.hf.upcycle import upcycled
+from automoe.hf.write import convert_hf, to_hf
+from automoe.launch.prepare import check_here, compose, settle
+from automoe.model.init import initialize, reset_buffers
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import allocate, build_parts
+from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.chat import messages, save_tokenizer, write_chat
@@ -88,6 +91,50 @@ def test_bits_of_new_rows_are_those_of_one_process(mesh: str, tied: bool, tmp_pa
             assert torch.equal(found, expected["embed_tokens.weight" if tied else name]), name
 
 
+def test_copies_of_a_module_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
+    save_small_hf("dsv3", tmp_path / "plain")
+    modules = replace(model_config_from_hf(tmp_path / "plain"), random_weights=True, num_mtp_layers=1)
+    model = build_decoder(modules, MoEConfig(experts="loop"), torch.float32)
+    model.to_empty(device="cpu")
+    reset_buffers(model)
+    initialize(model, 0.05, seed=4)
+    to_hf(model, tmp_path / "source", verify=False)
+    larger = build_decoder(replace(modules, vocab_size=120), MoEConfig(experts="loop"), torch.float32)
+    larger.to_empty(device="cpu")
+    assert "24 new rows" in str(load_hf(larger, tmp_path / "source"))
+    expected = model.embed_tokens.weight
+    assert torch.equal(larger.embed_tokens.weight[:ROWS], expected)
+    assert torch.equal(larger.embed_tokens.weight[ROWS:], expected.double().mean(0).float().expand(24, -1))
+    file = tmp_path / "source/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.4.embed_tokens.weight"][ROWS - 1, 3] += 1
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.4\.embed_tokens\.weight differs"):
+        load_hf(larger, tmp_path / "source")
+
+
+@pytest.mark.parametrize("name", ["quantized", "upcycled"])
+def test_codes_and_dense_checkpoints_grow_too(name: str, tmp_path: Path) -> None:
+    save_small_hf("dsv3" if name == "quantized" else "qwen3", tmp_path / "plain")
+    source, keys = tmp_path / "plain", None
+    before = stored(source)
+    if name == "quantized":
+        source = tmp_path / "fp8"
+        convert_hf(tmp_path / "plain", source, encoding="fp8")
+        before = stored(source)
+        model = model_config_from_hf(source)
+    else:
+        model, keys = upcycled(source, 4, 2)
+    parts = build_decoder(replace(model, vocab_size=130), MoEConfig(experts="loop"), torch.float32)
+    parts.to_empty(device="cpu")
+    load_hf(parts, source, keys=keys)
+    to_hf(parts, tmp_path / "out", dtype="float32")  # compared with transformers
+    for key, found in stored(tmp_path / "out").items():
+        if key in ("model.embed_tokens.weight", "lm_head.weight"):
+            old = before[key].float()
+            assert torch.equal(found, torch.cat((old, old.double().mean(0).float().expand(130 - len(old), -1))))
+
+
 def leave(source: Path, out: Path, mesh: MeshConfig, tokenizer: str) -> str:
     """Export a grown model with the larger tokenizer; transformers computes its logits."""
     written = to_hf(grown(source, mesh, 304), out, tokenizer=tokenizer)
@@ -141,6 +188,13 @@ def test_what_is_refused_says_what_to_set(small: Path, tmp_path: Path) -> None:
         composed(small, *grown, "lora.rank=4", "lora.export=adapter")
     with pytest.raises(ConfigError, match=r"301 % 3 = 1.*Set model\.vocab_size=303, or mesh\.tp=1"):
         composed(small, *grown[:2], "model.vocab_size=301", "mesh.tp=3", "model.family=qwen3_moe", ranks=3)
+
+
+def test_a_configuration_that_was_settled_keeps_its_rows(small: Path) -> None:
+    config = composed(small, "model.vocab_size=264", "data.tokenizer=byte")
+    assert config.model.vocab_size == 264 and settle(config, []) == config
+    unsaid = replace(config, model=ModelConfig(hf_path=str(small)))  # 264 is the default, which nobody asked for
+    assert settle(unsaid, []).model.vocab_size == ROWS
 
 
 def test_a_class_is_resized_before(tmp_path: Path) -> None:
