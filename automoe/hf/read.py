@@ -94,8 +94,9 @@ def load_hf(
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
     buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
-    become the mean of its own. Numbers are converted to each parameter's dtype. Block-FP8, MXFP4 and INT4, as declared in config.json's
-    ``quantization_config``, are dequantized while they are read.
+    become the mean of its own. Numbers are converted to each parameter's dtype. Block-FP8, MXFP4
+    and INT4, as declared in config.json's ``quantization_config``, are dequantized while they are
+    read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
@@ -324,7 +325,7 @@ class Reader:
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in self.catalog.keys.pieces(shard.name, shard.shape, experts):
                 source = self.catalog.sources[piece.key]
-                if source.shape[0] < piece.shape[0]:  # the model's vocabulary is larger
+                if source.shape[:1] < piece.shape[:1]:  # the model's vocabulary is larger
                     piece = piece._replace(size=source.shape)
                 if item := _read_item(shard, piece, source):
                     items.append(item)
