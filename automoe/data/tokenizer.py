@@ -20,6 +20,7 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
+from automoe.config.tier import tier_of
 from automoe.data.tokenizer_files import (
     byte_lengths,
     check_files,
@@ -332,7 +333,9 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:
             own = "the tokenizer that it was published with" if name == path else path
-            remedy += f", whose new rows start as the checkpoint's mean; or data.tokenizer={own}"
+            grows = tier_of(config.model).resizable
+            remedy = f"{remedy} (new rows start as the checkpoint's mean), or " if grows else ""
+            remedy += f"Set data.tokenizer to {own}"
         raise ConfigError(
             "model.vocab_size",
             rows,

@@ -179,7 +179,7 @@ def test_what_is_refused_says_what_to_set(small: Path, tmp_path: Path) -> None:
     larger = save_tokenizer(tmp_path / "larger", None)
     with pytest.raises(ConfigError, match="makes ids up to .*, and the embedding ends at 95") as caught:
         composed(small, f"data.tokenizer={larger}")
-    remedy = caught.value.remedy.partition("model.vocab_size=")[2].partition(",")[0]
+    remedy = caught.value.remedy.partition("model.vocab_size=")[2].split()[0]
     grown = ["run_dir=" + str(tmp_path / "run"), f"data.tokenizer={larger}", f"model.vocab_size={remedy}"]
     assert composed(small, *grown).model.vocab_size == int(remedy) > 290
     with pytest.raises(ConfigError, match=r"has model\.vocab_size=96 and not 95.*Leave model\.vocab_size= out"):
@@ -202,6 +202,9 @@ def test_a_class_is_resized_before(tmp_path: Path) -> None:
     rows = model_config_from_hf(tmp_path / "source").vocab_size
     with pytest.raises(ConfigError, match=rf"has {rows}, and a class of transformers .*resize_token_embeddings"):
         composed(tmp_path / "source", f"model.vocab_size={rows + 8}")
+    larger = save_tokenizer(tmp_path / "larger", None)
+    with pytest.raises(ConfigError, match=rf"ends at {rows - 1}\. Set data\.tokenizer to "):
+        composed(tmp_path / "source", f"data.tokenizer={larger}")
 
 
 def test_a_checkpoint_whose_rows_are_not_those_of_its_config_is_refused(small: Path, tmp_path: Path) -> None:
