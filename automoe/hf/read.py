@@ -340,7 +340,7 @@ class Reader:
         whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
 
         def add(_item: ReadItem, numbers: Tensor, _place: Tensor) -> None:
-            total.add_(numbers[0].double().cumsum(0)[-1])
+            total.add_(numbers.double().cumsum(0)[-1])
 
         self.visit(self.plan([LocalShard(name, whole, whole, (0, 0))]), add)
         return name, (total / rows, rows)
