@@ -296,8 +296,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
     """Return the tokenizer in a checkpoint's folder; None without one that can be read."""
+    # transformers would make one without a token from config.json alone.
+    files = (*_VOCAB_FILES, "tokenizer.json", "tiktoken.model")
+    if weights is None or not any(is_there(local_folder(weights), name) for name in files):
+        return None
     try:
-        return load_tokenizer(str(weights)) if weights is not None else None
+        return load_tokenizer(str(weights))
     except ConfigError:
         return None
 
@@ -332,10 +336,9 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:
-            own = "the tokenizer that it was published with" if name == path else path
             grows = tier_of(config.model).resizable
-            remedy = f"{remedy} (new rows start as the checkpoint's mean), or " if grows else ""
-            remedy += f"Set data.tokenizer to {own}"
+            remedy = f"{remedy} (new rows start as its mean). " if grows else ""
+            remedy += f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
         raise ConfigError(
             "model.vocab_size",
             rows,
