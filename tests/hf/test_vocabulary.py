@@ -248,7 +248,7 @@ SETTINGS = (
 @pytest.mark.parametrize(
     "more",
     [
-        ("mesh.pp=2", "mesh.dp_shard=1"),
+        ("mesh.pp=2", "mesh.dp_shard=1", "mesh.ep=1"),
         ("mesh.pp=1", "mesh.dp_shard=2", "mesh.ep=2", "lora.rank=4"),
         (
             "mesh.pp=1",
@@ -263,7 +263,7 @@ def test_a_killed_run_goes_on_to_the_bit(more: tuple[str, ...], small: Path, tmp
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     larger = save_tokenizer(tmp_path / "larger", "chatml")
-    path = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", f"{n}!") for n in range(64)])
+    path = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", f"the answer is {n}") for n in range(64)])
     data = ("data=chat", f"data.path={path}", f"data.tokenizer={larger}")
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     settings = (f"model.hf_path={small}", *data, *SETTINGS, *more)
