@@ -39,9 +39,10 @@ _ORDERED = {"<": lt, "<=": le, ">": gt, ">=": ge}
 _OPERATORS = ("==", "!=", "has", "outside", *_ORDERED)
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
-# A setting of the model in a remedy, with the number beside it and what leads to the next one.
+# A setting of the model in a remedy, with the number beside it and what leads to the next one. The vocabulary alone
+# may be larger than the checkpoint's.
 _OF_MODEL = re.compile(
-    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
+    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path|vocab_size)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
     r"(?:, or |$)"
 )
 # What a user wants or has: it is not advised to change for the sake of another key.
@@ -318,6 +319,8 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
             value = (
                 attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
             )
+            if config.model.hf_path is not None:
+                remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
                 remedy = "The checkpoint model.hf_path has these sizes"
                 remedy += f": set {rest}" if rest else ", so name another one"

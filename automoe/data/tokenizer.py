@@ -20,6 +20,7 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
+from automoe.config.tier import tier_of
 from automoe.data.tokenizer_files import (
     byte_lengths,
     check_files,
@@ -295,8 +296,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
     """Return the tokenizer in a checkpoint's folder; None without one that can be read."""
+    # transformers would make one without a token from config.json alone.
+    files = (*_VOCAB_FILES, "tokenizer.json", "tiktoken.model")
+    if weights is None or not any(is_there(local_folder(weights), name) for name in files):
+        return None
     try:
-        return load_tokenizer(str(weights)) if weights is not None else None
+        return load_tokenizer(str(weights))
     except ConfigError:
         return None
 
@@ -330,8 +335,10 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     size = tokenizer.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
-        if path is not None:  # The embedding of a checkpoint has a fixed number of rows.
-            remedy = f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
+        if path is not None:
+            grows = tier_of(config.model).resizable
+            remedy = f"{remedy} (new rows start as its mean). " if grows else ""
+            remedy += f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
         raise ConfigError(
             "model.vocab_size",
             rows,

@@ -33,7 +33,7 @@ from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, weightless
+from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config, weightless
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import model_params
@@ -93,6 +93,10 @@ def to_peft(
         raise ConfigError(
             "model.hf_path", None, "an adapter needs a checkpoint", "Export the merged model"
         )
+    known = text_config(read_hf_config(config.hf_path)).get("vocab_size", config.vocab_size)
+    if known < config.vocab_size:
+        rule = f"{config.hf_path} has {known} rows, and an adapter does not hold the new ones"
+        raise ConfigError("model.vocab_size", config.vocab_size, rule, "Export it merged")
     if config.num_mtp_layers:
         raise ConfigError(
             "model.num_mtp_layers", config.num_mtp_layers, NO_MODULES, "Export it merged"

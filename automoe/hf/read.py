@@ -28,7 +28,7 @@ from automoe.config.convert import written
 from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
-from automoe.hf.headers import StoredTensor, without_collection
+from automoe.hf.headers import EMBEDDING, HEAD, StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece
 from automoe.hf.quantized import CODECS, GROUP, dequantize_fp8
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
@@ -92,9 +92,10 @@ def load_hf(
     Collective, unless ``catalog`` (of the same directory) is given.
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
-    buffers that a checkpoint does not hold are initialised. Numbers are converted to each
-    parameter's dtype. Block-FP8, MXFP4 and INT4, as declared in config.json's
-    ``quantization_config``, are dequantized while they are read.
+    buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
+    become the mean of its own. Numbers are converted to each parameter's dtype. Block-FP8, MXFP4
+    and INT4, as declared in config.json's ``quantization_config``, are dequantized while they are
+    read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
@@ -116,6 +117,11 @@ def load_hf(
         shards = [shard for shard in everything if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
+        sources, rows = reader.catalog.sources, config_of(parts).vocab_size
+        grown = [
+            key for key in (EMBEDDING, HEAD) if key in sources and sources[key].shape[0] < rows
+        ]
+        means = ranks.lead(lambda: dict(map(reader.mean_row, grown))) if grown else {}
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
             items = reader.plan(direct)
@@ -135,6 +141,9 @@ def load_hf(
                         packed.copy_(pack_nf4(matrix.local.to(packed.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
+                if shard.name in means:
+                    mean, known = means[shard.name]
+                    shard.local[max(0, known - shard.start[0]) :] = mean
             _check_copies(reader, [shard for shard in everything if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
@@ -310,9 +319,26 @@ class Reader:
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in self.catalog.keys.pieces(shard.name, shard.shape, experts):
-                if item := _read_item(shard, piece, self.catalog.sources[piece.key]):
+                source = self.catalog.sources[piece.key]
+                if source.shape[:1] < piece.shape[:1]:  # the model's vocabulary is larger
+                    piece = piece._replace(size=source.shape)
+                if item := _read_item(shard, piece, source):
                     items.append(item)
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
+
+    def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
+        """Return our name of embedding or head, the float64 mean of its stored rows, and their number.
+
+        Rows are added in order, so that threads do not change a bit.
+        """
+        name, (rows, columns) = key.removeprefix("model."), self.catalog.sources[key].shape
+        whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
+
+        def add(_item: ReadItem, numbers: Tensor, _place: Tensor) -> None:
+            total.add_(numbers.double().cumsum(0)[-1])
+
+        self.visit(self.plan([LocalShard(name, whole, whole, (0, 0))]), add)
+        return name, (total / rows, rows)
 
     def fill(self, items: Iterable[ReadItem]) -> None:
         """Copy every item into its place.
