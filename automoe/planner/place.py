@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -40,9 +40,12 @@ class Pass:
 
     def copy(self) -> Pass:
         """Return an equal pass to which other parts may be added."""
-        parts, sent = dict(self.parts), dict(self.communication)
-        rest = self.idle, self.weights, self.experts, dict(self.again)
-        return Pass(self.compute, parts, sent, *rest)
+        return replace(
+            self,
+            parts=dict(self.parts),
+            communication=dict(self.communication),
+            again=dict(self.again),
+        )
 
     @property
     def seconds(self) -> float:
