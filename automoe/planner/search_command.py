@@ -69,7 +69,6 @@ def question_of(words: dict[str, str]) -> Question | None:
     exports, fewest = "export" in words, kind == "fewest_gpus"
     asks = kind or measures
     for key, broken, rule, remedy in (
-        ("html", words.get("html") == "", "a page needs a name", "Write html=plan.html"),
         ("export", exports and words["export"] != "torchtitan", "a plan is exported for torchtitan",
          "Write export=torchtitan"),
         ("export", exports and words.keys() & {"search", CALIBRATE}, "only a plan is exported, not a search",

@@ -55,10 +55,6 @@ class Workspace:
     recompute: float = 0.0
     temporaries: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.recompute + self.temporaries - self.done
-
 
 def layer_workspaces(
     model: ModelConfig,

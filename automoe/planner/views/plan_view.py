@@ -26,17 +26,12 @@ STAGES_WIDTH = 80  # Minimum width of the stages table, because a truncated numb
 Rows = Iterable[tuple[str, ...]]
 
 RESULTS = ("peak", "needed", "step", "MFU", "on the disk")  # rows that stand out
+# When a rank's memory is fullest, and what its temporaries are then.
 _MOMENTS = {
-    "backward": "in a layer's backward pass",
-    "loss": "with a micro-batch's loss",
-    "reduction": "while gradients are reduced",
-    "update": "in the optimizer step",
-}
-_TEMPORARIES = {
-    "backward": "gradients of one part of a layer",
-    "loss": "",
-    "reduction": "a unit's gradients in one piece",
-    "update": "the norm of the largest gradient, or its update",
+    "backward": ("in a layer's backward pass", "gradients of one part of a layer"),
+    "loss": ("with a micro-batch's loss", ""),
+    "reduction": ("while gradients are reduced", "a unit's gradients in one piece"),
+    "update": ("in the optimizer step", "the norm of the largest gradient, or its update"),
 }
 
 
@@ -170,6 +165,7 @@ def _what() -> Column:
 def _rank_rows(config: Config, plan: Plan) -> Rows:
     rank = plan.heaviest
     mesh = plan.mesh
+    when, temporaries = _MOMENTS[rank.moment]
     shards = f"over {mesh.fsdp} ranks"
     if config.model.num_moe_layers:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
@@ -186,14 +182,14 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         "head": "a chunk of logits and the head's gradient",
         "recompute": "one module at a time and the outputs it reads",
         "widened": f"the largest matrix of lora.base={config.lora.base}, while it is multiplied",
-        "temporaries": _TEMPORARIES[rank.moment],
+        "temporaries": temporaries,
     }
     names = {"averages": "EMA", "head": "cross-entropy", "recompute": "recomputation"}
     for field, num_bytes in rank.parts.items():
         if num_bytes:
             yield names.get(field, field.replace("_", " ")), gib(num_bytes), texts[field]
     limit = config.cluster.memory_bytes
-    yield "peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}"
+    yield "peak", gib(rank.peak), f"the sum, {when}"
     if plan.uneven_peak > rank.peak:
         yield "", gib(plan.uneven_peak), "if experts get twice their even share of tokens"
     held = plan.reserve
