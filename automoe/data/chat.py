@@ -177,13 +177,11 @@ class _Reader:
         else:
             parsed = _parsed(self._value(record, "messages"))
             if not isinstance(parsed, list) or not parsed:
-                kind = "an empty list" if parsed == [] else type(parsed).__name__
                 raise self._wrong(
-                    f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
-                    "Correct it",
+                    f"{self.keys['messages']!r} is {parsed!r:.40} where a list of messages is needed"
                 )
             messages = [self._message(message, n) for n, message in enumerate(parsed, start=1)]
-        return [self._checked([*self._system(record, messages), *messages])], 0
+        return [[*self._system(record, messages), *messages]], 0
 
     def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
         """Return a conversation for each column of ``names``, and the size of their prompt.
@@ -221,7 +219,7 @@ class _Reader:
                     "Each must end in an assistant message",
                 )
         before = [*self._system(record, prompt), *prompt]
-        return [self._checked(before + answer) for answer in answers], len(before)
+        return [before + answer for answer in answers], len(before)
 
     def _turns(self, record: Record, key: str, role: str) -> list[Message]:
         """Return the messages of a column; text becomes one message of ``role``."""
@@ -237,9 +235,7 @@ class _Reader:
         ):
             return [{"role": role, "content": value}]
         if not isinstance(parsed, list) or not parsed:
-            raise self._wrong(
-                f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it"
-            )
+            raise self._wrong(f"{name!r} is {parsed!r:.40} where text or messages are needed")
         reader = _Reader(self.chat, f"{self.where}: {name}", self.pairs)
         return [reader._message(turn, n) for n, turn in enumerate(parsed, start=1)]
 
@@ -256,21 +252,9 @@ class _Reader:
             )
         return [{"role": "system", "content": self._content(system, name)}]
 
-    def _checked(self, value: Any) -> Any:
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError as error:
-            code = f"{ord(error.object[error.start]):04x}"
-            raise self._wrong(
-                f"half of a surrogate pair (\\u{code}), which is not text", "Correct the escape"
-            ) from error
-        return value
-
     def _message(self, raw: Any, number: int) -> Message:
         if not isinstance(raw, dict):
-            raise self._wrong(
-                f"message {number} is {type(raw).__name__} where an object is needed", "Correct it"
-            )
+            raise self._wrong(f"message {number} is {raw!r:.40} where an object is needed")
         # Some templates take tool calls that are null, or an empty list, for calls.
         raw = {
             key: value
@@ -288,29 +272,26 @@ class _Reader:
         message = {"role": role} | {key: raw[key] for key in raw if key not in read_keys}
         for key in set(WANTED) & message.keys():
             if message[key] not in (0, 1):  # True equals 1, and False 0.
-                rule = f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
-                raise self._wrong(rule, "Correct it or leave it out")
+                raise self._wrong(
+                    f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
+                )
         content = raw.get(self.keys["content"])
         if role == "function_call":  # ShareGPT writes a JSON object instead of text.
             call = _parsed(content)
             if not isinstance(call, dict) or "name" not in call:
-                raise self._wrong(
-                    f"message {number} is not a call with a name and arguments", "Correct it"
-                )
+                raise self._wrong(f"message {number} is not a call with a name and arguments")
             message = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
             content = None
         calls = message.get("tool_calls", [])
         if not are_functions(calls):
-            rule = f"message {number} has tool_calls that are not a list of objects"
-            raise self._wrong(rule, "Write each as a function with its name and arguments")
+            raise self._wrong(f"message {number} has tool_calls that are not a list of functions")
         for call in calls:
             function = call.get("function", call)
             arguments = function.get("arguments", {})
             if not isinstance(_parsed(arguments), dict):
                 raise self._wrong(
                     f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not "
-                    "an object of names and values, or its JSON text",
-                    "Correct them; a call without arguments has {}",
+                    "an object or its JSON text; a call without arguments has {}"
                 )
         if content is None and calls and message["role"] == "assistant":
             return message | {"content": ""}
@@ -323,24 +304,21 @@ class _Reader:
         if not tools:
             return None
         if not are_functions(tools):
-            raise self._wrong("tools are not a list of objects", "Write them as JSON schemas")
-        return self._checked(tools)
+            raise self._wrong("tools are not a list of JSON schemas")
+        return tools
 
     def args(self, record: Record) -> Record:
         """Return the template's arguments in a record, a column that TRL documents."""
         name = self.keys.get(_ARGS, _ARGS)
         args = _parsed(record.get(name, {}))
-        remedy = f'Write {name!r} as {{"enable_thinking": false}}'
         if not isinstance(args, dict):
-            raise self._wrong(f"{name!r} is {args!r:.40} where an object is needed", remedy)
+            raise self._wrong(f"{name!r} is {args!r:.40} where an object is needed")
         if taken := sorted(TEMPLATE_NAMES & args.keys()):
-            raise self._wrong(f"{name!r} sets {', '.join(taken)}, which the trainer gives", remedy)
+            raise self._wrong(f"{name!r} sets {', '.join(taken)}, which the trainer gives")
         for key in SWITCHES:
             if not isinstance(args.get(key, True), bool):
-                raise self._wrong(
-                    f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false", remedy
-                )
-        return self._checked(args)
+                raise self._wrong(f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false")
+        return args
 
     def _value(self, record: Record, key: str, of: str = "") -> Any:
         name = self.keys[key]
@@ -356,29 +334,25 @@ class _Reader:
         """Return a message's text, or its parts if there are several; the template joins them."""
         if not isinstance(value, list):
             return self._text(value, field)
-        if not value:
-            raise self._wrong(f"{field} is an empty list", "Correct it or remove the line")
         texts = []
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
                 raise self._wrong(
-                    f"part {number} of {field} is of type {kind!r}, and only text is trained",
-                    "Remove the part or the line",
+                    f"part {number} of {field} is of type {kind!r}, and only text is trained"
                 )
             texts.append(self._text(part.get("text"), f"part {number} of {field}"))
+        if not texts:
+            raise self._wrong(f"{field} is an empty list")
         return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
     def _text(self, value: Any, field: str) -> str:
         if not isinstance(value, str):
-            raise self._wrong(
-                f"{field} is {type(value).__name__} where text is needed",
-                "Correct it or remove the line",
-            )
+            raise self._wrong(f"{field} is {type(value).__name__} where text is needed")
         return value
 
-    def _wrong(self, field: str, remedy: str) -> DataError:
-        return DataError(f"{self.where}: {field}. {remedy}.")
+    def _wrong(self, problem: str, remedy: str = "Correct it or remove the line") -> DataError:
+        return DataError(f"{self.where}: {problem}. {remedy}.")
 
 
 def _parsed(value: Any) -> Any:

@@ -21,27 +21,20 @@ from automoe.errors import AutomoeError, DataError
 from automoe.storage.guarded import doing
 
 _BATCH = 256  # conversations rendered and tokenised together
+# What the user reads of ``ChatTemplate.counts``.
 _REMARKS = {
-    "prompt_cut": "answers are written without the end of the generation prompt, which a model is "
-    "given at inference",
-    "eos_added": "answers end in the end-of-text token, since the chat template ends them without a "
-    "special token",
-}
-_WARNINGS = {
-    "empty": "{n:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it "
-    "out){first}",
-    "not_whole": "the chat template leaves out {unwritten:,} of {characters:,} characters of "
-    "answers, in {n:,} answers{first}: reasoning, or text that it cuts. data.chat.template=FILE names a "
-    "template that writes them",
-    "no_reasoning": "the generation prompt opens reasoning, and {n:,} of {answers:,} answers have "
-    "none{first}: a model is made to reason when it is asked, and does not learn that here. Give "
-    "answers their reasoning_content, or set {off}",
-    "args_unread": "the chat template does not name an argument of chat_template_kwargs in {n:,} "
-    "conversations{first}",
-    "special": "{n:,} special tokens are spelled out in messages, and become those tokens{first}. "
-    "data.chat.special_text=text keeps them as text",
-    "tools_unseen": "the chat template shows no tools, and {n:,} conversations have some{first}",
-    "unseen": "the chat template leaves out {n:,} questions or system prompts{first}",
+    "prompt_cut": "{n:,} answers are written without the end of the generation prompt, which a model is given at "
+    "inference",
+    "eos_added": "{n:,} answers end in the end-of-text token, since the chat template ends them without a special "
+    "token",
+    "empty": "warning: {n:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it out), "
+    "first {first}",
+    "left_out": "warning: the chat template leaves out {n:,} texts, tools or arguments of conversations, first "
+    "{first}: reasoning, or what it cuts. data.chat.template=FILE names a template that writes them",
+    "no_reasoning": "warning: the generation prompt opens reasoning, and {n:,} of {answers:,} answers have none, "
+    "first {first}: a model does not learn to reason here. Give answers their reasoning_content, or turn reasoning "
+    "off by the template's argument, for all conversations (data.chat.template_args={{enable_thinking: false}}) or "
+    "in those without (chat_template_kwargs)",
 }
 
 
@@ -93,9 +86,8 @@ def tokenise_chat(
                 writer.write(marks, trained)
                 writer.end(len(trained), text_hash, conversation.file, conversation.line, *first)
                 counts["trained_tokens"] += int(trained.sum())
-    off = template.reasoning_off() if template.counts["no_reasoning"] else None
-    remarks = {"first": template.first, "off": off, "refused": refused}
-    return writer.save(folder) | {"chat": dict(counts + template.counts) | remarks}
+    chat = dict(counts + template.counts) | {"first": template.first, "refused": refused}
+    return writer.save(folder) | {"chat": chat}
 
 
 def _batched(
@@ -131,11 +123,7 @@ def _paired(
 
 
 def describe_chat(
-    chat: dict[str, Any],
-    tokens: int,
-    samples: int,
-    where: Callable[[int, int], str],
-    mixed: bool = False,
+    chat: dict[str, Any], tokens: int, samples: int, where: Callable[[int, int], str]
 ) -> Iterator[str]:
     """Yield lines for the user about the tokenised conversations.
 
@@ -143,7 +131,6 @@ def describe_chat(
         chat: ``chat`` of the facts that ``tokenise_chat`` returns.
         tokens, samples: size of the whole corpus.
         where: function of a file's index and a line that returns their place as text.
-        mixed: True if another source of the run has answers with reasoning.
     """
     count = Counter(chat)
     conversations = count["conversations"]
@@ -163,20 +150,5 @@ def describe_chat(
         )
     for key, remark in _REMARKS.items():
         if number := count[key]:
-            yield f"{number:,} {remark}"
-    off = chat.get("off")
-    if mixed or count["no_reasoning"] < answers:
-        # template_args would change the prompts, and the export's default, of answers that reason.
-        remedy = f'"chat_template_kwargs": {{"{off}": false}} in the conversations that have none'
-        if off is None:
-            remedy = "data.chat.template=FILE, with a switch for chat_template_kwargs to turn"
-    elif off is None:
-        remedy = "data.chat.template=FILE, whose prompt opens none"
-    else:
-        remedy = f"data.chat.template_args={{{off}: false}}"
-    for key, remark in _WARNINGS.items():
-        if number := count[key]:
-            first = f", first {where(*chat['first'][key])}"
-            yield "warning: " + remark.format(
-                n=number, **dict(count) | {"first": first, "off": remedy}
-            )
+            first = where(*chat["first"].get(key, (0, 0)))
+            yield remark.format(n=number, answers=answers, first=first)

@@ -21,7 +21,7 @@ from pathlib import Path
 from automoe.config.data_schema import ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
-from automoe.data.chat import SWITCHES, Conversation, Message
+from automoe.data.chat import Conversation, Message
 from automoe.data.chat_render import PROBE, TEXT, ChatRenderer, calling, refusing
 from automoe.data.corpora import Record
 from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, stored_template
@@ -32,8 +32,8 @@ from automoe.data.turns import (
     begin_of_answer,
     is_wanted,
     joined,
+    num_left_out,
     num_shared,
-    unwritten,
 )
 from automoe.errors import ConfigError, DataError
 
@@ -50,13 +50,9 @@ class ChatTemplate(ChatRenderer):
         digest: hash of all settings that affect the tokens of a record.
         counts: what ``describe_chat`` tells the user of all ``samples`` so far. ``answers``:
             answers; among them ``prompt_cut`` (written without the end of the generation prompt),
-            ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is trained),
-            ``not_whole`` (the template leaves a part out) and ``no_reasoning`` (the generation
-            prompt opens reasoning, and there is none). ``characters``: characters of the answers;
-            among them ``unwritten``, which the template leaves out. ``tools_unseen``: conversations
-            whose tools the template leaves out. ``args_unread``: conversations with an argument
-            that it does not name. ``unseen``: questions and system prompts left out. ``special``:
-            special tokens that messages spell out.
+            ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is trained)
+            and ``no_reasoning`` (the generation prompt opens reasoning, and there is none).
+            ``left_out``: texts, tools and arguments of conversations that the template leaves out.
         first: for each of ``counts``, file and line of the first conversation that it counts.
 
     Args:
@@ -110,10 +106,6 @@ class ChatTemplate(ChatRenderer):
         texts = []
         calling = []  # per conversation and answer: True if it calls tools, and the arguments
         for conversation in conversations:
-            if self.chat.special_text == "token":
-                said = [conversation.messages, conversation.tools]
-                spelled = json.dumps(said, ensure_ascii=False, default=str)
-                self._count("special", conversation, len(self._names.findall(spelled)))
             conversation = replace(conversation, tools=self._as_text(conversation.tools))
             messages = self._normal(conversation.messages, conversation.where)
             first = max(1, conversation.prompt)
@@ -136,11 +128,10 @@ class ChatTemplate(ChatRenderer):
             names = [
                 str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()
             ]
+            asking = [m["content"] for m in messages[: answers[-1]] if m["role"] in _ASKING]
+            left_out = num_left_out(names + asking, texts[-2])
             unread = conversation.args.keys() - re.findall(r"\w+", self.stored)
-            self._count("args_unread", conversation, bool(unread))
-            self._count("tools_unseen", conversation, any(name not in texts[-2] for name in names))
-            asking = [m["content"].strip() for m in messages[: answers[-1]] if m["role"] in _ASKING]
-            self._count("unseen", conversation, sum(text not in texts[-2] for text in asking))
+            self._count("left_out", conversation, left_out + len(unread))
         ids = self._encode(texts)
         renders = zip(texts[::2], texts[1::2], ids[::2], ids[1::2], strict=True)
         return [
@@ -227,13 +218,10 @@ class ChatTemplate(ChatRenderer):
                 "it begins another answer after the last one, whether add_generation_prompt is true or not",
                 "Write its last lines between {% if add_generation_prompt %} and {% endif %}",
             )
-        size = sum(len("".join(text.split())) for text in said.values())
-        missing = unwritten([*said.values()], asked[num_shared(plain, asked) :] + written)
-        self._count("characters", conversation, size)
-        self._count("unwritten", conversation, missing)
-        self._count("not_whole", conversation, missing > 0)
         calls = answer.get("tool_calls") or ()
-        self._count("empty", conversation, missing == size and not calls)
+        self._count("empty", conversation, not any(map(str.strip, said.values())) and not calls)
+        shown = asked[num_shared(plain, asked) :] + written
+        self._count("left_out", conversation, num_left_out(said.values(), shown))
         if opened := _OPEN.search(asked):
             silent = before != asked or written.lstrip().startswith(f"</{opened[1]}>")
             self._count("no_reasoning", conversation, silent)
@@ -271,7 +259,7 @@ class ChatTemplate(ChatRenderer):
             start = len(prompt)
         end = self._stop(ids, start, asked)
         if end is not None:
-            return Turn(ids[:end], start)
+            return ids[:end], start
         # The template writes no token that ends an answer: the next turn's first one does, or EOS.
         stop_id = self._ending(*asked)[1]
         if stop_id is None:
@@ -284,7 +272,7 @@ class ChatTemplate(ChatRenderer):
                 "its chat template ends answers without a special token, and it has no eos_token to put there",
                 "Set eos_token in its tokenizer_config.json",
             )
-        return Turn([*ids, stop_id], start)
+        return [*ids, stop_id], start
 
     def _encode_inside(self, text: str) -> list[int]:
         """Return the ids that ``text`` has behind other text.
@@ -366,18 +354,6 @@ class ChatTemplate(ChatRenderer):
         except Exception:  # A template may require more than these messages.
             return False
         return through == asked and not more.startswith(through)
-
-    def reasoning_off(self) -> str | None:
-        """Return the name of the switch that keeps a generation prompt from opening reasoning."""
-        question = [{"role": "user", "content": "q"}]
-        for name in SWITCHES:
-            try:
-                prompt = self._render(question, None, prompt=True, args={name: False})
-            except Exception:  # A template may require more than a question.
-                continue
-            if not _OPEN.search(prompt):
-                return name
-        return None
 
 
 def chat_template_of(config: Config) -> ChatTemplate | None:

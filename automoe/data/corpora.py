@@ -136,7 +136,13 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     visible = sorted(
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
     )
-    patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
+
+    def matches(path: Path) -> bool:
+        if kind in CHAT_KINDS:
+            return _RECORDS.search(path.name) is not None
+        packed = kind in _SOURCES and path.suffix in _CODECS
+        return path.with_suffix("").match(pattern) if packed else path.match(pattern)
+
     if kind in ("jsonl", "parquet", *CHAT_KINDS):
         formats = {match[0]: path.name for path in visible if (match := _RECORDS.search(path.name))}
         if len(formats) > 1:
@@ -145,19 +151,15 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
                 f"of another. Name those to read with a glob: {setting}"
             )
-    matches = (
-        _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
-    )
     for path in filter(Path.is_symlink, visible):
-        if matches(path.name) and not path.exists():
+        if matches(path) and not path.exists():
             raise DataError(f"{path}: a broken link. Bring back the file, or remove the link.")
         if path.is_dir() and not path.resolve().is_relative_to(root.resolve()):
             raise DataError(
                 f"{path}: a link to a folder elsewhere. Use a glob with **, which follows it, or remove it."
             )
-    paths = sorted(
-        (path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink
-    )
+    paths = [path for path in visible if matches(path) and path.is_file()]
+    paths.sort(key=Path.is_symlink)
     # A link to a file of the same folder does not repeat the file.
     return list({path.resolve(): path for path in reversed(paths)}.values())
 
@@ -232,31 +234,10 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
             return
 
 
-def _converted(path: Path, filtering: str) -> str:
-    """Return the end of a sentence: a shell command that filters ``path`` into a new file to name."""
-    reading, name = "cat", path.name
-    if path.suffix in _CODECS:
-        reading, name = f"{_CODECS[path.suffix]} -dc", path.stem
-    while os.path.lexists(name):
-        name = f"new-{name}"
-    made = shlex.quote(name)
-    return f"({reading} < {shlex.quote(str(path))} | {filtering} > {made}) and name {made} in data.path"
-
-
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    # The likely encoding, as iconv names it, by the zeros among four bytes
-    raw = error.object[error.start : error.start + 4]
-    zero = raw.find(b"\0")
-    encoding = "utf-32" if b"\0\0" in raw else "utf-16"
-    if error.object[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        encoding = "latin1" if zero < 0 else encoding + ("be", "le")[zero % 2]
-    command = _converted(path, f"iconv -f {encoding} -t utf-8")
-    remedy = f"Convert the file, if it is {encoding}, {command}"
-    if line > 1 and encoding != "latin1":
-        remedy = f"The lines before are UTF-8: write the others again, which look like {encoding}"
     return DataError(
-        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). {remedy}, or leave it "
-        "out of data.path."
+        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
+        "(iconv -f latin1 -t utf-8; or -f utf-16), or leave it out of data.path."
     )
 
 
@@ -288,15 +269,12 @@ def jsonl_records(path: Path) -> NumberedRecords:
         DataError: a line is not UTF-8 or no JSON object.
         OSError: the file cannot be read.
     """
-    blank = 0  # bytes since the last record
     with open_file(path) as file:
         lines = iter(partial(file.readline, MAX_RECORD_BYTES), b"")
         for number, raw in enumerate(lines, start=1):
-            blank += len(raw)
-            if blank >= MAX_RECORD_BYTES:
+            if len(raw) == MAX_RECORD_BYTES:
                 raise DataError(
-                    f"{path}:{number}: {blank:,} bytes without the end of a record (at most {MAX_RECORD_BYTES:,}). "
-                    "Write it again."
+                    f"{path}:{number}: a line of more than {MAX_RECORD_BYTES:,} bytes. Write it again."
                 )
             try:
                 if b"\0" in raw:
@@ -306,12 +284,10 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 raise _not_utf8(path, number, error) from error
             if not line:
                 continue
-            blank = 0
             if number == 1 and line.startswith("["):
-                command = _converted(path, "jq -c '.[]'")
                 raise DataError(
                     f"{path}:1: a JSON array; each line must be one JSON object. Write its items as lines of another "
-                    f"file {command}."
+                    "file (jq -c '.[]')."
                 )
             try:
                 record = _parsed(line)
@@ -336,6 +312,8 @@ def _parsed(text: str) -> Any:
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:
         check_depth(value)
+    if "\\ud" in text.lower():  # an escape that may be half of a surrogate pair, which is no text
+        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
@@ -389,17 +367,11 @@ def parquet_records(
                         f"{path}: row {row} has {size:,} bytes; at most {MAX_RECORD_BYTES:,} are read. Write it again."
                     )
                 yield row, {name: _python(array[place]) for name, array in arrays.items()}
-    except UnicodeDecodeError as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, ValueError, RecursionError) as error:
         raise DataError(
-            f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again."
-        ) from error
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{path}: not a readable {kind} file, after row {row} ({error}). Copy or write the file again."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: row {row}: its JSON cannot be read ({error}). Write the row again."
+            f"{path}: row {row}: the {kind} file cannot be read ({error}). Write it again."
         ) from error
 
 
@@ -446,13 +418,6 @@ def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str
             raise DataError(
                 f"{place}: {text_key!r} is {type(text).__name__} where text is needed. Correct it, or set data.text_key."
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{place}: {text_key!r} has half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
-                f"{error.start}, which is not text. Correct the escape."
-            ) from error
         yield line, text
 
 

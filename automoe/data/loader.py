@@ -20,7 +20,7 @@ from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
 from automoe.data.outlook import describe_length, describe_unlearned
-from automoe.data.packing import PackedRows, Rows
+from automoe.data.packing import PackedRows
 from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
 
@@ -261,10 +261,6 @@ class Loader:
             len(corpus.tokens),
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
-            any(
-                each.chat and each.chat["answers"] > each.chat.get("no_reasoning", 0)
-                for each in self.corpora
-            ),
         )
         unit = "samples" if corpus.firsts is None else "pairs"
         if long := int((corpus.lengths > rows.seq_len).sum()):
@@ -292,7 +288,6 @@ class Loader:
             packed = self._rows_of(split, source)
             places = np.flatnonzero(sources == source)
             rows = packed.take(indices[places])
-            self._check_ids(source, packed, indices[places], rows)
             for name, array in vars(rows).items():
                 arrays.setdefault(name, np.empty((len(indices), array.shape[1]), array.dtype))[
                     places
@@ -322,20 +317,3 @@ class Loader:
         """Return ``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""
         corpus = self.corpora[source]
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
-
-    def _check_ids(self, source: int, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
-        """Raise ``DataError`` if an id has no row in the embedding.
-
-        A cache that was verified at the start may still be damaged while a job runs.
-        """
-        size = self.config.model.vocab_size
-        bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
-        for document in packed.documents(indices[bad]):
-            start = int(packed.starts[document])
-            tokens = packed.tokens[start : start + int(packed.lengths[document])]
-            if (tokens >= size).any():
-                at = int(np.argmax(tokens >= size))
-                raise DataError(
-                    f"{self._where(source, start)}: token {at} of this document is id {tokens[at]}, and the embedding "
-                    f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then rebuilt."
-                )

@@ -51,6 +51,7 @@ class PackedRows:
         pad_id: token of padding.
         document_mask: True numbers the documents of a row in ``doc_ids`` and restarts ``positions``
             at each; False treats a row as one document. Labels never cross the end of a document.
+        trained: [sum of lengths] True for a token that a model has to generate; None: every token.
     """
 
     tokens: np.ndarray
@@ -61,6 +62,7 @@ class PackedRows:
     seed: int
     pad_id: int
     document_mask: bool = True
+    trained: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert len(self.starts) == len(self.lengths) > 0 and self.lengths.min() > 0
@@ -74,11 +76,28 @@ class PackedRows:
         padding = {"tokens": self.pad_id, "labels": IGNORE, "positions": 0, "doc_ids": -1}
         shape = (len(indices), self.seq_len)
         rows = Rows(**{name: np.full(shape, fill, np.int64) for name, fill in padding.items()})
-        epochs = indices // self.num_rows
-        for epoch in np.unique(epochs[epochs >= 0]):
-            chosen = np.flatnonzero(epochs == epoch)
-            self._fill(rows, chosen, int(epoch), indices[chosen] % self.num_rows)
+        for row in np.flatnonzero(indices >= 0):
+            self._fill(rows, row, *self._pieces(int(indices[row])))
         return rows
+
+    def _fill(self, rows: Rows, row: int, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Write pieces of documents, [P] starts in ``tokens`` and lengths, to a row.
+
+        They may have one token more than the row, which is its last label.
+        """
+        place = np.arange(lengths.sum())
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        position = place - (np.cumsum(lengths) - lengths)[document]
+        source = starts[document] + position
+        tokens = self.tokens[source].astype(np.int64)
+        labelled = document[1:] == document[:-1]
+        if self.trained is not None:
+            labelled &= self.trained[source[1:]]
+        size = min(len(tokens), self.seq_len)
+        rows.tokens[row, :size] = tokens[:size]
+        rows.labels[row, : len(labelled)] = np.where(labelled, tokens[1:], IGNORE)
+        rows.positions[row, :size] = (position if self.document_mask else place)[:size]
+        rows.doc_ids[row, :size] = document[:size] * self.document_mask
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
         """Return documents with tokens in the rows ``indices``, as sorted indices into ``starts``.
@@ -90,45 +109,36 @@ class PackedRows:
 
     def row_documents(self, index: int) -> np.ndarray:
         """Return the documents of row ``index`` in their order, as indices into ``starts``."""
+        return self._span(index, self.seq_len)[0]
+
+    def _span(self, index: int, size: int) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """Return documents with tokens in ``size`` places from a row's first one, and their ends.
+
+        The last two values are the first place and the place after the last one, in the stream.
+        """
         epoch, within = divmod(index, self.num_rows)
         doc_order, doc_ends, row_order = self._epoch(epoch)
         start = int(row_order[within]) * self.seq_len
-        last = min(start + self.seq_len, self.num_tokens) - 1
-        first_doc, last_doc = np.searchsorted(doc_ends, [start, last], side="right")
-        return doc_order[first_doc : last_doc + 1]
+        end = min(start + size, self.num_tokens)
+        first_doc, last_doc = np.searchsorted(doc_ends, [start, end - 1], side="right")
+        here = slice(first_doc, last_doc + 1)
+        return doc_order[here], doc_ends[here], start, end
+
+    def _pieces(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return starts in ``tokens`` and lengths of the pieces of documents in a row, [P] each.
+
+        A last piece with one token more than the row holds has the row's last label.
+        """
+        documents, ends, start, end = self._span(index, self.seq_len + 1)
+        begins = ends - self.lengths[documents]
+        skipped = np.maximum(start - begins, 0)
+        return self.starts[documents] + skipped, np.minimum(ends, end) - begins - skipped
 
     def _make_epoch(self, epoch: int) -> Epoch:
         """Return the order of documents, the end of each in the stream, and the order of rows."""
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
-
-    def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
-        """Write the rows ``within`` of an epoch to ``rows[chosen]``."""
-        S = self.seq_len
-        doc_order, doc_ends, row_order = self._epoch(epoch)
-        row_start = row_order[within, None] * S  # [R, 1], in the epoch's stream of tokens
-        # [R, S + 1]: the last label of a row is the first token of the next one
-        place = row_start + np.arange(S + 1)
-        real = place < self.num_tokens
-        inside = np.minimum(place, self.num_tokens - 1)
-        doc = np.searchsorted(doc_ends, inside, side="right")
-        original = doc_order[doc]
-        doc_start = doc_ends[doc] - self.lengths[original]
-        source = self.starts[original] + inside - doc_start
-        tokens = np.where(real, self.tokens[source].astype(np.int64), self.pad_id)
-
-        same = real[:, 1:] & (doc[:, 1:] == doc[:, :-1])
-        rows.tokens[chosen] = tokens[:, :-1]
-        rows.labels[chosen] = np.where(same, tokens[:, 1:], IGNORE)
-        positions = place - row_start
-        doc_ids = np.zeros_like(place)
-        if self.document_mask:
-            # A document that the end of a row cuts restarts at position 0: positions stay below S.
-            positions = place - np.maximum(doc_start, row_start)
-            doc_ids = doc - doc[:, :1]
-        rows.positions[chosen] = np.where(real, positions, 0)[:, :-1]
-        rows.doc_ids[chosen] = np.where(real, doc_ids, -1)[:, :-1]
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -171,15 +181,13 @@ class SampleRows(PackedRows):
     lengths and, among samples of equal length, on (seed, epoch).
 
     Args:
-        tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no
-            length exceeds seq_len.
-        trained: [sum of lengths] True for a token that a model has to generate.
+        tokens, starts, lengths, seq_len, seed, pad_id, document_mask, trained: as for
+            ``PackedRows``; no length exceeds seq_len.
         firsts: [N] length of the first of the two sequences of each sample; its row holds both, as
             two documents. None: a sample is one sequence.
         pack: True packs several samples into a row (``best_fit``); False gives each its own row.
     """
 
-    trained: np.ndarray
     firsts: np.ndarray | None = None
     pack: bool = True
 
@@ -204,20 +212,14 @@ class SampleRows(PackedRows):
         row_starts = np.searchsorted(rows[by_row], np.arange(num_rows + 1))
         return order[by_row], row_starts, seeded_order(num_rows, self.seed, epoch, 1)
 
-    def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
-        for row, index in zip(chosen, epoch * self.num_rows + within, strict=True):
-            place = 0
-            pieces = []  # start and length of the sequences, one or two for each sample
-            for sample in self.row_documents(int(index)):
-                start, length = int(self.starts[sample]), int(self.lengths[sample])
-                first = length if self.firsts is None else int(self.firsts[sample])
-                pieces += [(start, first), (start + first, length - first)]
-            for number, (start, length) in enumerate(piece for piece in pieces if piece[1]):
-                tokens = self.tokens[start : start + length].astype(np.int64)
-                here = slice(place, place + length)
-                rows.tokens[row, here] = tokens
-                trained = self.trained[start + 1 : start + length]
-                rows.labels[row, place : place + length - 1] = np.where(trained, tokens[1:], IGNORE)
-                rows.positions[row, here] = np.arange(length)
-                rows.doc_ids[row, here] = number
-                place += length
+    def _pieces(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        samples = self.row_documents(index)
+        starts, lengths = self.starts[samples], self.lengths[samples]
+        if self.firsts is None:
+            return starts, lengths
+        firsts = self.firsts[samples]
+        pieces = (
+            np.stack([starts, starts + firsts], axis=1),
+            np.stack([firsts, lengths - firsts], 1),
+        )
+        return pieces[0].ravel(), pieces[1].ravel()

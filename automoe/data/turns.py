@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +21,9 @@ class Sample:
     spans: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Tokens up to the end of one answer, stop token included.
-
-    Attributes:
-        start: index of the first token that the model generates.
-    """
-
-    ids: list[int]
-    start: int
+# Token ids up to the end of one answer, its stop token included; index of the first one that the
+# model generates.
+Turn = tuple[list[int], int]
 
 
 def is_wanted(message: Message) -> bool:
@@ -43,24 +34,9 @@ def is_wanted(message: Message) -> bool:
     return all(message.get(key, 1) != 0 for key in WANTED)
 
 
-def unwritten(texts: Sequence[str], written: str) -> int:
-    """Return how many characters of ``texts`` are not in ``written``.
-
-    Blanks, case and the tags of reasoning do not count. Characters are counted word by word, since
-    templates move and trim texts.
-    """
-    left = written
-    for text in sorted(map(str.strip, texts), key=len, reverse=True):
-        if text not in left:
-            break
-        left = left.replace(text, "", 1)
-    else:
-        return 0
-    said, there = (
-        Counter(re.findall(r"\w+|[^\w\s]", re.sub("</?think>", " ", text.casefold())))
-        for text in ("\n".join(texts), written)
-    )
-    return sum(len(word) * number for word, number in (said - there).items())
+def num_left_out(texts: Iterable[str], written: str) -> int:
+    """Return how many of ``texts`` are not in ``written``; case, and blanks at the ends, do not count."""
+    return sum(text.strip().casefold() not in written.casefold() for text in texts)
 
 
 def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
@@ -104,12 +80,12 @@ def joined(turns: list[Turn]) -> Iterator[Sample]:
     """
     ids = []
     spans = []
-    for turn in turns:
-        if spans and turn.ids[: len(ids)] != ids:
+    for turn, start in turns:
+        if spans and turn[: len(ids)] != ids:
             yield Sample(ids, spans)
             spans = []
-        ids = turn.ids
-        spans.append((turn.start, len(ids)))
+        ids = turn
+        spans.append((start, len(ids)))
     yield Sample(ids, spans)
 
 

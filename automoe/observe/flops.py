@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -67,7 +69,8 @@ def train_flops_per_token(
         by_layer.setdefault(param.layer, []).append(param)
     embedding, *tail = by_layer[None]
     needs_grad = embedding.trained  # whether the input of the next parameters needs a gradient
-    matmul = causal = full = 0.0
+    matmul = 0.0
+    scores = np.zeros(2)  # of attention: the causal half, and the whole matrix
     for layer in model.all_layers:
         for place in range(NUM_PLACES):
             here = [param for param in by_layer[layer] if param.spec.place == place]
@@ -81,27 +84,24 @@ def train_flops_per_token(
             passes = 6 if needs_grad else 2
             if is_linear(attention, layer):
                 state = attention.linear_key_head_dim * attention.linear_value_head_dim
-                causal += passes * attention.linear_num_value_heads * state * 3
-                full += passes * attention.linear_num_value_heads * state * 3
+                scores += passes * attention.linear_num_value_heads * state * 3
                 continue
             # A window leaves a band of the attention matrix, whose first rows are cut by the
             # matrix's border.
             keys = min(window_of(attention, layer) or attention.index_topk or seq_len, seq_len)
-            band = keys * (1 - keys / (2 * seq_len))
-            causal += passes * _score_dims(attention) * band
-            full += passes * _score_dims(attention) * keys
+            attended = np.array([keys * (1 - keys / (2 * seq_len)), keys])
+            scores += passes * _score_dims(attention) * attended
             if has_indexer(attention, layer):
                 learns = any(param.trained and param.spec.detached for param in by_layer[layer])
                 dims = attention.index_n_heads * attention.index_head_dim
-                causal += dims * (seq_len + 4 * learns * band)
-                full += dims * (2 * seq_len + 4 * learns * keys)
+                scores += dims * (np.array([seq_len, 2 * seq_len]) + 4 * learns * attended)
                 # The indexer's loss is attached to attention's output.
                 needs_grad = needs_grad or learns
     needs_grad = needs_grad or tail[0].trained
     head = model.hidden_size * model.vocab_size
     uses = 1 + model.num_mtp_layers
     matmul += head * uses * _passes(tail[-1] if len(tail) > 1 else embedding, needs_grad)
-    return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
+    return TokenFlops(*(matmul + scores).tolist())
 
 
 def step_flops_per_token(config: Config) -> TokenFlops:

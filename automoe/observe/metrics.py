@@ -14,9 +14,8 @@ import contextlib
 import io
 import math
 import os
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import numpy as np
 from automoe.config.metrics import REQUIRED_KEYS
 from automoe.errors import FULL, ConfigError, retried
 from automoe.observe.environment import describe_environment
-from automoe.storage.files import named, open_regular, read_file, replace_file, set_aside
+from automoe.storage.files import named, open_regular, read_file, set_aside
 from automoe.storage.sealed import replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
@@ -126,7 +125,7 @@ class AppendLog:
 
     def append(self, record: Mapping[str, Any]) -> None:
         self.steps.append(record["step"])
-        line = _bytes(record)
+        line = sealed(jsonable(record), allow_nan=False).encode() + b"\n"
         self.waiting += len(line)
         try:
             with named(self.path, self.waiting):
@@ -151,24 +150,19 @@ class AppendLog:
         """
         size = 0
         first = 1
-        damaged = []
-        for number, (raw, record) in enumerate(_lines(self.path), start=1):
+        for number, (raw, record) in enumerate(_lines(self.path, self._warn), start=1):
             if not raw.endswith(b"\n") or (record and record["step"] > step):
                 break
             size += len(raw)
             if record is None:
-                damaged.append(number)
                 continue
             if not self.steps:  # A run that began at another run's step has no records before it.
                 first = max(1, record["step"] - number + 1)
             self.steps.append(record["step"])
         os.truncate(self._file.fileno(), size)
-        told = [f"damaged lines: {_numbers(damaged)}"] if damaged else []
         missing = sorted({*range(first, step + 1)} - {*self.steps})
         if every_step and missing:
-            told.append(f"no record of steps: {_numbers(missing)}")
-        if told:
-            self._warn(f"{self.path}: {'; '.join(told)}")
+            self._warn(f"{self.path}: no record of steps: {', '.join(ranges(missing))}")
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -183,16 +177,23 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             Later records are removed, because their steps will run again. None means a new run:
             records of an earlier run are renamed to ``metrics.1.jsonl`` and so on.
         warn: function that shows a line about damaged records or a full disk to the user.
+        num_steps: steps of the whole run; at most ``MAX_LOAD_SNAPSHOTS`` of them, evenly spaced,
+            and the first one have a record of every expert's load.
 
     Raises:
         ConfigError: an existing file cannot be read or written.
     """
 
     def __init__(
-        self, run_dir: StrPath, resume_step: int | None = None, warn: Warn = to_stderr
+        self,
+        run_dir: StrPath,
+        resume_step: int | None = None,
+        warn: Warn = to_stderr,
+        num_steps: int = MAX_LOAD_SNAPSHOTS,
     ) -> None:
         self.run_dir = Path(run_dir)
         self._warn = warn
+        self._num_steps = num_steps
         try:
             replace_json(self.run_dir / ENVIRONMENT_FILE, describe_environment())
             for name in (METRICS_FILE, LOAD_FILE) if resume_step is not None else ():
@@ -212,11 +213,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 f"{path} cannot be opened: {error.strerror}",
                 "Correct its permissions, or move it away",
             ) from None
-        # Steps between two load snapshots. A resumed run keeps its stride; the first snapshot and
-        # the one at which an earlier start ended may be off the grid.
-        self._stride = statistics.mode(np.diff(self._load.steps[1:]).tolist() or [1])
-        # Newest counts between two snapshots; ``close`` writes them.
-        self._last_load: Record | None = None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
         """Append the record of one step.
@@ -227,19 +223,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 means unknown.
             counts: [L, E] tokens per expert in this step, for the MoE layers in model order.
         """
+        step = record["step"]
         missing = [key for key in REQUIRED_KEYS if key not in record]
-        assert not missing, f"metrics of step {record.get('step')} lack {missing}"
+        assert not missing, f"metrics of step {step} lack {missing}"
         self._metrics.append(record)
-        if counts is None:
-            return
-        snapshot = {"step": record["step"], "counts": jsonable(counts)}
-        if record["step"] % self._stride and self._load.steps:
-            self._last_load = snapshot
-            return
-        self._last_load = None
-        self._load.append(snapshot)
-        if len(self._load.steps) > MAX_LOAD_SNAPSHOTS and not self._load.waiting:
-            self._thin(record["step"])
+        stride = math.ceil(self._num_steps / MAX_LOAD_SNAPSHOTS)
+        chosen = not self._load.steps or (self._num_steps - step) % stride == 0
+        if counts is not None and chosen:
+            self._load.append({"step": step, "counts": counts})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Append the model's answers after ``step``: ``prompt`` and ``text`` of each sample."""
@@ -248,9 +239,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._samples.append({"step": step, "samples": samples})
 
     def close(self) -> None:
-        if self._last_load is not None:
-            self._load.append(self._last_load)
-            self._last_load = None
         with contextlib.ExitStack() as closing:  # the others too if one fails
             for log in (self._samples, self._metrics, self._load):
                 if log is not None:
@@ -259,45 +247,38 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _thin(self, step: int) -> None:
-        """Keep every second load snapshot: a run of any length keeps a bounded number of them."""
-        stride = 2 * self._stride
-        snapshots = read_jsonl(self._load.path)
-        later = (record for record in snapshots[1:] if record["step"] % stride == 0)
-        snapshots = [*snapshots[:1], *later]
-        try:
-            replace_file(self._load.path, b"".join(map(_bytes, snapshots)))
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            return  # A longer record does no harm; the next snapshot tries again.
-        self._stride = stride
-        self._load.close()
-        self._load = AppendLog(self._load.path, step, self._warn)
-
 
 def _open(path: Path) -> int:
     return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
-def _bytes(record: Mapping[str, Any]) -> bytes:
-    return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
-
-
-def _lines(path: StrPath) -> Iterator[tuple[bytes, Record | None]]:
-    """Yield every line of a file with its record, which is None if the line is damaged or cut.
+def _lines(path: StrPath, warn: Warn | None = None) -> list[tuple[bytes, Record | None]]:
+    """Return every line of a file with its record, which is None if the line is damaged or cut.
 
     A missing file has no lines.
+
+    Args:
+        warn: function that shows the numbers of damaged lines to the user. A last line that a kill
+            has cut does not count.
     """
     try:
         content = read_file(Path(path))
     except FileNotFoundError:
-        return
-    for raw in io.BytesIO(content):
+        return []
+    lines = []
+    damaged = []
+    for number, raw in enumerate(io.BytesIO(content), start=1):
         record = None
         with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
             record = unsealed(raw) if raw.endswith(b"\n") else None
-        yield raw, record if record and type(record.get("step")) is int else None
+        if record is not None and type(record.get("step")) is not int:
+            record = None
+        if record is None and raw.endswith(b"\n"):
+            damaged.append(number)
+        lines.append((raw, record))
+    if damaged and warn is not None:
+        warn(f"{path}: damaged lines: {', '.join(ranges(damaged))}")
+    return lines
 
 
 def ranges(numbers: list[int]) -> list[str]:
@@ -308,27 +289,16 @@ def ranges(numbers: list[int]) -> list[str]:
     return [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
 
 
-def _numbers(numbers: list[int]) -> str:
-    texts = ranges(numbers)
-    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
-
-
-def read_jsonl(path: StrPath) -> Records:
+def read_jsonl(path: StrPath, warn: Warn | None = None) -> Records:
     """Return the undamaged records of a JSON-lines file in the order of their steps.
 
     The last of several records of a step counts. A missing file has no records: [].
+
+    Args:
+        warn: function that shows the numbers of damaged lines to the user.
     """
-    records = {record["step"]: record for _, record in _lines(path) if record}
+    records = {record["step"]: record for _, record in _lines(path, warn) if record}
     return [records[step] for step in sorted(records)]
-
-
-def damaged_lines(path: StrPath) -> str:
-    """Return the numbers of a file's damaged lines as text; "" if none is damaged.
-
-    A last line that was cut by a kill does not count.
-    """
-    lines = enumerate(_lines(path), start=1)
-    return _numbers([n for n, (raw, record) in lines if not record and raw.endswith(b"\n")])
 
 
 def read_metrics(run_dir: StrPath) -> Records:

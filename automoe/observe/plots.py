@@ -1,14 +1,12 @@
 """Plots of a run, drawn from its record: ``plots/*.png``.
 
-Every plot works with no step, a single step, and NaN.
+Every plot works with a single step, and with NaN.
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -17,16 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, MultipleLocator
+from matplotlib.ticker import MaxNLocator
 
 from automoe.config.schema import Config
 from automoe.observe.metrics import Curve, Records, read_metrics, series
 from automoe.observe.plot_style import (
     BLUE,
     GREEN,
-    MUTED,
     ORANGE,
-    PALE_BLUE,
     RC,
     RED,
     SEQUENTIAL,
@@ -40,8 +36,7 @@ from automoe.observe.summary import COMPARED, median, short_number
 WIDE = 9.0
 NARROW = 4.6
 SWEEP_PLOT = "sweep.png"
-THRESHOLD: dict[str, Any] = {"color": ORANGE, "linewidth": 1.2, "linestyle": "--"}
-SCIENTIFIC: dict[str, Any] = {"style": "sci", "scilimits": (-2, 3), "useMathText": True}
+COLOURS = (BLUE, ORANGE, GREEN, RED)
 ANSWERS = (
     ("reward", "Mean reward of the sampled answers", ""),
     ("answer_tokens", "Mean length of the answers", "tokens"),
@@ -50,7 +45,6 @@ ANSWERS = (
     ("engine_gap", "Mean gap of engine and trainer", "nats"),
     ("routes_differ", "Share of the engine's choices that the router would not make", ""),
 )
-MAX_LINES = 8  # up to this many layers have lines with legend entries
 # Colours of loads from below to above an equal share; grey for a layer without tokens.
 BALANCE = LinearSegmentedColormap.from_list(
     "balance", ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"]
@@ -75,27 +69,48 @@ def draw_plots(
     """
     grad_clip = config.train.grad_clip if config else 0.0
     first_moe_layer = config.model.first_k_dense if config else 0
+    speed = median(records, "tokens_per_second")
+    speed_label = f"median {short_number(speed)}"
+    if (mfu := median(records, "mfu")) is not None:
+        speed_label += f", MFU {100 * mfu:.1f}%"
+    speeds = _curves(
+        records,
+        "Throughput",
+        "tokens per second",
+        {"tokens_per_second": "per step"},
+        level=(speed, speed_label),
+    )
+    norms = _curves(
+        records,
+        "Gradient norm",
+        "",
+        {"grad_norm": "per step"},
+        level=(grad_clip or None, f"clipped above {grad_clip:g}"),
+        logarithmic=True,
+    )
+    rates = _curves(records, "Learning rate", "", {"lr": "learning rate"}, smooth=False)
     figures = [
         ("loss", "Cross-entropy per trained token; bits per byte of held-out text", _loss(records)),
-        ("throughput", "Tokens per second over all ranks", _throughput(records)),
-        ("grad_norm", "Global gradient norm before clipping", _grad_norm(records, grad_clip)),
-        ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
+        ("throughput", "Tokens per second over all ranks", speeds),
+        ("grad_norm", "Global gradient norm before clipping", norms),
+        ("learning_rate", "Learning rate of the schedule", rates),
     ]
     # What recipes/grpo.py records
     for key, title, unit in ANSWERS:
-        if len(curve := series(records, key)[0]):
-            figure, axis = _small(title, unit)
-            _line(axis, series(records, key), BLUE, title.lower(), smooth=len(curve) > 20)
-            figures.append((key, title, figure))
+        if any(record.get(key) is not None for record in records):
+            figures.append((key, title, _curves(records, title, unit, {key: title.lower()})))
     # A balance loss that is off is recorded as 0: plot only losses that were ever on.
     balance = {
-        key for record in records for key in record if key.endswith("balance_loss") and record[key]
+        key: key.removesuffix("_balance_loss").replace("_", " ")
+        for record in records
+        for key in sorted(record)
+        if key.endswith("balance_loss") and record[key]
     }
     if balance:
-        figure = _balance_losses(records, sorted(balance))
+        figure = _curves(records, "Balance losses", "added to the loss", balance)
         figures.append(("balance_loss", "Balance losses, with their coefficients", figure))
     steps, counts = load
-    if not len(steps) or counts.shape[1]:  # no dense model
+    if counts.size:  # not of a dense model
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
         figures.append(("expert_load", caption, _load_heat_map(steps, counts, first_moe_layer)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
@@ -111,13 +126,6 @@ def _over_steps(axis: Axes, title: str, ylabel: str = "") -> None:
     axis.margins(x=0.02)
 
 
-def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
-    """Return a figure over the steps, of half the page's width."""
-    figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
-    _over_steps(axis, title, ylabel)
-    return figure, axis
-
-
 def _loss(records: Records) -> Figure:
     training = series(records, "loss")
     validation = series(records, "val_loss")
@@ -125,8 +133,10 @@ def _loss(records: Records) -> Figure:
     ratios = [2, 1] if len(bits[0]) else [1]
     figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), plain=True, width_ratios=ratios)
     _over_steps(axes[0], "Loss", "nats per token")
-    _line(axes[0], training, BLUE, "training", smooth=True)
-    _points(axes[0], validation, "validation")
+    _line(axes[0], training, BLUE, "training")
+    for axis, curve in zip(axes, (validation, bits), strict=False):
+        if len(curve[0]):
+            axis.plot(*curve, "o-", color=ORANGE, label="validation", markersize=4.5)
     _legend(axes[0])
     finite = np.concatenate([training[1], validation[1]])
     finite = finite[np.isfinite(finite)]
@@ -137,53 +147,38 @@ def _loss(records: Records) -> Figure:
             axes[0].set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
     if len(bits[0]):
         _over_steps(axes[1], "Validation bits per byte")
-        _points(axes[1], bits, "validation")
     return figure
 
 
-def _throughput(records: Records) -> Figure:
-    figure, axis = _small("Throughput", "tokens per second")
-    _line(axis, series(records, "tokens_per_second"), BLUE, "per step")
-    if (middle := median(records, "tokens_per_second")) is not None:
-        label = f"median {short_number(middle)}"
-        if (mfu := median(records, "mfu")) is not None:
-            label += f", MFU {100 * mfu:.1f}%"
-        axis.axhline(middle, label=label, **THRESHOLD)
-        axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _legend(axis)
-    return figure
+def _curves(
+    records: Records,
+    title: str,
+    unit: str,
+    labels: dict[str, str],
+    level: tuple[float | None, str] = (None, ""),
+    logarithmic: bool = False,
+    smooth: bool = True,
+) -> Figure:
+    """Draw numbers of the record over the steps, at half the page's width.
 
-
-def _grad_norm(records: Records, grad_clip: float) -> Figure:
-    figure, axis = _small("Gradient norm")
-    _, values = norms = series(records, "grad_norm")
-    _line(axis, norms, BLUE, "per step", smooth=True)
-    finite = values[np.isfinite(values)]
-    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 20:
+    Args:
+        labels: key in the record -> label in the legend.
+        level: height and label of a dashed line; None, or far above all values: no line.
+        logarithmic: use a logarithmic axis if the range of the values is above a factor of 20.
+        smooth: show the trend of a long curve.
+    """
+    figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
+    _over_steps(axis, title, unit)
+    values = np.zeros(0)
+    for (key, label), colour in zip(labels.items(), COLOURS, strict=False):
+        curve = series(records, key)
+        _line(axis, curve, colour, label, smooth)
+        values = np.append(values, curve[1][np.isfinite(curve[1])])
+    if logarithmic and len(values) and 0 < 20 * values.min() < values.max():
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:g}")
-    if grad_clip > 0 and len(finite) and grad_clip < 20 * finite.max():
-        axis.axhline(grad_clip, label=f"clipped above {grad_clip:g}", **THRESHOLD)
-    _legend(axis)
-    return figure
-
-
-def _learning_rate(records: Records) -> Figure:
-    figure, axis = _small("Learning rate")
-    _line(axis, series(records, "lr"), GREEN, "learning rate")
-    axis.ticklabel_format(axis="y", **SCIENTIFIC)
-    if records:
-        axis.set_ylim(bottom=0)
-    return figure
-
-
-def _balance_losses(records: Records, keys: list[str]) -> Figure:
-    figure, axis = _small("Balance losses", "added to the loss")
-    for key, colour in zip(keys, (BLUE, ORANGE, GREEN, RED), strict=False):
-        label = key.removesuffix("_balance_loss").replace("_", " ")
-        _line(axis, series(records, key), colour, label)
-    axis.ticklabel_format(axis="y", **SCIENTIFIC)
+    height, level_label = level
+    if height is not None and len(values) and height < 20 * values.max():
+        axis.axhline(height, label=level_label, color=ORANGE, linewidth=1.2, linestyle="--")
     _legend(axis)
     return figure
 
@@ -195,13 +190,10 @@ def relative_load(counts: np.ndarray) -> np.ndarray:
 
 
 def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:
-    num_layers, num_experts = counts.shape[1:] if len(counts) else (0, 0)
+    num_layers, num_experts = counts.shape[1:]
     height = min(7.5, 1.9 + 0.24 * max(num_layers, 6))
     both = len(steps) > 1
     figure, axes = new_figure(WIDE if both else NARROW, height, columns=1 + both)
-    if not num_layers:
-        say_empty(axes[0], "no expert load recorded")
-        return figure
     load_NLE = relative_load(counts)
     finite_N = np.isfinite(load_NLE)
     mean_LE = np.where(finite_N, load_NLE, 0).sum(axis=0) / np.maximum(finite_N.sum(axis=0), 1)
@@ -211,7 +203,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
         last = first_moe_layer + num_layers - 0.5
         axis.imshow(
-            np.clip(load_LE, 1 / limit, limit),
+            np.maximum(load_LE, 1e-9),  # A logarithmic scale would show 0 as a missing value.
             aspect="auto",
             interpolation="nearest",
             norm=LogNorm(1 / limit, limit),
@@ -220,24 +212,17 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
         )
         axis.set(title=title, xlabel="expert")
         axis.grid(False)
-        sizes = (axis.xaxis, num_experts, 9 if both else 16), (axis.yaxis, num_layers, 20)
-        for ticks, size, most in sizes:  # at most that many, at multiples of a power of two
-            stride = 2 ** max(0, math.ceil(math.log2(size / most)))
-            ticks.set_major_locator(MultipleLocator(stride))
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 4, 8]))
         if num_experts <= 16 and num_layers <= 16:
-            decimals = 2 if num_experts <= 8 else 1
             for (layer, expert), load in np.ndenumerate(load_LE):
-                text = f"{load:.{decimals}f}" if np.isfinite(load) else "–"
                 place = expert, first_moe_layer + layer
-                axis.text(*place, text, ha="center", va="center", fontsize=7.5)
+                axis.text(*place, f"{load:.2g}", ha="center", va="center", fontsize=7.5)
     axes[0].set_ylabel("layer")
-    bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30)
-    marks = {limit**power: f"{limit**power:.2g}" for power in (-1, -0.5, 0, 0.5, 1)}
-    marks |= {1 / limit: f"≤ {1 / limit:.2g}", limit: f"≥ {limit:g}"}
-    bar.set_ticks(list(marks), labels=marks.values())
+    bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30, extend="both")
+    bar.set_ticks([1 / limit, 1, limit], labels=[f"{1 / limit:g}", "1", f"{limit:g}"])
     bar.minorticks_off()
     bar.set_label("load over equal share")
-    bar.outline.set_visible(False)
     return figure
 
 
@@ -246,68 +231,47 @@ def _load_over_time(
 ) -> Figure:
     figure, (axis,) = new_figure(WIDE, 3.6)
     _over_steps(axis, "Balance over time", "busiest / mean expert")
-    _line(axis, series(records, "expert_max_load"), "#d5dbe1", "worst layer", width=5.0)
-    num_layers = counts.shape[1] if len(counts) else 0
-    if num_layers:
-        load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
-        colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
-        lines = axis.plot(
-            steps, load_NL, linewidth=1.4, marker="o" if len(steps) < 3 else None, markersize=4
-        )
-        for layer, (line, colour) in enumerate(zip(lines, colours, strict=True), first_moe_layer):
-            line.set(color=colour, label=f"layer {layer}" if num_layers <= MAX_LINES else None)
-        if num_layers > MAX_LINES:
-            layers = Normalize(first_moe_layer, first_moe_layer + num_layers - 1)
-            scale = ScalarMappable(layers, ListedColormap(colours))
-            bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
-            bar.outline.set_visible(False)
-        axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")
-        if load_NL.max() > 8:
-            axis.set_yscale("log", base=2)
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylim(bottom=0.9)
-    _legend(axis, outside=num_layers <= MAX_LINES)
+    axis.plot(*series(records, "expert_max_load"), color="#d5dbe1", label="worst layer", lw=5)
+    num_layers = counts.shape[1]
+    load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
+    colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
+    axis.set_prop_cycle(color=colours)
+    axis.plot(steps, load_NL, linewidth=1.4, marker=_marker(steps))
+    # Each layer has a part of the bar, whose middle is the layer's number.
+    layers = Normalize(first_moe_layer - 0.5, first_moe_layer + num_layers - 0.5)
+    scale = ScalarMappable(layers, ListedColormap(colours))
+    bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
+    bar.locator = MaxNLocator("auto", integer=True)
+    axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")
+    if load_NL.max() > 8:
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0.9)
+    _legend(axis)
     return figure
 
 
-def _line(
-    axis: Axes, curve: Curve, colour: str, label: str, *, smooth: bool = False, width: float = 1.6
-) -> None:
+def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True) -> None:
     """Draw a curve with gaps at NaN, and with crosses where a value was not finite.
 
-    A short curve has dots; a long smooth curve also shows its trend.
+    A short curve has dots. A long one is pale, under its trend, if ``smooth``.
     """
     steps, values = curve
-    if not len(steps):
-        say_empty(axis, "no step finished yet")
-        return
     finite = np.isfinite(values)
     shown = np.where(finite, values, np.nan)
-    marker = "o" if len(steps) < 3 else None
     if smooth and finite.sum() >= 60:
-        axis.plot(steps, shown, color=PALE_BLUE, linewidth=0.9, label=label)
-        label = f"{label}, smoothed" if label != "per step" else "smoothed"
-        shown, width = _trend(shown), 1.9
-    axis.plot(steps, shown, color=colour, linewidth=width, marker=marker, label=label)
+        axis.plot(steps, shown, color=colour, alpha=0.35, linewidth=0.9)
+        label = f"{label}, smoothed"
+        shown = _trend(shown)
+    axis.plot(steps, shown, color=colour, marker=_marker(steps), label=label)
     if not finite.all():
-        axis.plot(
-            steps[~finite],
-            np.full((~finite).sum(), 0.02),  # near the bottom of the axes
-            "x",
-            transform=axis.get_xaxis_transform(),
-            color=RED,
-            clip_on=False,
-            label="not finite",
-        )
+        bottom = np.full((~finite).sum(), 0.02)
+        place = axis.get_xaxis_transform()
+        axis.plot(steps[~finite], bottom, "x", transform=place, color=RED, label="not finite")
 
 
-def _points(axis: Axes, curve: Curve, label: str) -> None:
-    """Draw the finite values of a validation's curve as connected dots."""
-    steps, values = curve
-    finite = np.isfinite(values)
-    if finite.any():
-        style = {"color": ORANGE, "markersize": 4.5, "linewidth": 1.2}
-        axis.plot(steps[finite], values[finite], "o-", label=label, **style)
+def _marker(steps: np.ndarray) -> str | None:
+    return "o" if len(steps) < 3 else None
 
 
 def _trend(values: np.ndarray) -> np.ndarray:
@@ -323,12 +287,10 @@ def _trend(values: np.ndarray) -> np.ndarray:
     return total / np.maximum(count, 1)
 
 
-def _legend(axis: Axes, *, outside: bool = False) -> None:
-    """Add a legend if there are labels: over the plot, or to the right of it (``outside``)."""
+def _legend(axis: Axes) -> None:
+    """Add a legend if there are labels."""
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(
-            loc="upper left" if outside else "best", bbox_to_anchor=(1.0, 1.0) if outside else None
-        )
+        axis.legend()
 
 
 @rc_context(RC)
@@ -343,59 +305,38 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
         jobs: records of ``automoe.launch.sweep``.
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
-    labels = [textwrap.wrap(job["label"], 72) for job, _ in runs]
     measured = [
         {"tokens_per_second": job.get("tokens_per_second")} | (job.get("measured") or {})
         for job, _ in runs
     ]
-    keys = [
-        key
-        for key in COMPARED
-        if key == "tokens_per_second" or any(job.get(key) is not None for job in measured)
-    ]
-    height = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels)))
-    widths = [5, 5] + [2] * (len(keys) - 1)
+    predicted = [job.get("predicted") or {} for job, _ in runs]
+    keys = [key for key in COMPARED if any(job.get(key) is not None for job in measured)]
+    height = max(3.8, 1.2 + 0.5 * len(runs))
+    columns = 1 + len(keys)
     figure, (loss, *bars) = new_figure(
-        1.1 * sum(widths), height, columns=len(widths), width_ratios=widths
+        7 + 2.2 * len(keys), height, columns=columns, width_ratios=[5] + [2] * len(keys)
     )
-    speed = bars[0]
-    loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
-    speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")
+    _over_steps(loss, "Training loss", "nats per token")
     if not runs:
         say_empty(loss, "no job trained a step")
-        say_empty(speed, "")
         return save(figure, directory / SWEEP_PLOT)
-    colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
-    panels = dict(zip(keys, bars, strict=True))
-    place = 0.0
-    for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
-        colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
+    colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
+    for i, ((_, records), colour) in enumerate(zip(runs, colours, strict=True)):
         # Later jobs have thinner lines, so that coinciding curves are all visible.
-        loss.plot(
-            *series(records, "loss"), color=colour, linewidth=max(1.0, 4.5 - 0.5 * i), alpha=0.8
-        )
-        # The label above the bar uses the whole width; bar and curve have the same colour.
-        speed.text(0, place, "\n".join(lines), va="top", fontsize=8.5)
-        place += 0.62 * len(lines) + 0.28
-        for key, axis in panels.items():
-            value = measured[i].get(key)
-            predicted = (job.get("predicted") or {}).get(key)
-            axis.barh(place, value or 0.0, height=0.44, color=colour)
-            text = f"{value or 0.0:,.0f}" if axis is speed else COMPARED[key][1](value)
-            axis.text(value or 0.0, place, f" {text}", va="center", fontsize=8.5, color=MUTED)
-            if predicted is not None:
-                marks = [place - 0.34, place + 0.34]
-                axis.plot([predicted] * 2, marks, color="black", linewidth=1.6)
-        place += 0.6
-    for key, axis in panels.items():
-        most = axis.dataLim.x1  # the longest bar or mark
-        axis.set(
-            yticks=[], ylim=(place, -0.2), xlim=(0, (1.2 if axis is speed else 1.6) * most or 1.0)
-        )
-        axis.grid(axis="y", visible=False)
-        if axis is not speed:
-            axis.set(title=COMPARED[key][0], xticks=[])
-    if any(job.get("predicted") for job, _ in runs):
-        speed.set(xlabel="tokens per second; black: predicted")
-    loss.margins(x=0.02)
+        loss.plot(*series(records, "loss"), color=colour, linewidth=max(1.0, 4.5 - 0.5 * i))
+    rows = np.arange(len(runs))
+    for axis, key in zip(bars, keys, strict=True):
+        heading, write = COMPARED[key]
+        values = [job.get(key) for job in measured]
+        drawn = axis.barh(rows, [value or 0.0 for value in values], color=colours)
+        axis.bar_label(drawn, map(write, values), padding=3, fontsize=8.5)
+        axis.plot([job.get(key, np.nan) for job in predicted], rows, "k|", markersize=16)
+        axis.set(title=heading, xticks=[], yticks=[], ylim=(len(runs) - 0.5, -0.5))
+        axis.margins(x=0.5)
+        axis.grid(False)
+    for axis in bars[:1]:
+        labels = [textwrap.fill(job["label"], 40) for job, _ in runs]
+        axis.set_yticks(rows, labels, fontsize=8.5)
+        if any(predicted):
+            axis.set_xlabel("black: predicted")
     return save(figure, directory / SWEEP_PLOT)

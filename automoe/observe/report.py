@@ -19,10 +19,10 @@ from automoe.observe.metrics import (
     SAMPLES_FILE,
     Record,
     StrPath,
-    damaged_lines,
     read_expert_load,
     read_jsonl,
     read_metrics,
+    to_stderr,
 )
 from automoe.observe.page import MESH_CAPTION, picture, render
 from automoe.observe.summary import describe_run, final_numbers
@@ -67,11 +67,10 @@ def build_report(run_dir: StrPath) -> Path:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise AutomoeError(f"{run_dir}: no such run directory. Give the run_dir of a training run")
+    for name in (METRICS_FILE, LOAD_FILE, SAMPLES_FILE):
+        read_jsonl(run_dir / name, to_stderr)
     records = read_metrics(run_dir)
     status = _read_json(run_dir / STATUS_FILE)
-    for name in (METRICS_FILE, LOAD_FILE, SAMPLES_FILE):
-        if lines := damaged_lines(run_dir / name):
-            _warn(run_dir / name, f"damaged lines: {lines}")
     config = mesh = None  # The report of a dead run needs neither.
     config_problem = ""
     try:
@@ -79,19 +78,6 @@ def build_report(run_dir: StrPath) -> Path:
         mesh = frozen_shape(config)
     except AutomoeError as problem:
         config, config_problem = None, str(problem)
-    if config is not None and status.get("state") == "done":
-        for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
-            rows = read_jsonl(run_dir / name)
-            last = rows[-1]["step"] if rows else 0
-            if last < config.train.steps:
-                _warn(
-                    run_dir / name,
-                    f"it ends after step {last}, and the run is done after {config.train.steps}",
-                )
-    # An error with every key that the template uses
-    if error := status.get("error") or None:
-        plain = {"rank": None, "type": "", "message": "", "traceback": []}
-        error = plain | (error if isinstance(error, dict) else {"message": error})
     plots = run_dir / PLOTS_DIR
     plots.mkdir(exist_ok=True)
     drawn = draw_plots(records, read_expert_load(run_dir), plots, config) if records else []
@@ -101,7 +87,7 @@ def build_report(run_dir: StrPath) -> Path:
         TEMPLATE_FILE,
         run_dir=run_dir.resolve(),
         state=status.get("state", "state unknown"),
-        error=error,
+        error=status.get("error"),
         steps_done=records[-1]["step"] if records else 0,
         numbers=final_numbers(records),
         pictures=[

@@ -36,16 +36,15 @@ def describe_row(
     filled = int((doc_ids >= 0).sum())
     head = f"a row of the training data: {count} samples, {filled} of {len(tokens)} tokens, {trained.sum()} trained"
     lines = [(head, False)]
+    # A special token appears by its name, or by its number if it has none.
+    special = tokenizer.byte_lengths[tokens] == 0
     for sample in range(min(count, _MOST_SAMPLES)):
         here = np.flatnonzero(doc_ids == sample)
-        borders = [0, *(np.flatnonzero(np.diff(trained[here])) + 1), len(here)]
-        for start, end in zip(borders[:-1], borders[1:], strict=True):
-            part = here[start:end]
-            # A special token appears by its name, or by its number if it has none.
-            ids = tokens[part]
-            special = tokenizer.byte_lengths[ids] == 0
-            cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
-            pieces = (tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts))
+        for part in np.split(here, np.flatnonzero(np.diff(trained[here])) + 1):
+            cuts = np.flatnonzero(special[part][1:] | special[part][:-1]) + 1
+            pieces = (
+                tokenizer.decode(ids) or f"<{ids[0]}>" for ids in np.split(tokens[part], cuts)
+            )
             text = "".join(pieces).replace("\n", "⏎").replace("\t", " ")
             shown = "".join("�" if steers(char) else char for char in text)
             is_trained = bool(trained[part[0]])
@@ -54,7 +53,7 @@ def describe_row(
                 shown, width - len(mark), drop_whitespace=False, break_on_hyphens=False
             )
             if len(wrapped) > _MOST_LINES:
-                wrapped = [wrapped[0], f"... {len(wrapped) - 2} lines ...", wrapped[-1]]
+                wrapped[1:-1] = [f"... {len(wrapped) - 2} lines ..."]
             lines += [(mark + line, is_trained) for line in wrapped]
         lines.append(("", False))
     if count > _MOST_SAMPLES:

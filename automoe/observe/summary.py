@@ -116,17 +116,16 @@ def _slowest_rank(records: Records) -> dict[str, str]:
     if not timed:
         return {}
     who = Counter((record["slowest_rank"], record["slowest_host"]) for record in timed)
-    ((rank, host), times) = who.most_common(1)[0]
-    mine = [
-        entry for entry in timed if (entry["slowest_rank"], entry["slowest_host"]) == (rank, host)
+    [((rank, host), times)] = who.most_common(1)
+    behind = [
+        record["probe_seconds_max"] / record["probe_seconds_median"]
+        for record in timed
+        if (record["slowest_rank"], record["slowest_host"]) == (rank, host)
     ]
-    behind = np.median(
-        [entry["probe_seconds_max"] / entry["probe_seconds_median"] for entry in mine]
-    )
     return {
         f"slowest rank, on {host}": str(rank),
         f"slowest in timings, of {len(timed)}": str(times),
-        "its time / median rank": f"{behind:.2f}",
+        "its time / median rank": f"{np.median(behind):.2f}",
     }
 
 
@@ -232,13 +231,14 @@ def _count(count: int, word: str, ending: str = "s") -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
-def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
+def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True) -> str:
     """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of groups.
 
     The grid has a column of ranks for each position on the inner axes, named above it, and a row
     for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
 
     Args:
+        grid: False omits the grid.
         groups: False omits the table below a grid.
     """
     if mesh.world_size == 1:
@@ -247,18 +247,18 @@ def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
     for view in VIEWS:
         lines.append(f"{view} mesh: {_product(mesh, view)}")
         axes = mesh.active_axes(view)
-        has_grid = mesh.world_size <= MAX_GRID_RANKS and axes[-1][1] <= MAX_COLUMNS
+        has_grid = grid and mesh.world_size <= MAX_GRID_RANKS and axes[-1][1] <= MAX_COLUMNS
         if has_grid:
             lines += [f"  {line}" for line in _grid(mesh, view)]
         if groups or not has_grid:
             lines += [""] * has_grid
             lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
             for axis, size in axes:
-                group = mesh.groups(view, axis)[0]
-                # Long groups are written as ``0 8 16 24 32 40 ... 56``.
-                ranks = [*group[:6], "...", group[-1]] if len(group) > 8 else group
-                listed = " ".join(map(str, ranks))
-                lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {listed}")
+                ranks = list(map(str, mesh.groups(view, axis)[0]))
+                if len(ranks) > 8:
+                    ranks[6:-1] = ["..."]
+                count = mesh.world_size // size
+                lines.append(f"  {axis:<14}{size:>5}{count:>8}   {' '.join(ranks)}")
         lines.append("")
     return "\n".join(lines)
 
@@ -266,24 +266,25 @@ def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
 def _grid(mesh: MeshShape, view: str) -> list[str]:
     """Return a grid of rank numbers, with outer coordinates at the left and inner ones above."""
     axes = mesh.active_axes(view)
-    sizes = [size for _, size in axes]
     # pp stays at the left even if all ranks fit in one row, so that a row is a stage in both views.
     # Otherwise as many inner axes run along a row as fit, at least the innermost.
-    splits = range(1 if axes[0][0] == "pp" else 0, len(axes) + 1)
-    split = next(n for n in splits if math.prod(sizes[n:]) <= MAX_COLUMNS or n == len(axes) - 1)
-    outer = axes[:split]
-    inner = axes[split:]
-    columns = math.prod(sizes[split:])
-    labels = []
-    for rank in range(0, mesh.world_size, columns):
-        position = mesh.coordinates(rank, view)
-        labels.append("  ".join(f"{axis} {position[axis]}" for axis, _ in outer) or "rank")
-    width = max(len(text) for text in [*labels, *(axis for axis, _ in inner)])
+    split = 1 if axes[0][0] == "pp" else 0
+    while split < len(axes) - 1 and math.prod(size for _, size in axes[split:]) > MAX_COLUMNS:
+        split += 1
+    inner = [axis for axis, _ in axes[split:]]
+    columns = math.prod(size for _, size in axes[split:])
+    places = [mesh.coordinates(rank, view) for rank in range(mesh.world_size)]
+    labels = [
+        "  ".join(f"{axis} {place[axis]}" for axis, _ in axes[:split]) or "rank"
+        for place in places[::columns]
+    ]
+    width = max(map(len, [*labels, *inner]))
     cell = len(str(mesh.world_size - 1)) + 2
     lines = []
-    for axis, _ in inner:
-        positions = [mesh.coordinates(rank, view)[axis] for rank in range(columns)]
-        lines.append(f"{axis:>{width}} :" + "".join(f"{p:>{cell}}" for p in positions))
+    for axis in inner:
+        lines.append(
+            f"{axis:>{width}} :" + "".join(f"{place[axis]:>{cell}}" for place in places[:columns])
+        )
     if inner:
         lines.append(" " * (width + 2) + "-" * (cell * columns))
     for row, label in enumerate(labels):
@@ -292,36 +293,13 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
     return lines
 
 
-# Numbers of a job that are both predicted and measured: key in the record, heading, formatter.
+# Numbers of a job that are both predicted and measured: key in the record -> heading, formatter.
 COMPARED = {
     "tokens_per_second": ("tokens/s", short_number),
     "mfu": ("MFU", lambda value: "-" if value is None else f"{100 * value:.1f}%"),
     "memory": ("peak memory", bytes_text),
     "balance": ("busiest rank", lambda value: number(value, 2)),
 }
-
-
-def _print_predicted(jobs: Records, console: Any) -> None:
-    """Print the measured and predicted numbers of the jobs that have both."""
-    sides = ("measured", "predicted")
-    both = [
-        job for job in jobs if job.get("predicted") and any((job.get("measured") or {}).values())
-    ]
-    shown = {
-        key: COMPARED[key]
-        for key in COMPARED
-        if any(job[side].get(key) for job in both for side in sides)
-    }
-    table = new_table(["measured, predicted"], [heading for heading, _ in shown.values()])
-    for job in both:
-        cells = [
-            ", ".join(write(job[side].get(key)) for side in sides)
-            for key, (_, write) in shown.items()
-        ]
-        table.add_row(job["label"], *cells)
-    if both:
-        console.print()
-        console.print(table)
 
 
 def new_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
@@ -353,7 +331,6 @@ def print_sweep(jobs: Records) -> None:
         table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
     console.print()
     console.print(table)
-    _print_predicted(jobs, console)
     for job in jobs:
         if job.get("reason") and job["state"] != "done":
             console.print(f"\n{job['label']} {job['state']}: {job['reason']}", soft_wrap=True)

@@ -43,10 +43,12 @@ class RunRecord:
         resumed: Resumed | None,
     ) -> None:
         self._run_dir = context.run_dir
+        self._num_steps = config.train.steps
         self._console = Console(config, shape, enabled=context.rank == 0)
         self.note = self._console.note
         self.warn = self._console.warn
         self.show_row = self._console.row
+        self.show_step = self._console.step
         self._console.start(resume_step=step)
         self.note_wrapped([*describe_training(config), *_describe_length(config)])
         self._log = None
@@ -54,17 +56,17 @@ class RunRecord:
         if context.rank == 0:
             # The record of another run is not continued.
             record_ends = resumed.step if resumed and resumed.of_run else None
-            self._log = MetricsLog(context.run_dir, record_ends, self.warn)
+            self._log = self._open_log(record_ends)
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
+
+    def _open_log(self, resume_step: int | None) -> MetricsLog:
+        return MetricsLog(self._run_dir, resume_step, self.warn, self._num_steps)
 
     def note_wrapped(self, lines: list[str]) -> None:
         """Print lines for the user, wrapped to 80 columns with a note's margin."""
         for line in lines:
             for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False):
                 self.note(part)
-
-    def show_step(self, record: Mapping[str, Any]) -> None:
-        self._console.step(record)
 
     def write_step(self, record: Mapping[str, Any], expert_counts: torch.Tensor) -> None:
         """Write a step to ``metrics.jsonl`` and the trackers."""
@@ -83,7 +85,7 @@ class RunRecord:
         """Remove every step after ``step``, to which the run has gone back."""
         if self._log is not None:
             self._log.close()
-            self._log = MetricsLog(self._run_dir, step, self.warn)
+            self._log = self._open_log(step)
             self._trackers.rewind(step)
 
     def close(self, outcome: Outcome) -> None:

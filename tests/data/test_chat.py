@@ -108,9 +108,9 @@ def test_calls_of_sharegpt_are_tool_calls(tmp_path: Path) -> None:
 BAD = {
     '{"messages": [': r"a\.jsonl:2: not valid JSON",
     '{"text": "x"}': r"a\.jsonl:2: no key 'messages'; it has text .*data\.chat\.keys=\{messages: NAME\}",
-    '{"messages": []}': r"a\.jsonl:2: 'messages' is an empty list where a list of messages is needed",
-    '{"messages": "hello"}': r"a\.jsonl:2: 'messages' is str where",
-    '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is str where an object is needed",
+    '{"messages": []}': r"a\.jsonl:2: 'messages' is \[\] where a list of messages is needed",
+    '{"messages": "hello"}': r"a\.jsonl:2: 'messages' is 'hello' where",
+    '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is 'hello' where an object is needed",
     '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; it has role",
     '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': r"a\.jsonl:2: message 1 has weight: 0\.5, and",
@@ -121,8 +121,8 @@ BAD = {
         r"a\.jsonl:2: part 2 of message 1's content is of type 'image_url', and only text is trained"
     ),
     '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': r"part 1 of message 1's content is NoneType where",
-    '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate pair \(\\ud800\)",
-    '{"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate",
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: not valid JSON .*surrogates not allowed",
+    '{"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "\\ud800"}]}': r"a\.jsonl:2: not valid JSON .*surrogates not allowed",
 }
 
 
@@ -159,7 +159,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 def test_bad_utf8_and_empty_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"messages": []}\n\n{"messages": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:1: 'messages' is an empty list"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 'messages' is \[\] where"):
         read(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes(json.dumps({"messages": ASKED}).encode() + b'\n{"messages": "caf\xe9"}\n')
     with pytest.raises(DataError, match=r"b\.jsonl:2: byte 0xe9 is not UTF-8"):

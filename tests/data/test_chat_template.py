@@ -193,7 +193,7 @@ def test_questions_that_are_left_out_are_counted(load: Load, tmp_path: Path) -> 
     template = ChatTemplate(ChatConfig(template=str(tmp_path / "deaf.jinja")), load("chatml").tokenizer)
     turns = [{"role": "system", "content": "Be brief."}, *FOUR]
     assert [trained(template, sample) for sample in samples(template, turns)] == ANSWERS["chatml"]
-    assert template.counts["unseen"] == 1
+    assert template.counts["left_out"] == 1
 
 
 def test_no_template_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from automoe.data.chat import Conversation, read_conversations
 from automoe.data.chat_corpus import describe_chat, tokenise_chat
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.corpora import find_files
-from automoe.data.turns import unwritten
 from automoe.errors import DataError
 from tests.support.chat import SPECIAL, TEMPLATES, messages, save_tokenizer
 
@@ -54,41 +53,37 @@ DOTS = CHATML.replace("m.content +", "(m.content | replace('.', '!')) +")
 
 
 @pytest.mark.parametrize(
-    ("template", "given", "left_out", "of"),
+    ("template", "given", "left_out"),
     [
-        ("chatml", answer("4", reasoning_content="two twos"), 7, 8),
-        ("chatml", answer("4", thinking="two twos"), 7, 8),
-        ("chatml", answer("4", reasoning="two twos"), 7, 8),
-        ("chatml", answer("", reasoning_content="two twos"), 7, 7),
-        ("thinks", answer("4", reasoning_content="two twos"), 0, 8),
-        (CUTS, answer("<think>\nso 24\n</think>\n4 it is"), 4, 24),
-        ("chatml", answer("<think>\nso 24\n</think>\n4 it is"), 0, 24),
-        (KEEPS, answer("two twos</think>4"), 0, 16),
-        (SHORT, answer("one two three"), 5, 11),  # "one two t": no whole word of the third
-        (SHOUTS, answer(" one two "), 0, 6),
-        (DOTS, answer("1.5 and 2.5"), 2, 9),
-        ("moves", answer("one\n\ntwo"), 0, 6),
+        ("chatml", answer("4", reasoning_content="two twos"), 1),
+        ("chatml", answer("4", thinking="two twos"), 1),
+        ("chatml", answer("4", reasoning="two twos", thinking="a thought"), 2),
+        ("thinks", answer("4", reasoning_content="two twos"), 0),
+        (CUTS, answer("<think>\nso 24\n</think>\n4 it is"), 1),
+        ("chatml", answer("<think>\nso 24\n</think>\n4 it is"), 0),
+        (KEEPS, answer("two twos</think>4"), 0),
+        (SHORT, answer("one two three"), 1),
+        (SHOUTS, answer(" one two "), 0),
+        (DOTS, answer("1.5 and 2.5"), 1),
+        ("moves", answer("one\n\ntwo"), 0),
     ],
 )
-def test_characters_of_an_answer_that_reach_no_label_are_counted(
-    tmp_path: Path, template: str, given: dict[str, Any], left_out: int, of: int
+def test_texts_of_an_answer_that_reach_no_label_are_counted(
+    tmp_path: Path, template: str, given: dict[str, Any], left_out: int
 ) -> None:
     loaded = made(tmp_path, template)
-    whole = [*QUESTION, answer("4")]
-    text = said(tmp_path, loaded, whole, [*QUESTION, given], [*QUESTION, given])
-    assert loaded.counts["unwritten"] == 2 * left_out
-    assert loaded.counts["characters"] == 2 * of + 1
-    warning = f"leaves out {2 * left_out} of {2 * of + 1} characters of answers, in 2 answers, first a0.jsonl:2"
+    text = said(tmp_path, loaded, [*QUESTION, answer("4")], [*QUESTION, given], [*QUESTION, given])
+    assert loaded.counts["left_out"] == 2 * left_out
+    warning = f"leaves out {2 * left_out} texts, tools or arguments of conversations, first a0.jsonl:2"
     assert (warning in text) == ("leaves out" in text) == bool(left_out)
-    assert ("2 answers are empty" in text) == (left_out == of)
 
 
-def test_a_text_counts_as_often_as_it_is_said() -> None:
-    assert unwritten(["4", "24"], "<think>24</think>4") == 0
-    assert unwritten(["4", "4"], "4") == 1
-    assert unwritten(["a b", "b c"], "x a b c") == 1
-    assert unwritten(["", "  "], "") == 0
-    assert unwritten(["六。六"], "六") == 2
+def test_tools_and_questions_that_a_template_leaves_out_are_counted(tmp_path: Path) -> None:
+    """And so is an argument that it does not name."""
+    loaded = made(tmp_path, CHATML.replace("in messages", "in messages if m.role != 'system'"))
+    turns = [{"role": "system", "content": "Be brief."}, *QUESTION, answer("4")]
+    loaded.samples([Conversation(turns, [{"name": "add"}], Path("a.jsonl"), 0, 7, args={"no_such": 1})])
+    assert loaded.counts["left_out"] == 3 and loaded.first["left_out"] == (0, 7)
 
 
 # Line ends, signs or nothing between two turns, if an answer follows or not.
@@ -129,27 +124,23 @@ def test_messages_that_a_pair_shares_are_not_trained(tmp_path: Path) -> None:
 
 
 OPEN = {
-    "prefills": ("prefills", "data.chat.template=FILE"),  # DeepSeek-R1: nothing can be set
-    "argument": (
-        TEMPLATES["prefills"].replace("assistant\\n<think>\\n'", "assistant\\n' + ('<think>\\n' if thinking | default(true) else '')"),
-        "data.chat.template_args={thinking: false}",
+    "prefills": "prefills",  # DeepSeek-R1: nothing can be set
+    "argument": TEMPLATES["prefills"].replace(
+        "assistant\\n<think>\\n'", "assistant\\n' + ('<think>\\n' if thinking | default(true) else '')"
     ),
-    "closed at once": (
-        KEEPS.replace("'<think>\\n' + m.content", "'<think>\\n\\n</think>\\n\\n' + m.content"),
-        "data.chat.template=FILE",
-    ),
-}  # fmt: skip
+    "closed at once": KEEPS.replace("'<think>\\n' + m.content", "'<think>\\n\\n</think>\\n\\n' + m.content"),
+}
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_training_without_reasoning_behind_a_prompt_that_opens_it_is_said(tmp_path: Path, name: str) -> None:
-    text, remedy = OPEN[name]
-    template = made(tmp_path, text)
+    template = made(tmp_path, OPEN[name])
     warning = said(tmp_path, template, [*QUESTION, answer("4")], messages("a", "b", "c", "d"))
     assert "the generation prompt opens reasoning, and 3 of 3 answers have none, first a0.jsonl:1" in warning
-    assert "reasoning_content" in warning and f"set {remedy}" in warning
+    for remedy in ("reasoning_content", "data.chat.template_args={enable_thinking: false}", "chat_template_kwargs"):
+        assert remedy in warning
     if name == "argument":  # what it says to set ends the warning
-        quiet = made(tmp_path, text, template_args={"thinking": False})
+        quiet = made(tmp_path, OPEN[name], template_args={"thinking": False})
         assert "opens reasoning" not in said(tmp_path, quiet, [*QUESTION, answer("4")])
     with_reasoning = made(tmp_path, KEEPS)
     assert "opens reasoning" not in said(tmp_path, with_reasoning, [*QUESTION, answer("2\n</think>\n\n4")])
@@ -167,15 +158,11 @@ SPELLED = [
 
 
 @pytest.mark.parametrize("number", range(len(SPELLED)))
-def test_special_tokens_in_messages_are_counted_and_can_stay_text(tmp_path: Path, number: int) -> None:
+def test_special_tokens_in_messages_become_tokens_or_stay_text(tmp_path: Path, number: int) -> None:
     turns = SPELLED[number]
     name = "thinks" if "reasoning_content" in turns[-1] else "chatml"
     count = json.dumps(turns).count("<|")
-    for keeps in ("token", "text"):
-        template = made(tmp_path, name, special_text=keeps)
-        warning = said(tmp_path, template, [*QUESTION, answer("no <|im_endless|>, <think>")], turns)
-        expected = f"{count} special tokens are spelled out in messages, and become those tokens, first a0.jsonl:2"
-        assert (expected in warning) == ("spelled out" in warning) == (keeps == "token")
+    template = made(tmp_path, name, special_text="text")
     plain = made(tmp_path, name)
     names = dict(zip(SPECIAL, range(len(SPECIAL)), strict=True))
     for loaded, extra in ((plain, count), (template, 0)):

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -80,6 +76,13 @@ def test_jsonl_reads_the_key_and_the_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "one"}\n\n{"body": "", "x": 1}\n{"body": "zwei ü"}')
     assert read("jsonl", path, text_key="body") == [Document("one", 0, 1), Document("zwei ü", 0, 4)]
+
+
+def test_texts_that_look_like_dates_stay_as_they_are(tmp_path):
+    """A JSON reader that infers types makes times of them."""
+    texts = ["2024-05-01", "2024-05-01 10:30:00", "2024-05-01T10:30:00.123456789Z", "10:30:00", "1e5"]
+    path = write_jsonl(tmp_path / "dates.jsonl", [{"text": text} for text in texts])
+    assert [document.text for document in read("jsonl", path)] == texts
 
 
 def test_parquet_reads_the_column_and_the_row(tmp_path):
@@ -179,7 +182,7 @@ BAD_LINES = {
     b'{"text": null}\n': r"a\.jsonl:2: 'text' is NoneType where text is needed",
     b'{"text": ["x"]}\n': r"a\.jsonl:2: 'text' is list where text is needed",
     b'{"text": "caf\xe9"}\n': r"a\.jsonl:2: byte 0xe9 is not UTF-8 .*iconv",
-    b'{"text": "\\ud83d"}\n': r"a\.jsonl:2: 'text' has half of a surrogate pair \(\\ud83d\) at character 0",
+    b'{"text": "\\ud83d"}\n': r"a\.jsonl:2: not valid JSON \(.*ud83d.*surrogates not allowed",
     b"[" * 100_000 + b"\n": r"a\.jsonl:2: not valid JSON \(.*recursion",
 }
 
@@ -192,74 +195,32 @@ def test_bad_jsonl_line_is_named(line, tmp_path):
         read("jsonl", path)
 
 
-def carried_out(message: str, folder: Path) -> Path:
-    """Run the command that an error names in brackets, and return the file that the error says to name then.
-
-    Where jq is not installed, a stand-in has its one use.
-    """
-    shown = re.search(r"\(((?:cat|gzip|zstd) .*)\) and name (.*?) in data\.path", message)
-    assert shown is not None, message
-    (folder / "bin").mkdir(exist_ok=True)
-    if shutil.which("jq") is None:
-        code = "import json, sys\nfor one in json.load(sys.stdin): print(json.dumps(one))\n"
-        (folder / "bin" / "jq").write_text(f"#!{sys.executable}\n{code}")
-        (folder / "bin" / "jq").chmod(0o755)
-    env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-o", "pipefail", "-c", shown[1]], cwd=folder, env=env, check=True)
-    return folder / shlex.split(shown[2])[0]
-
-
 @pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n  {"text": "a"}\n]\n'])
-@pytest.mark.parametrize(
-    "name", ["a.json", "a.jsonl", "lines 2.jsonl", "new-a.jsonl", "-f.jsonl", "a.jsonl.gz", "a.;touch b"]
-)
-def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, tmp_path, monkeypatch):
-    """Whatever a file is called, the command overwrites nothing, runs no part of the name, and can be repeated."""
-    monkeypatch.chdir(tmp_path)
-    with pyarrow.output_stream(name, compression="gzip" if name.endswith(".gz") else None) as out:
-        out.write(text.encode())
-    there = Path(name).read_bytes()
-    made = []
-    for _ in range(2):
-        with pytest.raises(DataError, match=r":1: a JSON array; .*jq -c '\.\[\]'") as caught:
-            read("jsonl", name)
-        made.append(carried_out(str(caught.value), tmp_path))
-        assert [document.text for document in read("jsonl", made[-1])] == ["a"]
-    assert Path(name).read_bytes() == there
-    assert {*tmp_path.iterdir()} == {tmp_path / "bin", tmp_path / name, *made} and len(set(made)) == 2
+def test_a_json_array_is_refused_with_a_remedy(text, tmp_path):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: a JSON array; .*jq -c '\.\[\]'"):
+        read("jsonl", tmp_path)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "latin1"])
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_another_encoding_is_named_and_its_remedy_reads_every_letter(kind, packed, encoding, tmp_path, monkeypatch):
+def test_another_encoding_is_no_text(kind, packed, encoding, tmp_path):
     """Latin letters of UTF-16 and UTF-32 are valid UTF-8, with zeros. The refused file is closed."""
-    monkeypatch.chdir(tmp_path)
-    name = tmp_path / f"it's.{kind}{packed}"
-    for text in ('{"text": "plain"}\n', '{"text": "für"}\n'):
+    name = tmp_path / f"a.{kind}{packed}"
+    good = '{"text": "good"}\n' * 3
+    for before, text in (("", '{"text": "plain"}\n'), ("", '{"text": "für"}\n'), (good, '{"text": "für"}\n')):
         if text.isascii() and encoding == "latin1":
             continue
         codec = {"": None, ".gz": "gzip", ".zst": "zstd"}[packed]
         with pyarrow.output_stream(str(name), compression=codec) as out:
-            out.write(text.encode(encoding))
-        named = encoding.replace("-le", "le").replace("-be", "be")
-        with pytest.raises(DataError, match=rf":1: .*iconv -f {named}(le)? -t utf-8 > ") as caught:
+            out.write(before.encode() + text.encode(encoding))
+        with pytest.raises(
+            DataError, match=rf":{before.count(chr(10)) + 1}: byte .* is not UTF-8 .*Convert the file .*iconv"
+        ) as caught:
             read(kind, name)
         opened = [os.readlink(one.path) for one in os.scandir("/proc/self/fd") if os.path.exists(one.path)]
         assert str(name) not in opened, caught.value
-        [document] = read(kind, carried_out(str(caught.value), tmp_path))
-        assert document.text.lstrip("\ufeff") == (text if kind == "text" else json.loads(text)["text"])
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_lines_of_another_encoding_behind_good_ones_are_no_text(kind, encoding, tmp_path):
-    """A shell may append UTF-16; to convert the whole file would destroy the lines before."""
-    path = tmp_path / "mixed"
-    path.write_bytes(b'{"text": "good"}\n' * 3 + '{"text": "plain"}\n'.encode(encoding))
-    with pytest.raises(DataError, match=r"mixed:4: .*write the others again, which look like utf-16") as caught:
-        read(kind, path)
-    assert "iconv" not in str(caught.value)
 
 
 def test_bad_utf8_in_text_names_the_line(tmp_path):

@@ -82,7 +82,7 @@ def test_what_trl_documents_and_what_people_have_says_the_same(tmp_path: Path) -
             "after the 0 messages that both share is not an answer",
         ),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": [{"role": "bot"}]}, "rejected: message 1 has the role 'bot'"),
-        ({"prompt": "\ud800", "chosen": "4", "rejected": "5"}, "half of a surrogate pair"),
+        ({"prompt": "\ud800", "chosen": "4", "rejected": "5"}, "surrogates not allowed"),
     ],
 )
 def test_a_bad_record_names_its_line(tmp_path: Path, record: dict[str, Any], rule: str) -> None:
