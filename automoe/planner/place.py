@@ -71,11 +71,11 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     """Return the assumed expert rows of the busiest rank, relative to the mean of all ranks."""
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
-    if moe.capacity_factor:
-        busy = (
-            moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
-        )
-    return busy if mesh.ep > 1 else 1.0
+    if mesh.ep == 1:
+        return 1.0
+    if moe.capacity_factor and moe.pad_to_capacity:
+        return moe.capacity_factor
+    return min(busy, max(1.0, moe.capacity_factor or busy))
 
 
 def key_of(config: Config) -> str:
