@@ -102,14 +102,11 @@ class Console:
         validates = record.get("val_loss") is not None
         every = self.config.observe.log_every
         first, since = self._first
-        due = (
-            step % every == 0
-            if every
-            else (
-                steps - first < LINES
-                or now - self._printed >= min(MAX_SILENCE_S, (now - since + left) / LINES)
-            )
-        )
+        if every:
+            due = step % every == 0
+        else:
+            silence = min(MAX_SILENCE_S, (now - since + left) / LINES)
+            due = steps - first < LINES or now - self._printed >= silence
         if not (self._lines == 0 or step == steps or validates or not finite or due):
             return
         self._printed = now
@@ -135,22 +132,24 @@ class Console:
         self._lines += 1
         self._row(f"{step}/{steps}", [text for _, text in cells], None if finite else "bold red")
         if validates:
-            text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{WIDTHS[0]}}"
+            indent = self._step_width
+            parts = []
             if (bits := record.get("val_bits_per_byte")) is not None:
-                text += f"   {float(bits):.3f} bits per byte"
-            if "val_perplexity" in record:
-                text += f"   perplexity {perplexity_text(record['val_loss'])}"
+                parts.append(f"{float(bits):.3f} bits per byte")
+            has_perplexity = "val_perplexity" in record
+            if has_perplexity:
+                parts.append(f"perplexity {perplexity_text(record['val_loss'])}")
             for heading, key in REWARDS.values():
                 if f"val_{key}" in record:
-                    text += f"   {heading} {float(record[f'val_{key}']):.3g}"
+                    parts.append(f"{heading} {float(record[f'val_{key}']):.3g}")
             if (averaged := record.get("val_loss_ema")) is not None:
-                text += f"   EMA {loss_text(averaged)}"
-            self._print(text, "bold green")
+                parts.append(f"EMA {loss_text(averaged)}")
+            head = f"{'validation':>{indent}}{loss_text(record['val_loss']):>{WIDTHS[0]}}"
+            self._print("   ".join([head, *parts]), "bold green")
             for name, loss in losses_by_source(record):
-                numbers = f"{loss_text(loss):>{WIDTHS[0]}}"
-                if "val_perplexity" in record:
-                    numbers += f"   perplexity {perplexity_text(loss)}"
-                self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
+                parts = [f"{'':>{indent}}{loss_text(loss):>{WIDTHS[0]}}"]
+                parts += [f"perplexity {perplexity_text(loss)}"] * has_perplexity
+                self._print("   ".join([*parts, name]), "green")
 
     def note(self, text: str) -> None:
         """Print a line between step lines, such as a saved checkpoint or a skipped spike."""
@@ -170,9 +169,8 @@ class Console:
         """Print each sample's ``prompt`` and the model's ``text``, one terminal line each."""
         for sample in samples:
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
-                shown = "".join(
-                    char if char.isprintable() else " " for char in text.replace("\n", "⏎")
-                )
+                text = text.replace("\n", "⏎")
+                shown = "".join(char if char.isprintable() else " " for char in text)
                 self._print(f"{'':>{self._step_width}}  {shown}"[:80].rstrip(), style)
         self.note(f"answered in {seconds_text(seconds)}")
 
@@ -203,13 +201,11 @@ class Console:
         step = record["step"]
         pace = float(record.get("step_seconds") or math.nan)
         # The first step is slow because of warm-up: its pace is used once and then forgotten.
-        if self._last is not None:
-            pace = (now - self._last[1]) / max(1, step - self._last[0])
-            if self._pace is not None:
-                pace = 0.95 * self._pace + 0.05 * pace
-            self._pace = pace
-        else:
+        if self._last is None:
             self._first = (step, now)
+        else:
+            pace = (now - self._last[1]) / max(1, step - self._last[0])
+            self._pace = pace = 0.95 * (self._pace or pace) + 0.05 * pace
         self._last = (step, now)
         return pace * (self.config.train.steps - step)
 
