@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         help="experts one by one as published, or fused as transformers 5 holds them (default: published)",
     )
     args = parser.parse_args(argv)
-    return report(
-        args, partial(_convert, args.source, layout=args.layout), partial(_describe, args)
-    )
+    return report(args, partial(_convert, args.source, layout=args.layout))
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:
@@ -69,31 +68,8 @@ def _convert(source: str, out: str, **options: Any) -> Written:
 
     from automoe.hf.write import convert_hf  # torch
 
-    return convert_hf(folder, out, **options)
-
-
-def _describe(args: argparse.Namespace, written: Written) -> str:
-    from automoe.observe.summary import bytes_text
-
-    files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
-    dtype = str(written.dtype).removeprefix("torch.")
-    kind = written.encoding.upper()
-    stored = dtype if written.error is None else f"{kind}, the rest {dtype}"
-    stored += ", experts fused" * (args.layout == "fused")
-    rounded = f"{dtype} where it was wider"
-    if written.error is not None:
-        rounded = f"{kind}, which is {written.error:.2%} off"
-    model = "transformers builds the same model from it"
-    if written.logits_error is None:
-        model += "; too large to compare logits here"
-    else:
-        model += f", logits within {written.logits_error:.0e}"
-    return (
-        f"{written.path}\n  {written.num_tensors:,} tensors, {bytes_text(written.num_bytes)} in {files}, {stored}\n"
-        f"  read back: every number that was read from {args.source} is there, rounded to {rounded}\n"
-        + "".join(f"  {note}\n" for note in written.notes)
-        + f"  {model}"
-    )
+    written = convert_hf(folder, out, **options)
+    return replace(written, checked=True, rounded=f"{written.dtype} where they were wider")
 
 
 if __name__ == "__main__":

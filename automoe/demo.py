@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automoe.errors import ConfigError, exit_status
+from automoe.storage.files import free_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,15 +79,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _new_folder(wanted: Path | None) -> Path:
-    """Return ``wanted``, or else the first free folder of runs/demo, runs/demo-2, ..."""
+    """Return ``wanted``, or else the first free folder of runs/demo, runs/demo.1, ..."""
     if wanted is not None:
         if wanted.exists():
             raise ConfigError("--dir", wanted, "exists, and nothing is overwritten", "Name another")
         return wanted
-    number = 1
-    while (folder := Path("runs", "demo" if number == 1 else f"demo-{number}")).exists():
-        number += 1
-    return folder
+    folder = Path("runs", "demo")
+    return free_name(folder, "demo") if folder.exists() else folder
 
 
 # ---------------------------------------------------------------- one step

@@ -16,10 +16,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, requires
+from importlib.metadata import distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from automoe import __version__
 from automoe.errors import ConfigError, exit_status
@@ -40,12 +39,6 @@ OPTIONAL = {
     "mlflow": "observe.mlflow",
 }
 PACKAGES = "triton transformers numpy liger-kernel nvidia-nccl-cu12 nvidia-nccl-cu13"
-WIDTH = 80  # of the output, in characters
-WRAPPED: dict[str, Any] = {
-    "subsequent_indent": " " * 28,
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 
@@ -79,17 +72,15 @@ def main(argv: list[str] | None = None) -> int:
     facts = list(examine())
     if args.gpu:
         return check_gpus(args.dir, facts)
+    indent = " " * 28
+    layout = textwrap.TextWrapper(
+        80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     for fact in facts:
-        print(
-            textwrap.fill(
-                fact.value,
-                WIDTH,
-                initial_indent=f"{'PROBLEM' if fact.problem else 'ok':<8}{fact.name:<20}",
-                **WRAPPED,
-            )
-        )
+        verdict = "PROBLEM" if fact.problem else "ok"
+        print(layout.fill(f"{verdict:<8}{fact.name:<20}{fact.value}"))
         if fact.problem:
-            print(textwrap.fill(fact.problem, WIDTH, initial_indent=" " * 28, **WRAPPED))
+            print(layout.fill(indent + fact.problem))
     return EXIT_PROBLEM if any(fact.problem for fact in facts) else 0
 
 
@@ -105,7 +96,7 @@ def examine() -> Iterator[Fact]:
     yield Fact("system", platform.platform(), wrong)
     # If a package is on the path twice, Python imports the first one, which is last and wins here.
     installed = {
-        distribution.name.lower(): distribution.version
+        distribution.name.lower().replace("_", "-"): distribution.version
         for distribution in reversed([*distributions()])
     }
     torch = installed.get("torch", "")
@@ -183,22 +174,15 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
 def _other_triton(installed: dict[str, str]) -> str:
     """Return what to do if the installed torch asks for another Triton; empty if it asks for none."""
     from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
 
-    versions = {canonicalize_name(name): version for name, version in installed.items()}
-    try:
-        needed = [Requirement(line) for line in requires("torch") or ()]
-    except PackageNotFoundError:
-        return ""
-    for requirement in needed:
-        here = versions.get(canonicalize_name(requirement.name), "none")
-        if "triton" not in requirement.name or (
-            requirement.marker and not requirement.marker.evaluate({"extra": ""})
-        ):
-            continue
-        if here == "none" or not requirement.specifier.contains(here, prereleases=True):
-            pair = f"torch {installed['torch']} needs {requirement.name}{requirement.specifier} and finds {here}"
-            return f"{pair}: pip install '{requirement.name}{requirement.specifier}'"
+    for line in requires("torch") or () if "torch" in installed else ():
+        needed = Requirement(line)
+        here = installed.get(needed.name)
+        asked = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        there = here is not None and needed.specifier.contains(here, prereleases=True)
+        if "triton" in needed.name and asked and not there:
+            pair = f"{needed.name}{needed.specifier}"
+            return f"torch {installed['torch']} needs {pair} and finds {here or 'none'}: pip install '{pair}'"
     return ""
 
 

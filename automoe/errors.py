@@ -136,8 +136,10 @@ def in_words(error: BaseException) -> BaseException:
         return DiskError(f"{where}{error.strerror}. {remedy}")
     if isinstance(error, PermissionError) and error.filename is not None:
         return DiskError(f"{error.filename}: {error.strerror}. Correct its permissions")
-    if isinstance(error, UnicodeDecodeError):
-        return DataError(f"a file is not UTF-8 ({error}). Convert it (iconv -f latin1 -t utf-8)")
+    if isinstance(error, UnicodeError):
+        return DataError(
+            f"a file or a prompt is not UTF-8 ({error}). Convert it (iconv -f latin1 -t utf-8)"
+        )
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd raises it so
         return LaunchError("the working directory is gone. Change to one that exists")
     text = str(error)

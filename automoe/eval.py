@@ -17,7 +17,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -36,11 +35,9 @@ from automoe.errors import (
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.interop.lm_eval import guard_harness, in_time, rehearse
 from automoe.observe.metrics import jsonable
-from automoe.observe.summary import new_table
-from automoe.storage.files import free_name, named
+from automoe.storage.files import explained, free_name
 
 RESULTS = "eval.json"
-_NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
 
 
 @exit_status
@@ -97,9 +94,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     import_backend(
         "lm_eval.models.huggingface", "automoe eval", "Install automoe[eval], which brings lm_eval"
     )
+    from lm_eval.utils import make_table
+
     guard_harness(args.trust_task_code)
     logger = logging.getLogger("lm_eval")
-    logger.handlers = [heard := _Heard()]
+    logger.handlers = [_Once(args.tasks)]
     logger.propagate = False
     with checkpoint_of(where) as folder:
         out = _free(where, args.out)
@@ -111,67 +110,52 @@ def _evaluate(args: argparse.Namespace) -> int:
                 "--tasks", args.tasks, f"more than one task is called {listed(twice)}", "Rename one"
             )
         scores = evaluate(folder, tasks, args)
-    rows = list(_rows(scores, names))
     # For a run the checkpoint may be a temporary folder, so record the run itself.
     scores["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
-    _print_table(rows)
-    text = json.dumps(jsonable(scores), indent=1, default=str)
-    lost = None
-    try:
-        with named(out, len(text)), out.open("x") as file:
-            file.write(text)
-    except OSError as error:
-        lost = error
-        if not isinstance(error, FileExistsError):
-            with contextlib.suppress(OSError):
-                out.unlink()
-        with tempfile.NamedTemporaryFile("w", suffix=f".{RESULTS}", delete=False) as file:
-            file.write(text)
-    print(f"results {file.name}")
-    for kind, texts in heard.found.items():
-        print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
-        if kind == _NO_CHOICE:
-            raise ConfigError(
-                "--tasks",
-                args.tasks,
-                "a right answer is not among the choices",
-                "Correct doc_to_target",
-            )
-    said = ""
-    if wrong := [
-        f"{task} {metric}"
-        for task, metric, _, *numbers in rows
-        # None: a standard error that was not estimated
-        if not all(n is None or isinstance(n, int | float) and math.isfinite(n) for n in numbers)
-    ]:
-        said = f"not finite: {listed(wrong)}"
-    if missing := set(names) - {row[0] for row in rows}:
-        said = f"without a number: {listed(missing)}"
-    if lost is not None:
-        raise AutomoeError(f"{out}: {lost.strerror}. The results are in {file.name}") from lost
-    if said:
+    print(make_table(scores))
+    if scores.get("groups"):
+        print(make_table(scores, "groups"))
+    with explained(out, "The table above has the numbers"), out.open("x") as file:
+        json.dump(jsonable(scores), file, indent=1, default=str)
+    print(f"results {out}")
+    # The name of a number is METRIC,FILTER; a standard error that was not estimated is N/A.
+    numbers = {
+        (task, name): value
+        for task, values in (scores.get("groups", {}) | scores["results"]).items()
+        for name, value in values.items()
+        if "," in name and value not in (None, "N/A")
+    }
+    wrong = [
+        f"{task} {name.partition(',')[0]}"
+        for (task, name), value in numbers.items()
+        if not isinstance(value, int | float) or not math.isfinite(value)
+    ]
+    wrong += [f"{task} has no number" for task in {*names} - {task for task, _ in numbers}]
+    if wrong:
         raise AutomoeError(
-            f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
+            f"the tasks were not all evaluated; not finite: {listed(wrong)}. Look at their data, and at the model's "
+            "answers"
         )
     return 0
 
 
-class _Heard(logging.Handler):
-    """Log handler that collects the harness's warnings about wrong or truncated questions.
+class _Once(logging.Handler):
+    """Log handler that prints a warning of the harness once for each place in its code."""
 
-    Attributes:
-        found: kind of warning -> texts of the warnings of that kind.
-    """
+    def __init__(self, tasks: str) -> None:
+        super().__init__(logging.WARNING)
+        self._tasks = tasks
+        self._places: set[tuple[str, int]] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, list[str]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(record.getMessage().split())[:300]
-        for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template"):
-            if kind in text:
-                self.found.setdefault(kind, []).append(text)
+    def handle(self, record: logging.LogRecord) -> bool:
+        text = one_line(record.getMessage())
+        if "Label index was not in" in text:  # quoted from the harness
+            rule = "a right answer is not among the choices"
+            raise ConfigError("--tasks", self._tasks, rule, "Correct doc_to_target")
+        if (place := (record.pathname, record.lineno)) not in self._places:
+            self._places.add(place)
+            print(f"warning: lm_eval: {text}", file=sys.stderr)
+        return True
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
@@ -187,37 +171,28 @@ def load_tasks(specs: list[str]) -> list[Any]:
 
     built = []
     for spec in specs:
-        if not spec:
-            raise ConfigError(
-                "--tasks", ",".join(specs), "a task without a name", "Write --tasks A,B"
-            )
-        path = user_path("--tasks", spec)
-        folder = path.is_dir()
-        named = not path.exists()
+        path = user_path("--tasks", spec or ".")
         # The harness's own tasks are thousands of files and take half a minute to read. They are
         # left out if the text looks like a path, which names none of them.
-        include = named and os.sep not in spec and path.suffix not in (".yaml", ".yml")
-        manager = TaskManager(include_path=str(path) if folder else None, include_defaults=include)
-        if not folder and not named and (group := _group_in(path)) is not None:
-            built.append(group)
-            continue
-        if named and spec not in manager.all_tasks:
-            raise ConfigError(
-                "--tasks",
-                spec,
-                f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name",
-                "`lm-eval ls tasks` lists its tasks",
-            )
-        names = [spec if named else str(path)]
-        if folder:
+        include = not path.exists() and os.sep not in spec and path.suffix not in (".yaml", ".yml")
+        folder = str(path) if path.is_dir() else None
+        manager = TaskManager(include_path=folder, include_defaults=include)
+        rule, names = "", [str(path)]
+        if not spec:
+            rule = "a task without a name"
+        elif folder:
             names = manager.all_subtasks
-        if not names:
-            raise ConfigError(
-                "--tasks",
-                spec,
-                "there is no task file in this folder",
-                "Name one with *.yaml files",
-            )
+            rule = "" if names else "there is no task file in this folder"
+        elif path.exists():
+            if (group := _group_in(path)) is not None:
+                built.append(group)
+                continue
+        elif spec in manager.all_tasks:
+            names = [spec]
+        else:
+            rule = f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name"
+        if rule:
+            raise ConfigError("--tasks", spec, rule, "`lm-eval ls tasks` lists tasks by name")
         for name in names:
             loaded = manager.load([name])
             groups = list(loaded.get("groups", {}).values())
@@ -272,7 +247,8 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         )
     # A limit is a count of documents, or below 1 a share of them.
     limit = args.limit if args.limit is None or args.limit < 1 else int(args.limit)
-    fewest = min(len(task.eval_docs) for asked in tasks for task in _leaves(asked))
+    leaves = [leaf for task in tasks for leaf in _leaves(task)]
+    fewest = min(len(leaf.eval_docs) for leaf in leaves)
     if limit is not None:
         fewest = min(fewest, limit if limit >= 1 else math.ceil(fewest * limit))
     with _failing(args.tasks):
@@ -292,16 +268,10 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
             log_samples=False,
         )
         rehearse(tokenizer, args.tasks, partial(run, bootstrap_iters=0))
-        for task in tasks:
-            for leaf in _leaves(task):
-                for part in ("apply_filters", "process_results"):
-                    setattr(
-                        leaf,
-                        part,
-                        in_time(
-                            f"--tasks={args.tasks}: {leaf.task_name}: {part}", getattr(leaf, part)
-                        ),
-                    )
+        for leaf in leaves:
+            for part in ("apply_filters", "process_results"):
+                what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
+                setattr(leaf, part, in_time(what, getattr(leaf, part)))
         scores = run(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.
@@ -329,30 +299,6 @@ def _leaves(task: Any) -> list[Any]:
     return task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
 
 
-def _rows(scores: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield (task, metric, few-shot count, value, standard error) per number, groups first."""
-    groups = scores.get("groups", {})
-    results = groups | scores["results"]
-    for name in [*groups, *names]:
-        shots = scores.get("n-shot", {}).get(name)
-        for key, value in results.get(name, {}).items():
-            metric, _, kind = key.partition(",")
-            if kind and not metric.endswith("_stderr"):
-                error = results[name].get(f"{metric}_stderr,{kind}")
-                shown = metric if kind == "none" else f"{metric} ({kind})"
-                yield name, shown, shots, value, None if error == "N/A" else error
-
-
-def _print_table(rows: list[tuple[Any, ...]]) -> None:
-    from rich.console import Console
-
-    table = new_table(("task", "metric"), ("shots", "value", "std. error"))
-    for task, metric, shots, *numbers in rows:
-        cells = [f"{n:.4f}" if isinstance(n, int | float) else str(n or "-") for n in numbers]
-        table.add_row(str(task), metric, "-" if shots is None else str(shots), *cells)
-    Console(highlight=False, markup=False).print(table)
-
-
 def _free(where: Path, out: str | None) -> Path:
     """Return a path for the results that does not exist yet and can be written.
 
@@ -364,17 +310,13 @@ def _free(where: Path, out: str | None) -> Path:
     path = user_path("--out", out) if out else where / RESULTS
     if not out and path.exists():
         path = free_name(path, path.stem)
+    rule = ""
     if path.exists():
-        raise ConfigError(
-            "--out", path, "it exists, and results are not overwritten", "Name another file"
-        )
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "--out",
-            path,
-            "its folder does not exist, or cannot be written",
-            "Name a file that can be written",
-        )
+        rule = "it exists, and results are not overwritten"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        rule = "its folder does not exist, or cannot be written"
+    if rule:
+        raise ConfigError("--out", path, rule, "Name another file")
     return path
 
 

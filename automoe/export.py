@@ -161,8 +161,9 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.checkpoint.steps import FOLDER, committed_steps, misnamed
-    from automoe.hf.families.registry import family_of, model_of_stranger
-    from automoe.hf.headers import ADAPTER, check_holds, complete_headers
+    from automoe.hf.api import from_hf
+    from automoe.hf.families.registry import model_of_stranger
+    from automoe.hf.headers import ADAPTER
     from automoe.hf.identity import checkpoint_identity
     from automoe.hf.peft import from_peft
     from automoe.hf.read import load_hf
@@ -176,7 +177,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     with explained(run_dir / FOLDER, "Check its permissions", "cannot be read"):
         steps = committed_steps(run_dir / FOLDER)
     newest = run_dir / FOLDER / steps[-1] if steps else None
-    print(end=misnamed(run_dir / FOLDER, steps), file=sys.stderr)
+    for warning in misnamed(run_dir / FOLDER, steps):
+        print(f"warning: {warning}", file=sys.stderr)
     if newest is not None:
         if (problem := damage(newest)) is not None:
             raise CheckpointError(
@@ -186,21 +188,23 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         check_model(newest, manifest["config"], config)
     elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
-        config = replace(config, model=replace(config.model, hf_path=str(exported)))
-        tensors = complete_headers(exported)
-        check_holds(exported, config.model, family_of(config.model).keys, tensors)
-    elif not (adapter / ADAPTER).is_file() or ema or name != "adapter":
-        raise _no_weights(run_dir, ema)
+        model_of_stranger(str(exported))
+        return from_hf(exported, dtype=PARAM_DTYPES[config.train.dtype])
+    elif ema:
+        raise CheckpointError(
+            f"{run_dir} has no training checkpoint, which would hold averages. Omit --ema"
+        )
+    elif not (adapter / ADAPTER).is_file() or name != "adapter":
+        raise CheckpointError(
+            f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/ or "
+            "adapter/. Train it with checkpoint.every=N or checkpoint.export_hf=true"
+        )
     if newest is None or "base" in manifest:  # before a folder's weights are read
         model_of_stranger(str(config.model.hf_path))
     # Nothing is computed, so this machine need not have the backends of the training run.
     config = replace(config, moe=replace(config.moe, experts="loop"))
     dtype = PARAM_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
-    if newest is None and name == "hf":
-        model.to_empty(device="cpu")
-        load_hf(model, exported)
-        return model
     # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
     adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
@@ -219,18 +223,6 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
                 held.pop(name, None)
     load_step(held, newest, trained if ema else ())
     return model
-
-
-def _no_weights(run_dir: Path, ema: bool) -> CheckpointError:
-    """Return the error for a run without weights to export, or without averages for ``ema``."""
-    if ema:
-        return CheckpointError(
-            f"{run_dir} has no training checkpoint, which would hold averages. Omit --ema"
-        )
-    return CheckpointError(
-        f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/ or adapter/. "
-        "Train it with checkpoint.every=N or checkpoint.export_hf=true"
-    )
 
 
 def load_step(
@@ -308,18 +300,13 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
 
 
 @exit_status
-def report(
-    args: argparse.Namespace,
-    write: Callable[..., Any],
-    describe: Callable[[Any], str] | None = None,
-) -> int:
+def report(args: argparse.Namespace, write: Callable[..., Any]) -> int:
     """Load plugins, call ``write`` and print what was saved; return the exit status.
 
     Args:
         args: parsed options of ``add_options``.
         write: function of the output directory and these options, such as ``export_run`` with
             its run bound.
-        describe: function that turns the result of ``write`` into text to print; default: ``str``.
     """
     from automoe.config.plugins import load_plugins
 
@@ -331,18 +318,17 @@ def report(
         overwrite=args.overwrite,
         max_shard_bytes=int(args.max_shard_gb * 1e9),
     )
-    if describe:
-        print(f"saved {describe(written)}")
-    else:
-        layout = textwrap.TextWrapper(
-            80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        print(layout.fill(f"saved {written}"))
+    layout = textwrap.TextWrapper(
+        80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    print(layout.fill(f"saved {written}"))
+    notes = [*getattr(written, "notes", ())]
     folder = user_path("--out", args.out)
     if (folder / "config.json").is_file():  # an adapter has none
         from automoe.hf.engines import ignored_keys
 
-        print("".join(f"note: {line}\n" for line in ignored_keys(folder)), end="")
+        notes += ignored_keys(folder)
+    print("".join(f"note: {line}\n" for line in notes), end="")
     return 0
 
 

@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     variables = args.template_args | {"tools": args.tools}
     if args.text and (args.tools or args.template_args):
         parser.error("--text uses no chat template: leave out --tools and --template-args")
+    "".join([*args.prompt, args.system]).encode()  # refuses what is not UTF-8
     with checkpoint_of(user_path("WHERE", args.where)) as folder:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed, variables)
         system = [{"role": "system", "content": args.system}] if args.system else []
@@ -146,20 +147,14 @@ def main(argv: list[str] | None = None) -> int:
 def _lines() -> Iterator[str]:
     """Yield non-empty lines of standard input; in a terminal, stop at the first empty line."""
     typed = sys.stdin.isatty()
-    if typed:
-        print("> ", end="", flush=True)
     if isinstance(sys.stdin, io.TextIOWrapper):
         # PYTHONIOENCODING=ascii is meant for the output: read a pipe as UTF-8 all the same.
         ascii_alone = codecs.lookup(sys.stdin.encoding).name == "ascii"
-        # ``Speaker.answer`` reports bytes that are not UTF-8 as a CheckpointError.
-        sys.stdin.reconfigure(encoding="utf-8" if ascii_alone else None, errors="surrogateescape")
-    for line in sys.stdin:
-        if line := line.strip():
-            yield line
-        elif typed:
-            return
-        if typed:
-            print("> ", end="", flush=True)
+        sys.stdin.reconfigure(encoding="utf-8" if ascii_alone else None, errors="strict")
+    with suppress(EOFError):
+        while (line := input("> " if typed else "").strip()) or not typed:
+            if line:
+                yield line
 
 
 @contextmanager
@@ -365,19 +360,11 @@ class Speaker:
             said: a text to continue, or chat messages with ``role`` and ``content``.
 
         Raises:
-            CheckpointError: the tokenizer has no chat template for messages, or the prompt is not
-                UTF-8 or leaves no position of ``max_position_embeddings`` for an answer.
+            CheckpointError: the tokenizer has no chat template for messages, or the prompt leaves no
+                position of ``max_position_embeddings`` for an answer.
         """
         import torch
 
-        try:
-            (
-                said if isinstance(said, str) else "".join(message["content"] for message in said)
-            ).encode()
-        except UnicodeEncodeError as error:
-            raise CheckpointError(
-                "the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)"
-            ) from error
         prompt = guarded(f"{self.folder}: tokenizer or chat template", lambda: self._ids(said))
         ids = torch.tensor([prompt], dtype=torch.long, device=self.model.device)
         longest = getattr(self.model.config, "max_position_embeddings", None)

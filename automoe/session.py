@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
@@ -20,7 +21,7 @@ from automoe.config.compose import DEFAULT_PRIMARY
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import LaunchError
+from automoe.errors import CheckpointError, LaunchError
 from automoe.launch.external import detect_external
 from automoe.launch.from_python import composed
 from automoe.launch.hardware import resolve_device
@@ -63,8 +64,7 @@ def open_session(
         LaunchError: the mesh holds another number of ranks than there are.
     """
     rank, world_size, local_rank = 0, 1, 0
-    place = detect_external(os.environ)
-    if place is not None:
+    if (place := detect_external(os.environ)) is not None:
         rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -74,8 +74,6 @@ def open_session(
     run_dir.mkdir(parents=True, exist_ok=True)
     launch = replace(checked.launch, device=device)
     if dist.is_initialized():
-        import torch
-
         if "cpu:" not in (backends := dist.get_backend_config()):
             raise LaunchError(
                 f"the process group has {backends} alone, and a session also sends tensors of the CPU (progress of saves, "
@@ -102,11 +100,10 @@ def resolved(
     Raises:
         ConfigError, LaunchError: as ``open_session``.
     """
-    if not isinstance(config, Config):
-        names = list(config) if isinstance(config, Mapping) else [str(word) for word in config]
-        if not any(name.lstrip("+").split("=")[0] == "data" for name in names):
-            first = {"data": DATA} if isinstance(config, Mapping) else [f"data={DATA}"]
-            config = {**first, **config} if isinstance(first, dict) else [*first, *config]
+    if isinstance(config, Mapping):
+        config = {"data": DATA, **config}
+    elif not isinstance(config, Config):
+        config = [f"data={DATA}", *map(str, config)]
     checked = composed(config, config_name, config_dir)
     device = resolve_device(checked)
     shape = check(checked, world_size, device)
@@ -139,6 +136,17 @@ def save_at(session: Session, folder: Path) -> None:
     store, step = store_at(session, folder), f"step-{session.state.step}"
     store.ranks.lead(lambda: set_aside(store.folder / step, f"diverged-{step}"), again=False)
     store.save(session.state, stopping=True)
+
+
+def load_from(session: Session, folder: Path) -> None:
+    """Fill the state from the newest checkpoint of another folder than the run directory. Collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if store_at(session, folder).load_latest(session.state) is None:
+        raise CheckpointError(f"{folder} holds no state of a session. Correct the path")
+    session.zero_grad()
 
 
 def close() -> None:

@@ -37,10 +37,11 @@ from automoe.config.frozen import load_config, save_config
 from automoe.errors import BackendError, CheckpointError, ConfigError, DataError
 from automoe.launch.from_python import override_text
 from automoe.model.loss import LossInputs
-from automoe.rl.engine import TransformersEngine
+from automoe.rl.engine import Sampling, TransformersEngine
+from automoe.rl.session import at_least
 from automoe.rl.weights import WeightStream
 from automoe.run.samples import stop_tokens
-from automoe.session import Sample, Session, open_session, save_at, store_at
+from automoe.session import Sample, Session, load_from, open_session, save_at
 from automoe.storage.files import set_aside
 
 # What each loss reads beside target_tokens, the factor of its tokens first.
@@ -116,15 +117,14 @@ class ServiceClient(_Client):
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved)
-        here = client.result().session.config
-        for section, of_state, opened in (
-            ("lora", config.lora, here.lora), ("model", config.model, here.model)
-        ):  # fmt: skip
-            if of_state != opened:
-                names = [key for key, value in vars(of_state).items() if value != vars(opened)[key]]
-                values = ", ".join(f"{section}.{key}={getattr(of_state, key)}" for key in names)
-                rule = f"the state at {path} was saved with {values}"
-                raise ConfigError(section, names, rule, "Give these overrides to ServiceClient")
+        opened = client.result().session.config
+        for section in ("lora", "model"):
+            values, here = (vars(getattr(each, section)) for each in (config, opened))
+            if others := [
+                f"{section}.{key}={values[key]}" for key in values if values[key] != here[key]
+            ]:
+                rule = f"the state at {path} was saved with {', '.join(others)}"
+                raise ConfigError(section, "", rule, "Give these overrides to ServiceClient")
         client.result().load_state(path)
         return client
 
@@ -158,7 +158,7 @@ class TrainingClient(_Client):
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Return what ``forward_backward`` returns, without gradients."""
-        return self._scored(False, data, _options(loss_fn, loss_fn_config))
+        return self._scored(False, data, loss_fn, loss_fn_config)
 
     def forward_backward(
         self,
@@ -183,12 +183,17 @@ class TrainingClient(_Client):
             ConfigError: there is no such loss, or it does not take an option.
             DataError: names the datum and the field.
         """
-        return self._scored(True, data, _options(loss_fn, loss_fn_config))
+        return self._scored(True, data, loss_fn, loss_fn_config)
 
     def _scored(
-        self, trains: bool, data: Sequence[types.Datum], options: dict[str, Any]
+        self,
+        trains: bool,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        batch, session = _Samples(data, options["loss_fn"]), self.session
+        options = _options(loss_fn, loss_fn_config)
+        batch, session = _Samples(data, loss_fn), self.session
         scores: Any
         try:
             if trains:
@@ -205,7 +210,7 @@ class TrainingClient(_Client):
             total += terms.sum().item()
             tensors = {"logprobs": log_probs[1:], "elementwise_loss": terms}
             outputs.append({k: types.TensorData.from_torch(v) for k, v in tensors.items()})
-        metrics = {"loss:sum": scores.loss if trains else total}
+        metrics = {"loss:sum": getattr(scores, "loss", total)}
         return _done(types.ForwardBackwardOutput("TorchLossReturn", outputs, metrics))
 
     def optim_step(
@@ -217,16 +222,15 @@ class TrainingClient(_Client):
         metrics is 1, as for a loss that is not finite.
         """
         params = adam_params if optim_params is None else optim_params
-        numbers = []
-        for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-            key = f"AdamParams.{name}"
-            number = converted(float, getattr(params, name, None), key)
-            bound = 1.0 if name.startswith("beta") else math.inf
-            if not 0 <= number < bound or (name == "eps" and number == 0):
-                rule = f"is at least 0 and below {bound}, and eps above 0"
-                raise ConfigError(key, number, rule, "Correct it")
-            numbers.append(number)
-        lr, beta1, beta2, eps, decay, clip = numbers
+        lr, beta1, beta2, eps, decay, clip = (
+            at_least(
+                1e-30 if name == "eps" else 0, f"AdamParams.{name}", getattr(params, name, None)
+            )
+            for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+        )
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if beta >= 1:
+                raise ConfigError(f"AdamParams.{name}", beta, "must be below 1", "Lower it")
         session = self.session
         for group, factor in zip(session.state.optimizer.param_groups, self._decays, strict=True):
             group |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay * factor}
@@ -266,9 +270,7 @@ class TrainingClient(_Client):
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """Load weights and optimizer."""
-        if store_at(self.session, Path(path)).load_latest(self.session.state) is None:
-            raise CheckpointError(f"{path} holds no state. Give the path that save_state returned")
-        self.session.zero_grad()
+        load_from(self.session, Path(path))
         return _done(types.LoadWeightsResponse(path=path))
 
     def _save(self, kind: str, name: str, overwrite: bool) -> str:
@@ -302,18 +304,17 @@ class TrainingClient(_Client):
             raise ConfigError("record_stability_info", True, rule, "Leave it out")
         session = self.session
         if self.engine is None:
-            self.engine = TransformersEngine(session.config, (), session.device)
+            self.engine = TransformersEngine(session.config, session.device)
         self.engine.update(WeightStream(session.state.model_parts, **self.engine.options))
         self.num_updates += 1
-        return _done(SamplingClient(self, self.engine))
+        return _done(SamplingClient(self))
 
 
 class SamplingClient(_Client):
     """Samples from the weights that ``save_weights_and_get_sampling_client`` handed over."""
 
-    def __init__(self, trainer: TrainingClient, engine: TransformersEngine) -> None:
+    def __init__(self, trainer: TrainingClient) -> None:
         self._trainer = trainer
-        self._engine = engine
         self._number = trainer.num_updates
         self._stops = stop_tokens(trainer.session.config)
 
@@ -327,11 +328,12 @@ class SamplingClient(_Client):
             DataError: the prompt is empty, or has ids beyond the vocabulary.
             BackendError: the engine has newer weights by now.
         """
-        if self._number != self._trainer.num_updates:
+        trainer, engine = self._trainer, self._trainer.engine
+        if self._number != trainer.num_updates or engine is None:
             raise BackendError(
                 "the engine has newer weights than this client had. Use the newest client, or sample before it is made"
             )
-        config = self._trainer.session.config
+        config = trainer.session.config
         tokens, vocab_size = prompt.to_ints(), config.model.vocab_size
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise DataError(f"prompt: expected ids from 0 to {vocab_size - 1}, one or more")
@@ -349,16 +351,16 @@ class SamplingClient(_Client):
             "num_samples": num_samples > 0,
             "stop": all(type(token) is int for token in stop),
         }
-        for name in (name for name, right in holds.items() if not right):
+        if name := next((name for name, right in holds.items() if not right), None):
             rule = "expected top_k=-1, top_p=1, stop=[ids of tokens], seed >= 0 in 63 bits, others above 0"
             value = getattr(params, name, num_samples)
             raise ConfigError(f"sample.{name}", value, rule, "The engine has no other")
-        trainer, seed = self._trainer, params.seed
+        seed = params.seed
         if seed is None:
             seed = config.train.seed * 1_000_003 + trainer.num_calls
         trainer.num_calls += 1
-        self._engine.stops = sorted(stop)
-        [answers] = self._engine.sample([tokens], num_samples, most, params.temperature, seed)
+        how = Sampling(num_samples, most, params.temperature, seed, sorted(stop))
+        [answers] = engine.sample([tokens], how)
         sequences = [
             RoutedSequence(
                 stop_reason="stop" if answer.tokens[-1] in stop else "length",
@@ -440,15 +442,13 @@ class _Samples(Sequence[Sample]):
             fields.setdefault("weights", torch.ones(len(tokens)))
         routes = fields.pop("routes", None)
         for name in sorted({"target_tokens", *reads, *fields}):
-            if name not in fields:
-                rule = f"{self._loss_fn} reads it, and it is missing"
-            elif name not in ("target_tokens", *reads):
-                rule = f"{self._loss_fn} does not read it"
-            elif (shape := fields[name].shape) != tokens.shape:
-                rule = f"expected [{len(tokens)}], one number a token of model_input, got {list(shape)}"
-            else:
-                continue
-            raise DataError(f"datum {number}, field {name}: {rule}")
+            expected: Any = [len(tokens)] if name in ("target_tokens", *reads) else "nothing"
+            got: Any = list(fields[name].shape) if name in fields else "nothing"
+            if got != expected:
+                rule = (
+                    f"{self._loss_fn} takes one number a token of model_input: expected {expected}"
+                )
+                raise DataError(f"datum {number}, field {name}: {rule}, got {got}")
         targets = fields.pop("target_tokens")
         sequence = torch.cat((tokens, targets[-1:]))
         follows = sequence[1:] == targets

@@ -22,11 +22,11 @@ from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func
 
-from automoe.errors import CheckpointError, ConfigError
+from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
 from automoe.optim.schedule import learning_rate
 from automoe.rl.routes import read_vllm
-from automoe.session import Sample, Session, open_session, resolved, save_at, store_at
+from automoe.session import Sample, Session, load_from, open_session, resolved, save_at
 
 ALL = ["extra", "model", "optimizer"]
 # settings of verl of which the engine follows one value
@@ -137,12 +137,10 @@ class AutomoeEngine(BaseEngine):
         return at["dp_replicate"] * self.shape.dp_shard + at["dp_shard"]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        if self.shape.dp == 1 < self.shape.world_size:
-            return self._alone  # verl takes None for all ranks
-        if self.shape.dp == 1:
-            return None
         if self.shape.dp == self.shape.world_size:
-            return dist.group.WORLD
+            return dist.group.WORLD if self.shape.dp > 1 else None
+        if self.shape.dp == 1:
+            return self._alone  # verl takes None for all ranks
         axis = "dp_shard" if self.shape.dp_shard > 1 else "dp_replicate"
         return self.session.meshes.group(axis)
 
@@ -287,9 +285,5 @@ class AutomoeEngine(BaseEngine):
         del_local_after_load: bool = True,
         **options: Any,
     ) -> None:
-        if store_at(self.session, Path(local_path)).load_latest(self.session.state) is None:
-            raise CheckpointError(
-                f"{local_path} has no checkpoint of this engine. Correct the path"
-            )
-        self.session.zero_grad()
+        load_from(self.session, Path(local_path))
         self.lr_scheduler_step()

@@ -337,7 +337,7 @@ def weights(folder: Path) -> dict[str, Any]:
     from automoe.rl.weights import WeightStream
 
     ours = Ours(folder, rollouts("uniform"), 4)
-    engine = TransformersEngine(ours.session.config, [], torch.device("cpu"))
+    engine = TransformersEngine(ours.session.config, torch.device("cpu"))
     parts = ours.session.state.model_parts
     stream = WeightStream(parts, **engine.options)
     seconds: dict[str, list[float]] = {"streamed": [], "exported and loaded": []}
@@ -370,13 +370,14 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
     """
     from automoe.hf.write import to_hf
     from automoe.rl import vllm
+    from automoe.rl.engine import Sampling
     from automoe.rl.weights import WeightStream
     from automoe.session import Sample
 
     ours = Ours(folder, rollouts("uniform"), 4)
     parts = ours.session.state.model_parts
     prompt, run = list(range(3, 19)), folder.parent / "run"
-    streamed = vllm.LocalVLLM(python, ours.session.config, [], run)
+    streamed = vllm.LocalVLLM(python, ours.session.config, run)
     stream = WeightStream(parts, **streamed.options)
     to_hf(parts, folder.parent / "first")
     command = [python, "-c", RELOADS, str(Path(vllm.vllm_worker.__file__).parent), str(folder.parent / "first")]
@@ -392,7 +393,7 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
 
     def stream_in() -> tuple[int, float]:
         streamed.update(stream)
-        [[answer]] = streamed.sample([prompt], 1, 1, 1.0, seed=0)
+        [[answer]] = streamed.sample([prompt], Sampling(1, 1))
         return answer.tokens[0], answer.log_probs[0]
 
     def export_and_read(verify: bool) -> tuple[int, float]:

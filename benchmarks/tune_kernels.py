@@ -1,6 +1,6 @@
 """Which blocks are fastest for each product of the Triton experts, on one GPU.
 
-Every product is timed alone, with every candidate of ``automoe.kernels.tiling`` in turns, at the layers of
+Every product is timed alone, with every candidate of ``kernel_candidates.py`` in turns, at the layers of
 ``moe_kernel.py``. A candidate must first give what float32 gives, into memory that was poisoned. What wins is for a person
 to write into ``HOPPER``: a choice made anew on each machine would give each machine its own rounding.
 
@@ -25,12 +25,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from kernel_candidates import candidates
 from kernel_peers import Shape
 from measuring import PEAK, commit, result_file, seconds
 from moe_kernel import SHAPES, Inputs, choices, poison
 
 from automoe.kernels import launches
-from automoe.kernels.tiling import HOPPER, Blocks, candidates, row_tiles, tile_height
+from automoe.kernels.tiling import HOPPER, row_tiles, tile_height
 from automoe.moe.dispatch.base import sort_by_expert
 from automoe.observe.environment import describe_environment
 
@@ -43,8 +44,8 @@ Results = tuple[torch.Tensor, ...]
 
 def products(
     shape: Shape, routing: str, device: torch.device
-) -> Iterator[tuple[str, int, Callable[[Blocks], Results], Results]]:
-    """(name, FLOPs, what computes it with given blocks, what that has to be), expert after expert in float32."""
+) -> Iterator[tuple[str, int, Callable[[], Results], Results]]:
+    """(name, FLOPs, what computes it, what that has to be), expert after expert in float32."""
     inputs, ids = Inputs(shape, device), choices(routing, shape, device)
     x, gate_up_proj, down_proj = (leaf.detach() for leaf in (inputs.x, inputs.gate_up_proj, inputs.down_proj))
     order, counts = sort_by_expert(ids, shape.experts)
@@ -70,11 +71,11 @@ def products(
     yield (
         "up",
         2 * one,
-        lambda b: launches.gather_up_activate(x, gather_idx, gate_up_proj, None, probs, tiles, None, b),
+        lambda: launches.gather_up_activate(x, gather_idx, gate_up_proj, None, probs, tiles, None),
         (pre, act),
     )
     expected = by_expert(act, down_proj.transpose(1, 2))
-    yield "down", one, lambda b: (launches.rows_times_weights("down", act, down_proj, tiles, blocks=b),), (expected,)
+    yield "down", one, lambda: (launches.rows_times_weights("down", act, down_proj, tiles),), (expected,)
 
     grad = by_expert(grad_out, down_proj).float()
     by_gate, by_up = up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid
@@ -82,8 +83,8 @@ def products(
     grad_probs = (grad * value).sum(1)
     del gate, up, sigmoid, value, grad, by_gate, by_up
 
-    def back(blocks: Blocks) -> Results:
-        *found, shares = launches.grad_down_activate(grad_out, down_proj, probs, pre, tiles, None, blocks)
+    def back() -> Results:
+        *found, shares = launches.grad_down_activate(grad_out, down_proj, probs, pre, tiles, None)
         return *found, shares.sum(1)
 
     yield "back", one, back, (grad_pre, act, grad_probs)
@@ -92,7 +93,7 @@ def products(
     yield (
         "grad_rows",
         2 * one,
-        lambda b: (launches.rows_times_weights("grad_rows", grad_pre, both, tiles, blocks=b),),
+        lambda: (launches.rows_times_weights("grad_rows", grad_pre, both, tiles),),
         (expected,),
     )
 
@@ -100,32 +101,28 @@ def products(
     yield (
         "grad_weights",
         one,
-        lambda b: (launches.grad_weights(grad_out, act, None, offsets, into_down, b),),
+        lambda: (launches.grad_weights(grad_out, act, None, offsets, into_down),),
         (over_rows(grad_out, act),),
     )
     yield (
         "grad_weights_gathered",
         2 * one,
-        lambda b: (launches.grad_weights(grad_pre, x, gather_idx, offsets, into_up, b),),
+        lambda: (launches.grad_weights(grad_pre, x, gather_idx, offsets, into_up),),
         (over_rows(grad_pre, rows).view_as(into_up),),
     )
 
 
 def measure(
-    product: str,
-    flops: int,
-    work: Callable[[Blocks], Results],
-    expected: Results,
-    device: torch.device,
-    budget_s: float,
+    product: str, flops: int, work: Callable[[], Results], expected: Results, device: torch.device, budget_s: float
 ) -> list[dict[str, Any]]:
     """Every candidate of a product: checked, then timed in turns until the budget is spent."""
     found: list[dict[str, Any]] = [{"blocks": vars(blocks)} for blocks in candidates(product)]
     running = []
     poison(device)
     for blocks, facts in zip(candidates(product), found, strict=True):
+        launches.blocks_of = lambda *_, blocks=blocks: blocks
         try:
-            got = work(blocks)
+            got = work()
             facts["difference"] = max(map(difference, got, expected))
             for result in got:  # the next candidate is given this memory again
                 result.fill_(torch.nan)
@@ -139,7 +136,8 @@ def measure(
     end, rounds = time.monotonic() + budget_s, 0
     while running and (rounds < 3 or time.monotonic() < end):
         for blocks, facts in running:
-            facts.setdefault("seconds", []).append(seconds(lambda blocks=blocks: work(blocks), device))
+            launches.blocks_of = lambda *_, blocks=blocks: blocks
+            facts.setdefault("seconds", []).append(seconds(work, device))
         rounds += 1
     for _, facts in running:
         facts["tflops"] = flops / max(median(facts["seconds"]), 1e-12) / 1e12

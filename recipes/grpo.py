@@ -27,7 +27,7 @@ from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.rl.batch import Sample
-from automoe.rl.engine import Answer, Engine, gaps_of
+from automoe.rl.engine import Answer, Engine, Sampling, gaps_of
 from automoe.rl.engines import open_engine, teacher_of
 from automoe.rl.losses import Correction, dapo, distill, group_advantages
 from automoe.rl.rollouts import Rollouts
@@ -60,7 +60,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     state.loader = rollouts
     resumed = store.load_latest(state)
     references = references_of(config, shape, context, session)
-    engine = open_engine(config, stop_tokens(config), context)
+    engine = open_engine(config, context)
+    most, stops = config.observe.sample_tokens, sorted(stop_tokens(config))
+    how = Sampling(args.samples, most, args.temperature, stops=stops)
     stream = WeightStream(state.model_parts, **engine.options)
     loss = distill if args.teacher else dapo
     options = {"correction": Correction("truncate"), "kl_coef": args.kl}
@@ -78,13 +80,12 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 # answers of the weights as they are now
                 began = time.perf_counter()
                 with phase("sample", state.step + 1):
-                    answers = sampled(engine, stream, rollouts, rollout, config)
+                    answers = sampled(engine, stream, rollouts, rollout, how, config)
                 seconds = time.perf_counter() - began
                 texts = [rollouts.tokenizer.decode(answer.tokens) for _, answer in answers]
                 prompts = [rollouts.texts[number] for number, _ in answers]
 
                 # their rewards, and what trainer, teacher and reference say of them
-                most = config.observe.sample_tokens
                 rewards = [reward(*pair, most) for pair in zip(prompts, texts, strict=True)]
                 mean_reward = rollouts.judged(rewards)
                 scores = scores_of(answers, session, references, rollouts, rollout, args)
@@ -154,17 +155,21 @@ def references_of(
 
 
 def sampled(
-    engine: Engine, stream: WeightStream, rollouts: Rollouts, rollout: int, config: Config
+    engine: Engine,
+    stream: WeightStream,
+    rollouts: Rollouts,
+    rollout: int,
+    how: Sampling,
+    config: Config,
 ) -> list[Numbered]:
     """Return the answers of a rollout, those to one prompt after the other."""
     args = config.recipe_args
     # Of the rollout: a resumed run draws the same.
-    seed = config.train.seed * 1_000_003 + 1009 * rollout
+    how = replace(how, seed=config.train.seed * 1_000_003 + 1009 * rollout)
 
     def sample(prompts: list[list[int]]) -> list[list[Answer]]:
         engine.update(stream)
-        most = config.observe.sample_tokens
-        return engine.sample(prompts, args.samples, most, args.temperature, seed)
+        return engine.sample(prompts, how)
 
     groups = rollouts.draw(rollout, sample)
     routed = args.replay and config.model.num_moe_layers > 0
@@ -205,20 +210,21 @@ def scores_of(
 
     They are asked once a rollout: later updates, and a run that goes on, read it from the disk.
     """
-    scores = rollouts.kept(rollout, "scores")
-    if scores is not None:
+
+    def asked() -> dict[str, list[list[Any]]]:
+        scores, batch = {}, samples_of(answers, rollouts, args)
+        for name, scorer in {"old_log_probs": session, **references}.items():
+            base = scorer is session and name != "old_log_probs"
+            with scorer.adapter_off() if base else nullcontext():
+                alike = name != "teacher_log_probs"  # in shape, so in routes
+                samples = batch if alike else [replace(s, routes=None) for s in batch]
+                scored = scorer.log_probs(samples, args.temperature)
+            scores[name] = of_answers(scored.log_probs, answers)
+            if scorer is session and scored.first_differing and not base:
+                scores["differing"] = of_answers(scored.first_differing, answers)
         return scores
-    scores, batch = {}, samples_of(answers, rollouts, args)
-    for name, scorer in {"old_log_probs": session, **references}.items():
-        base = scorer is session and name != "old_log_probs"
-        with scorer.adapter_off() if base else nullcontext():
-            alike = name != "teacher_log_probs"  # in shape, so in routes
-            asked = batch if alike else [replace(s, routes=None) for s in batch]
-            scored = scorer.log_probs(asked, args.temperature)
-        scores[name] = of_answers(scored.log_probs, answers)
-        if scorer is session and scored.first_differing and not base:
-            scores["differing"] = of_answers(scored.first_differing, answers)
-    return rollouts.keep(rollout, "scores", scores)
+
+    return rollouts.once(rollout, "scores", asked)
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:

@@ -59,7 +59,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "exists, and nothing is overwritten" in capsys.readouterr().err
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     monkeypatch.setattr(demo, "show_step", lambda console: False)
-    monkeypatch.setattr(demo, "show_run", lambda console, folder: folder == Path("runs/demo-2"))
+    monkeypatch.setattr(demo, "show_run", lambda console, folder: folder == Path("runs/demo.1"))
     assert demo.main([]) == 1  # a part that is not as it should be is not a success
     monkeypatch.setattr(demo, "show_step", lambda console: True)
     assert demo.main(["--no-open"]) == 0

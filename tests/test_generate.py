@@ -107,11 +107,11 @@ def load_refused(folder: Path) -> bool:
 def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert cli.main(["generate", str(tmp_path), "Who?"]) == 2
     assert "is neither a run directory (config.yaml) nor a HuggingFace checkpoint" in capsys.readouterr().err
-    for wrong, said in (("a\udcff", "the prompt is not UTF-8"), ("x " * 400, "and the model has 256 positions")):
+    for wrong, said in (("a\udcff", "is not UTF-8"), ("x " * 400, "and the model has 256 positions")):
         assert cli.main(["generate", str(checkpoint), "--text", wrong]) == 2
         assert said in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
-    assert cli.main(["generate", str(checkpoint)]) == 2 and "the prompt is not UTF-8" in capsys.readouterr().err
+    assert cli.main(["generate", str(checkpoint)]) == 2 and "is not UTF-8" in capsys.readouterr().err
     (checkpoint / "chat_template.jinja").rename(tmp_path / "aside")
     assert cli.main(["generate", str(checkpoint), "Who?"]) == 2
     assert "its tokenizer has no chat template. Use --text" in capsys.readouterr().err

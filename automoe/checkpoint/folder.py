@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from automoe.checkpoint.manifest import read_manifest, verify_step
-from automoe.checkpoint.steps import FOLDER, MANIFEST, committed_steps, is_misnamed, step_number
+from automoe.checkpoint.steps import (
+    FOLDER,
+    MANIFEST,
+    committed_steps,
+    is_misnamed,
+    misnamed,
+    step_number,
+)
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
@@ -45,10 +53,9 @@ def point_to(folder: Path, name: str) -> None:
 
 def is_saved(step_dir: Path) -> bool:
     """Return True if the step is there; another one under its name is set aside."""
-    if not step_dir.exists() or not is_misnamed(step_dir):
-        return step_dir.exists()
-    set_aside(step_dir, f"misnamed-{step_dir.name}")
-    return False
+    if step_dir.exists() and is_misnamed(step_dir):
+        set_aside(step_dir, f"misnamed-{step_dir.name}")
+    return step_dir.exists()
 
 
 def clean(folder: Path) -> None:
@@ -165,6 +172,91 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
     )
 
 
+def newest_valid(
+    folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest step that verifies and its manifest; None if the folder holds no step.
+
+    Collective.
+
+    Args:
+        of_run: True if the folder is the run's own; damaged newer steps are then set aside, so that
+            the returned step is the newest.
+
+    Raises:
+        CheckpointError: no step verifies, or ``LATEST`` names a step in a folder without steps.
+    """
+    steps, promised = ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
+    if promised is not None and promised not in steps:
+        warn(
+            f"{folder / LATEST} names {promised!r}, which does not exist; looking for the newest checkpoint "
+            "that does"
+        )
+    for warning in ranks.lead(lambda: misnamed(folder, steps)):
+        warn(warning)
+    damaged = []
+    for name in reversed(steps):
+        manifest, problem = verify_step(folder / name, ranks)
+        if problem is None:
+            break
+        damaged.append(f"{name} ({problem})")
+        warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before it")
+    else:
+        if damaged or promised is not None:
+            listed = "; ".join(damaged) or f"{LATEST} names {promised!r}, which is missing"
+            raise CheckpointError(
+                f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
+                "or start over with checkpoint.resume=never, which sets the folder aside"
+            )
+        return None
+
+    def make_newest() -> list[str]:
+        newer = steps[steps.index(name) + 1 :]
+        aside = {other: set_aside(folder / other, f"damaged-{other}") for other in newer}
+        if promised != name:
+            point_to(folder, name)
+        return [f"{other} is set aside as {place}" for other, place in aside.items()]
+
+    for warning in ranks.lead(make_newest, again=False) if of_run else ():
+        warn(warning)
+    return folder / name, manifest
+
+
+def step_to_resume(
+    resume: str, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
+) -> tuple[Path, dict[str, Any], bool] | None:
+    """Return the step that ``checkpoint.resume`` takes, its manifest, and True if it is the run's.
+
+    The folder of another run is not changed.
+
+    Raises:
+        CheckpointError: no step verifies, or the path of ``resume`` has none.
+    """
+    newest = newest_valid(run_dir / FOLDER, ranks, warn, of_run=True)
+    source = Path(resume).expanduser()
+    if newest is not None:
+        if resume != "auto" and run_dir.resolve() != source.resolve():
+            warn(
+                f"{run_dir} has its own checkpoints and goes on from {newest[0].name}; "
+                f"checkpoint.resume={resume} is only for a run without any"
+            )
+        return *newest, True
+    if resume == "auto":
+        return None
+    steps = ranks.lead(lambda: source_steps(str(source), run_dir))
+    if steps != [source]:
+        newest = newest_valid(steps[0].parent, ranks, warn, of_run=False)
+        assert newest is not None, "source_steps saw a committed step"
+        return *newest, False
+    manifest, problem = verify_step(source, ranks)
+    if problem is not None:
+        raise CheckpointError(
+            f"checkpoint.resume={source} is damaged ({problem}). Name another step, or the run directory "
+            "to take its newest valid one"
+        )
+    return source, manifest, False
+
+
 def check_writable(ranks: Ranks, folder: Path) -> None:
     """Check on every rank that a file can be written to ``folder`` and that rank 0's file is there.
 
@@ -188,11 +280,17 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
         )
 
 
-def give_up(temporary: Path, folder: Path) -> str | None:
-    """Free the space of a failed save; return the newest step that exists."""
+def give_up(step: int, temporary: Path, error: OSError) -> str:
+    """Free the space of a failed save; return a message that names the newest step that exists."""
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        steps = committed_steps(folder)
-    except OSError:  # The disk that failed the save may also fail to list it.
-        return "an earlier one"
-    return steps[-1] if steps else None
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        reason += f" ({error.filename})"
+    steps = ["an earlier one"]
+    with suppress(OSError):  # The disk that failed the save may also fail to list it.
+        steps = committed_steps(temporary.parent)
+    outcome = f"was not saved: {reason}; "
+    outcome += f"{steps[-1]} stays the newest checkpoint" if steps else "there is no checkpoint yet"
+    if steps[-1:] == [f"step-{step}"]:
+        outcome = f"was written, but LATEST was not or older ones not deleted: {reason}"
+    return f"the checkpoint of step {step} {outcome}. Free space or repair the disk"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from automoe.comm.trace import phase
-from automoe.storage.files import checksum, named
+from automoe.storage.files import named
 
 
 class HashingStream(io.RawIOBase):
@@ -104,10 +103,3 @@ class HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
         self.facts[Path(new_path).name] = self.facts.pop(Path(path).name)
-
-
-def is_as_written(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Return True if a file has the digest in its manifest; format 2 lists SHA-256 digests."""
-    if "xxh128" in facts:
-        return checksum(path) == facts["xxh128"]
-    return checksum(path, hashlib.sha256) == facts["sha256"]

@@ -12,19 +12,17 @@ from typing import Any
 import torch
 
 from automoe import __version__
-from automoe.checkpoint.hashed_files import is_as_written
 from automoe.checkpoint.steps import MANIFEST, digest_of
 from automoe.comm.agreement import Ranks
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import GOES_ON, TENSORS, describe, flat
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.storage.files import read_file, write_durably
+from automoe.storage.files import checksum, read_file, write_durably
 from automoe.storage.foreign import parse_json
 
 Facts = Mapping[str, Any]  # a JSON object
 FORMAT = 3
-_READ = (2, FORMAT)  # format 2 has SHA-256 digests of files, which are still compared
 # Keys of this version. A newer version may use another key to say that its files are read in
 # another way.
 _KEYS = "format step counters config generators val_loss versions files sha256 base".split()
@@ -61,16 +59,16 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     try:
         manifest = parse_json(read_file(step_dir / MANIFEST))
         form = manifest["format"]
-        versions = manifest.get("versions")
-        if form not in _READ and isinstance(form, int):
+        wrote = ", ".join(f"{name} {number}" for name, number in manifest["versions"].items())
+        if form != FORMAT and isinstance(form, int):
             raise _other_version(
-                step_dir, f"format {form}, and this version reads formats {_READ}", versions
+                step_dir, f"format {form}, and this version reads format {FORMAT}", wrote
             )
         if manifest["sha256"] != digest_of(manifest):
             return {}, f"{MANIFEST} has changed since it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
             raise _other_version(
-                step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", versions
+                step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", wrote
             )
     except OSError as error:
         if error.errno not in _GONE:
@@ -81,12 +79,9 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     return manifest, None
 
 
-def _other_version(step_dir: Path, content: str, versions: object) -> CheckpointError:
-    wrote = ""
-    if versions and isinstance(versions, dict):
-        wrote = f" ({', '.join(f'{name} {number}' for name, number in versions.items())})"
+def _other_version(step_dir: Path, content: str, wrote: str) -> CheckpointError:
     return CheckpointError(
-        f"{step_dir} was written by another version{wrote} than this one (automoe {__version__}, torch "
+        f"{step_dir} was written by another version ({wrote}) than this one (automoe {__version__}, torch "
         f"{torch.__version__}): it has {content}. It is left as it is. Go on with the version that wrote it, name "
         "another run_dir, or move it out of the folder to go on from the step before"
     )
@@ -105,13 +100,11 @@ def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{path.name} has {size} bytes, and {facts['bytes']} were written"
-        if content and not is_as_written(path, facts):
+        if content and checksum(path) != facts["xxh128"]:
             return f"{path.name} has a different digest from when it was written"
     except OSError as error:
         if error.errno not in _GONE:
             raise
-        if error.errno == errno.ENOENT:
-            return f"{path.name} is missing"
         return f"{path.name}: {error.strerror}"
     return None
 
@@ -184,12 +177,6 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
     These are frozen weights, which the step omits, or the weights of a reference model.
     """
     saved = manifest.get("base", base)
-    if saved is not None and base is not None and ":" not in saved:
-        raise CheckpointError(
-            f"{step_dir} identifies the frozen weights that it was trained with in the way of earlier versions, which "
-            f"cannot be compared with those of model.hf_path={config.model.hf_path}. Go on or export with the version "
-            "that wrote it, or start over with checkpoint.resume=never"
-        )
     if saved != base:
         raise CheckpointError(
             f"{step_dir} was trained on the fixed weights of {manifest['config']['model']['hf_path']}, "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from automoe.checkpoint.errors import dcp_error
+from automoe.comm.agreement import for_all, worst
 from automoe.errors import CheckpointError, retried
 from automoe.interop.torch_private import stored_tensor
 from automoe.storage.files import read_file
@@ -44,6 +43,14 @@ _ALLOWED = {  # what torch writes into the file; none of these does more than ho
 _NEWER = "A newer torch may have written it: its manifest.json says which (versions). Go on with that one"
 
 
+def dcp_error(error: CheckpointException) -> Exception:
+    """Return the error that torch.distributed.checkpoint wraps, the same on every rank.
+
+    ``CheckpointException`` itself is not an ``Exception``.
+    """
+    return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
+
+
 class StepReader(dcp.FileSystemReader):
     """Reader of one step directory.
 
@@ -56,7 +63,7 @@ class StepReader(dcp.FileSystemReader):
 
     @cached_property
     def _index(self) -> Metadata:
-        return _renamed(_read_index(Path(self.path) / ".metadata"))
+        return _read_index(Path(self.path) / ".metadata")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the step's index, which lists its tensors and their locations."""
@@ -131,33 +138,6 @@ class StepReader(dcp.FileSystemReader):
             retried(load)  # by all ranks, which see the same error
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be loaded: {error}") from None
-
-
-# What checkpoints of automoe before 0.7 call the parameters of routed experts.
-_OLD_NAMES = {
-    "w_gate_up": "gate_up_proj",
-    "w_down": "down_proj",
-    "b_gate_up": "gate_up_proj_bias",
-    "b_down": "down_proj_bias",
-}
-_OLD_NAME = re.compile(rf"(?<=\.experts\.)({'|'.join(_OLD_NAMES)})(?![a-z_])")
-
-
-def _renamed(metadata: Metadata) -> Metadata:
-    """Return the index with the current names of parameters."""
-
-    def today(name: str) -> str:
-        return _OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name)
-
-    entries = metadata.state_dict_metadata
-    data = metadata.storage_data
-    if not any(map(_OLD_NAME.search, entries)):
-        return metadata
-    metadata.state_dict_metadata = {today(name): entry for name, entry in entries.items()}
-    metadata.storage_data = {
-        replace(index, fqn=today(index.fqn)): place for index, place in data.items()
-    }
-    return metadata
 
 
 def _read_index(path: Path) -> Metadata:

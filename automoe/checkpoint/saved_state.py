@@ -118,4 +118,4 @@ def load_counters(state: TrainState, counters: dict[str, Any]) -> None:
     state.step = counters["step"]
     state.tokens = counters["tokens"]
     state.skipped = counters["skipped"]
-    state.recent_losses = list(counters.get("recent_losses", []))  # checkpoints of 0.1 lack it
+    state.recent_losses = list(counters["recent_losses"])

@@ -36,11 +36,9 @@ def true_number(step_dir: Path) -> int:
     """
     named = step_number(step_dir.name)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        raw = read_file(step_dir / MANIFEST)
-        if b'"step": %d,' % named not in raw:  # the usual folder is not parsed
-            manifest = parse_json(raw)
-            if manifest["sha256"] == digest_of(manifest):
-                return int(manifest["step"])
+        manifest = parse_json(read_file(step_dir / MANIFEST))
+        if manifest["sha256"] == digest_of(manifest):
+            return int(manifest["step"])
     return named
 
 
@@ -49,14 +47,14 @@ def is_misnamed(step_dir: Path) -> bool:
     return true_number(step_dir) != step_number(step_dir.name)
 
 
-def misnamed(folder: Path, names: list[str]) -> str:
-    """Return a line of warning for each of these steps whose name its manifest contradicts."""
-    return "".join(
-        f"warning: {folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
-        "and counts as that step. Give copies names other than step-N\n"
+def misnamed(folder: Path, names: list[str]) -> list[str]:
+    """Return a warning for each of these steps whose name its manifest contradicts."""
+    return [
+        f"{folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
+        "and counts as that step. Give copies names other than step-N"
         for name in names
         if is_misnamed(folder / name)
-    )
+    ]
 
 
 def committed_steps(folder: Path) -> list[str]:

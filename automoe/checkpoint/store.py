@@ -31,13 +31,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
-from automoe.checkpoint.errors import dcp_error, save_error
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.hashed_files import HashingFileSystem
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
-from automoe.checkpoint.newest import step_to_resume
 from automoe.checkpoint.planner import CachedPlanner
-from automoe.checkpoint.reader import StepReader
+from automoe.checkpoint.reader import StepReader, dcp_error
 from automoe.checkpoint.saved_state import (
     begin_averages,
     counters_of,
@@ -359,8 +357,9 @@ class CheckpointStore:
                     self.ranks.lead(lambda: folders.retain(self.folder, final.name, checkpoint))
                 )
         except OSError as error:
-            newest = self.ranks.lead(lambda: folders.give_up(temporary, self.folder))
-            raise save_error(error, step, newest) from error
+            failed = error
+            said = self.ranks.lead(lambda: folders.give_up(step, temporary, failed))
+            raise SaveError(said) from error
         return final
 
     # ---------------------------------------------------------------- resuming
@@ -433,7 +432,7 @@ class CheckpointStore:
         if self._found is None and resume != "never":
             with self._readable():
                 self.ranks.lead(lambda: folders.clean(self.folder))
-                self._found = step_to_resume(resume, self.run_dir, self.ranks, self._warn)
+                self._found = folders.step_to_resume(resume, self.run_dir, self.ranks, self._warn)
             if self._found is not None:
                 step_dir, manifest, _ = self._found
                 check_model(step_dir, manifest["config"], self.config)

@@ -16,7 +16,7 @@ from automoe.classes.build import experts_modules
 from automoe.classes.expert_parallel import RoutedCall
 from automoe.classes.model import TransformersModel
 from automoe.comm.tokens import Tokens
-from automoe.config.schema import Config, ModelConfig, MoEConfig
+from automoe.config.schema import Config, MoEConfig
 from automoe.interop.torch_fake import NEED_NUMBERS, AliveBytes, FakeTensorMode
 from automoe.model.init import default_dtype
 from automoe.storage.foreign import brief
@@ -34,13 +34,13 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
         expert_rows: rows that reach the experts of a rank.
     """
     train = config.train
-    sizes = train.micro_batch_size, train.seq_len, config.data.document_mask
     rows = int(expert_rows) if ep > 1 else 0
     narrow = train.dtype == "bfloat16"
-    key = str(config.model.hf_path), config.moe.experts, narrow, *sizes, ep, rows
+    sizes = train.micro_batch_size, train.seq_len, config.data.document_mask
+    key = config.model.hf_path, config.moe.experts, narrow, *sizes, ep, rows
     if key not in _counted:
         try:
-            _counted[key] = _count(*key, config.model)
+            _counted[key] = _count(config, narrow, ep, rows)
         except NEED_NUMBERS:
             _counted[key] = "its code needs numbers"
         except Exception as error:  # code of a class may raise any exception: which one is said
@@ -54,12 +54,10 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
 _counted: dict[Any, Any] = {}
 
 
-def _count(
-    path: str, experts: Any, narrow: bool, rows: int, seq_len: int, masked: bool, ep: int,
-    expert_rows: int, model: ModelConfig,
-) -> Counted:  # fmt: skip
+def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
+    model, train = config.model, config.train
     with default_dtype(torch.bfloat16 if narrow else torch.float32):
-        part = TransformersModel(model, MoEConfig(experts=experts))
+        part = TransformersModel(model, MoEConfig(experts=config.moe.experts))
     num_local = max(1, model.num_experts // ep)
 
     def dispatch(x_TH, topk_ids_TK, weights_TK, experts) -> Tensor:
@@ -78,8 +76,9 @@ def _count(
         module.num_experts = num_local
     with FakeTensorMode(allow_non_fake_inputs=True):
         part.to_empty(device="cpu").train()
-        index = torch.zeros(rows, seq_len, dtype=torch.int64)
-        tokens = Tokens(index, index, index if masked else None, index[0, 0])
+        index = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
+        docs = index if config.data.document_mask else None
+        tokens = Tokens(index, index, docs, index[0, 0])
         before = [*part.parameters(), *part.buffers(), index]
         with AliveBytes(num_local, before) as alive:
             return _run(part, index, tokens, alive)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from automoe.classes.expert_parallel import obstacle
 from automoe.config.hub import local_folder
@@ -222,41 +221,6 @@ def _adapted(model: Any) -> dict[str, str]:
     return adapted
 
 
-class _WithoutNumbers(TorchFunctionMode):
-    """Mode that lets code that reads tensor values run on meta.
-
-    Every value that is read is one, and ``nonzero`` finds no element.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
-            return func(torch.ones((), dtype=args[0].dtype, device="cpu"))
-        if func in (torch.nonzero, Tensor.nonzero):
-            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        return func(*args, **(kwargs or {}))
-
-
-@cache
-def uncalled_layers(path: str) -> frozenset[str]:
-    """Return the weights of linear layers that the class reads without calling the layer.
-
-    The class runs on meta. The result is empty if its code fails there; the first forward pass of a
-    run then finds such a layer (``automoe.classes.lora.check_called``).
-    """
-    model = build_causal_lm(path)
-    left = {
-        f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
-    }
-    for name, module in model.named_modules():
-        module.register_forward_hook(lambda *_, key=f"{name}.weight": left.discard(key))
-    with torch.device("meta"), torch.no_grad(), _WithoutNumbers():
-        try:
-            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-        except Exception:  # code of a class may raise any exception on meta
-            return frozenset()
-    return frozenset(left)
-
-
 def head_scale(model: Any, path: str) -> float:
     """Return the factor by which the class multiplies the head's product to get logits.
 
@@ -285,6 +249,8 @@ def head_scale(model: Any, path: str) -> float:
 
 
 class _Outputs:
+    """Stand-in for the outputs of a class's layers: given hidden states, and None for all others."""
+
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
@@ -296,7 +262,7 @@ class _Outputs:
 
 
 class _Returns(nn.Module):
-    """Stand-in for a class's layers; returns given hidden states, and None for other outputs."""
+    """Stand-in for a class's layers."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

@@ -59,18 +59,16 @@ class ExpertParallel(ExpertStyle):
 
 def obstacle(module: nn.Module) -> str:
     """Return why ``module`` does not hold experts that can be sharded; empty if it does."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    shapes = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
     num_experts = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
     other = [
-        f"{name} {list(shape)}"
+        f"{name} {shape}"
         for name, shape in shapes.items()
         if len(shape) < 2 or shape[0] != num_experts
     ]
     if not shapes:
         return "it has no parameters to shard"
-    if not isinstance(num_experts, int):
-        return f"it has no attribute num_experts; its parameters are {shapes}"
     if other:
         return f"dim 0 of every parameter must be its {num_experts} experts (num_experts), and is not in {other}"
     if len(arguments) < 3:

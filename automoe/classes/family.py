@@ -25,7 +25,6 @@ from automoe.classes.build import (
     experts_modules,
     is_tied,
     refused,
-    uncalled_layers,
 )
 from automoe.classes.expert_parallel import ExpertParallel
 from automoe.classes.model import TransformersModel, computes_in_float32
@@ -40,7 +39,6 @@ from automoe.hf.families.as_transformers import number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import FUSED, KeyMap, Piece, whole
 from automoe.hf.wrapper import HFConfig, names_in
-from automoe.model.adapters import is_target
 from automoe.model.params import Param
 from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
@@ -179,12 +177,6 @@ class ClassFamily(Family):
             yield ("lora.targets", bool(left), f"{architecture} has experts {', '.join(left[:2])}; adapters "
                    "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
                    "Set lora.targets=[attention,mlp,shared_experts]")
-        unused = uncalled_layers(str(config.model.hf_path))
-        asked = {param.name: param.spec.lora for param in params if is_target(param, config.lora)}
-        odd = [name for name in asked if name in unused]
-        others = sorted({str(last) for name, last in asked.items() if name not in unused})
-        yield ("lora.targets", bool(odd), f"{architecture} reads {', '.join(odd[:2])} and does not call the "
-               "layer, so an adapter adds nothing", f"Set lora.targets=[{','.join(others)}]")
     # fmt: on
 
     def check(self, config: Config) -> None:

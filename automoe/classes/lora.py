@@ -57,13 +57,9 @@ def check_called(model: nn.Module) -> None:
         ConfigError: the class reads the weight of such a layer without calling the layer, so its
             adapter has no effect.
     """
-    for module in model.modules():
-        if isinstance(module, Adapter) and not isinstance(module, ExpertLora):
-            if not getattr(module, "called", False):
-                name = module.name.removesuffix(".lora")
-                raise ConfigError(
-                    "lora.targets",
-                    name,
-                    "the class reads the weight of this layer and does not call it, so an adapter adds nothing",
-                    "Name other matrices",
-                )
+    adapters = (module for module in model.modules() if isinstance(module, Adapter))
+    others = [module for module in adapters if not isinstance(module, ExpertLora)]
+    names = [m.name.removesuffix(".lora") for m in others if not getattr(m, "called", False)]
+    if names:
+        rule = "the class reads the weight of this layer and does not call it, so an adapter adds nothing"
+        raise ConfigError("lora.targets", names[0], rule, "Name other matrices")

@@ -63,7 +63,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return _ExchangeParts.apply(
             torch.stack(x.chunk(dist.get_world_size(group), dim)), group
         ).sum(0)
-    return torch_private.reduce_scatter(x.contiguous(), dim, group)
+    return torch_private.reduce_scatter(x.contiguous(), "sum", dim, group)
 
 
 class GlooReduceScatter:
@@ -147,19 +147,16 @@ class GroupCommunicator(_Group, Communicator):
     def local_shard(self, x: Tensor) -> Tensor:
         return x.chunk(self.num_ranks, dim=1)[self.rank]
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._all_reduce(x, dist.ReduceOp.SUM)
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, op, group=self.group)
+        return x
 
     def sum(self, x: Tensor) -> Tensor:
         return _Sum.apply(x, self)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        return self._all_reduce(x, dist.ReduceOp.MAX)
-
-    def _all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, op, group=self.group)
-        return x
+        return self.all_reduce(x, dist.ReduceOp.MAX)
 
 
 def communicator(group: dist.ProcessGroup | None) -> Communicator:

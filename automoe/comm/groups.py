@@ -84,4 +84,4 @@ def set_timeouts(seconds: float) -> None:
     """
     for group in process_groups():
         if group.group_desc != SAVES:
-            set_group_timeout(group, timedelta(seconds=seconds))
+            set_group_timeout(timedelta(seconds=seconds), group)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 
 from automoe.config.mesh_shape import MeshShape
@@ -43,31 +45,32 @@ def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
 
 def rows_of_run(train: TrainConfig) -> int:
     """Return the rows of all ``train.steps`` steps."""
-    rows, step = 0, 0
-    while step < train.steps and rows_of_step(train, rows) < train.global_batch_size:
-        rows, step = rows + rows_of_step(train, rows), step + 1
-    return rows + (train.steps - step) * train.global_batch_size
+    ramp = list(islice(_ramp(train), train.steps))
+    return sum(ramp) + (train.steps - len(ramp)) * train.global_batch_size
 
 
 def steps_for(train: TrainConfig, rows: float) -> int:
     """Return the steps, at least one, whose global batches hold ``rows`` rows."""
-    least = max(1, ceil(rows))
-    taken, step = 0, 0
-    while taken < least and rows_of_step(train, taken) < train.global_batch_size:
-        taken, step = taken + rows_of_step(train, taken), step + 1
-    return step + max(0, -((taken - least) // train.global_batch_size))
+    left, steps = max(1, ceil(rows)), 0
+    for batch in _ramp(train):
+        if left > 0:
+            left, steps = left - batch, steps + 1
+    return steps + max(0, ceil(left / train.global_batch_size))
+
+
+def _ramp(train: TrainConfig) -> Iterator[int]:
+    """Yield the batches, in rows, of the steps before the first whole one."""
+    taken = 0
+    while (rows := rows_of_step(train, taken)) < train.global_batch_size:
+        yield rows
+        taken += rows
 
 
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     """Return rows, tokens and micro-batches of a validated ``config`` on ``mesh``."""
     train = config.train
     model = config.model
-    num_micro_batches, rest = divmod(train.global_batch_size, mesh.dp * train.micro_batch_size)
-    assert num_micro_batches and not rest, (
-        "the global batch cuts into whole micro-batches: config.validate"
-    )
-    tokens, rest = divmod(train.micro_batch_size * train.seq_len, mesh.cp * mesh.tp)
-    assert not rest, "rows cut evenly over cp and tp: config.validate"
+    tokens = train.micro_batch_size * train.seq_len // (mesh.cp * mesh.tp)
     # Tokens stay within an ep group, so its mean per rank does not depend on ep.
     expert_rows = tokens * model.num_experts_per_token * mesh.etp
     if config.moe.pad_to_capacity:
@@ -79,7 +82,7 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
         rows_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * train.seq_len,
         rows_per_rank=train.global_batch_size // mesh.dp,
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=train.global_batch_size // (mesh.dp * train.micro_batch_size),
         tokens_per_micro_batch=tokens,
         expert_rows_per_rank=expert_rows,
         rows_per_expert=expert_rows * mesh.ep / model.num_experts,

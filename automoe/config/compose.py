@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -157,21 +157,10 @@ def composed_container(
         with initialize_config_dir(config_dir=main, version_base="1.3"):
             return resolved_container(compose(config_name, overrides + search), overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        reason = one_line(error)
-        for text in overrides:
-            key, _, value = text.lstrip("+").partition("=")
-            known = f"values for {key}." in reason or f"already at '{key}'" in reason
-            if known and text.startswith("+"):
-                raise ConfigError(
-                    f"+{key}",
-                    value,
-                    "+ adds a key that is not set yet, and this configuration sets it",
-                    f"Write {key}={value}",
-                ) from None
         raise ConfigError(
             "--config-name",
             config_name,
-            f"Hydra cannot compose it: {reason}",
+            f"Hydra cannot compose it: {one_line(error)}",
             "Correct that file or override",
         ) from error
 
@@ -244,12 +233,13 @@ def _resolve(composed: Any, environment: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _named(value: Any, names: Any) -> Any:
+    if value == names or type(value) is not type(names):
+        return value
     if isinstance(value, dict):
         return {key: _named(value[key], names[key]) for key in value}
-    if isinstance(value, list) and isinstance(names, list) and len(value) == len(names):
-        return [_named(*both) for both in zip(value, names, strict=True)]
-    text = isinstance(value, str) and isinstance(names, str)
-    return FromEnvironment(value, names) if text and value != names else value
+    if isinstance(value, list):
+        return list(map(_named, value, names))
+    return FromEnvironment(value, names)
 
 
 @cache
@@ -290,25 +280,22 @@ def _check_files(config_dir: str) -> None:
     """Refuse YAML files of the user that are not UTF-8 or whose aliases expand beyond the limit."""
     from yaml import YAMLError
 
-    for pattern in ("*.yaml", "*/*.yaml"):
-        for path in Path(config_dir).glob(pattern):
-            try:
-                raw = read_file(path)
-                raw.decode()
-                with suppress(YAMLError):  # Hydra reports it, if it reads this file
-                    compose_yaml(raw)
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    "--config-dir", config_dir, f"{path}: {error}", "Correct that file"
-                ) from None
+    folder = Path(checked_path("--config-dir", config_dir))
+    wrong = partial(ConfigError, "--config-dir", config_dir)
+    if not folder.is_dir():
+        raise wrong("no such directory", "Name a directory with YAML files")
+    for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
+        try:
+            raw = read_file(path)
+            raw.decode()
+            with suppress(YAMLError):  # Hydra reports it, if it reads this file
+                compose_yaml(raw)
+        except (OSError, ValueError) as error:
+            raise wrong(f"{path}: {error}", "Correct that file") from None
 
 
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
     """Raise ``ConfigError`` unless a primary of this name exists."""
-    if config_dir is not None and not Path(checked_path("--config-dir", config_dir)).is_dir():
-        raise ConfigError(
-            "--config-dir", config_dir, "no such directory", "Name a directory with YAML files"
-        )
     if config_dir is not None:
         _check_files(config_dir)
     _check_listed(
@@ -408,11 +395,9 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     check_overrides(texts, config_dir, sweep=True)
     values = [_single_values(text, config_dir) for text in texts]
     first = [choices[0] for choices in values]
-    jobs = [first]
-    for i, choices in enumerate(values):
-        jobs += [[*first[:i], value, *first[i + 1 :]] for value in choices[1:]]
-    for job in jobs:
-        config = compose_config(config_name, job, config_dir)
+    others = [[value] for choices in values for value in choices[1:]]
+    for other in [[], *others]:  # of two overrides of a key the last one counts
+        config = compose_config(config_name, first + other, config_dir)
         check_rows(config, number_rows(config))
         try:
             check_args(config)

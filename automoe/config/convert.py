@@ -160,9 +160,9 @@ def is_section(hint: object) -> bool:
     return is_dataclass(hint)
 
 
-def nearest(word: str, choices: list[str]) -> list[str]:
+def nearest(word: str, choices: list[str], likeness: float = 0.6) -> list[str]:
     """Return a list of the choice most like ``word``; an empty list if none is close."""
-    return difflib.get_close_matches(word, choices, 1)
+    return difflib.get_close_matches(word, choices, 1, likeness)
 
 
 @cache
@@ -176,12 +176,11 @@ def _unknown_key(key: str, value: object, cls: type, suffix: str = "") -> Config
     parent, _, name = key.rpartition(".")
     siblings = list(field_types(cls))
     close = [f"{parent}.{sibling}".lstrip(".") for sibling in nearest(name, siblings)]
-    if not close:  # the right name under the wrong parent: train.lr for optim.lr
-        keys = list(leaf_keys())
-        close = [k for k in keys if k.rpartition(".")[2] == name] or nearest(key, keys)
-    where = f"{parent} has" if parent else "the configuration has"
+    # else the right name under the wrong parent: train.lr for optim.lr
+    close = close or [known for known in leaf_keys() if known.endswith(f".{name}")]
     remedy = f"Did you mean {' or '.join(close)}?" if close else f"Keys here: {', '.join(siblings)}"
-    return ConfigError(suffix or key, value, f"unknown key: {where} no {name!r}", remedy)
+    rule = f"unknown key: {parent or 'the configuration'} has no {name!r}"
+    return ConfigError(suffix or key, value, rule, remedy)
 
 
 def _wrong_type(key: str, value: object, expected: str) -> ConfigError:
@@ -233,13 +232,12 @@ def converted(hint: Any, value: Any, key: str) -> Any:
         if value in names and type(value) in {type(c) for c in names}:
             return value
         lowered = {str(choice).lower(): choice for choice in names}
-        close = difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.3)
-        match = lowered[close[0]] if close else names[0]
+        [close] = nearest(str(value).lower(), list(lowered), 0.0)
         raise ConfigError(
             key,
             value,
             f"must be one of {', '.join(map(str, names))}",
-            f"Nearest valid choice: {key}={match}",
+            f"Nearest valid choice: {key}={lowered[close]}",
         )
     if origin is dict and isinstance(value, dict):
         return {

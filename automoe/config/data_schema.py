@@ -17,7 +17,7 @@ TEMPLATE_NAMES = frozenset(
 )
 
 
-@dataclass(repr=False)
+@dataclass
 class SourceConfig:
     """One of several sources of rows; null takes the value of the same key of ``data``."""
 
@@ -32,13 +32,6 @@ class SourceConfig:
     format: Literal["messages", "sharegpt", "alpaca"] | None = None  # as data.chat.format
     keys: dict[str, str] | None = None  # as data.chat.keys
     roles: dict[str, str] | None = None  # as data.chat.roles
-
-    def __repr__(self) -> str:
-        return (
-            "{"
-            + ", ".join(f"{key}: {value}" for key, value in vars(self).items() if value is not None)
-            + "}"
-        )
 
 
 @dataclass

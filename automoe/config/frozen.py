@@ -151,18 +151,14 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
         ConfigError: the file is missing, unreadable, or does not fit the schema.
     """
     path = Path(run_dir) / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(
-            "run_dir",
-            run_dir,
-            f"it has no {CONFIG_FILE}, so it is not a run directory",
-            "Name a directory that automoe train wrote",
-        )
     try:
         return parse_config(read_file(path), plugins)
     except OSError as error:
         raise ConfigError(
-            "run_dir", run_dir, f"{path} cannot be read: {error.strerror}", "Make it readable"
+            "run_dir",
+            run_dir,
+            f"it has no {CONFIG_FILE} that can be read ({path}: {error.strerror})",
+            "Name a directory that automoe train wrote",
         ) from None
     except ConfigError as error:
         raise ConfigError(
@@ -233,6 +229,5 @@ def is_fixed(key: str) -> bool:
 def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
     """Return ``optim.lr was 0.003, is 0.001; ...`` for ``most`` changes, and count the rest."""
     said = [f"{key} was {then}, is {now}" for key, (then, now) in changed.items()]
-    if len(said) > most:
-        said[most:] = [f"and {len(said) - most} more"]
-    return "; ".join(said)
+    more = [f"and {len(said) - most} more"] * (len(said) > most)
+    return "; ".join(said[:most] + more)

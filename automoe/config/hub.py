@@ -138,7 +138,12 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     place = _cache_of(name)
     listing = place / "trees" / f"{revision}.json"
     try:
-        _remove_damaged(place, revision)
+        for file in (place / "refs" / revision, *place.glob("trees/*.json")):
+            # huggingface_hub would read it, and a FIFO has no end
+            if (kind := wrong_kind(file)) is not None:
+                raise ValueError(f"{file} is {kind}, not a file")
+            if file.suffix == ".json":
+                _listed_sizes(file)
     except (OSError, ValueError) as error:
         raise _refused(key, f"{name}@{revision}", str(error)) from error
     bound_waits()
@@ -197,25 +202,6 @@ def bound_waits() -> None:
         }
 
 
-def _remove_damaged(place: Path, revision: str) -> None:
-    """Remove the lists of files in a model's cache that huggingface_hub would fail on; say so.
-
-    Raises:
-        ValueError: something else has the name of a file that the library would read.
-        OSError: a damaged list cannot be removed.
-    """
-    for file in (place / "refs" / revision, *place.glob("trees/*.json")):
-        # huggingface_hub would read it, and a FIFO has no end
-        if (kind := wrong_kind(file)) is not None:
-            raise ValueError(f"{file} is {kind}, not a file")
-        try:
-            if file.suffix == ".json":
-                _listed_sizes(file)
-        except ValueError as error:
-            file.unlink()
-            print(f"note: {file} was damaged ({error}) and has been removed", file=sys.stderr)
-
-
 def _listed_sizes(listing: Path) -> dict[str, int]:
     """Return the bytes of each file of a commit by name, from a list in huggingface_hub's cache.
 
@@ -224,7 +210,7 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
     with contextlib.suppress(AttributeError, LookupError, TypeError):
         files = parse_json(read_file(listing))["files"]
         return {name: int(facts["size"]) for name, facts in files.items()}
-    raise ValueError("it is not a list of a commit's files")
+    raise ValueError(f"{listing} is not a list of a commit's files. Delete it")
 
 
 def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
@@ -268,25 +254,17 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     pin = id_and_commit(spec)
     assert pin is not None, spec
     try:
-        there = (
-            HfApi()
-            .model_info(pin[0], revision=pin[1], files_metadata=True, timeout=SILENT_S)
-            .siblings
-            or []
-        )
+        there = HfApi().model_info(pin[0], revision=pin[1], files_metadata=True, timeout=SILENT_S)
     except Exception as error:
         raise _refused(key, spec, error, missing) from error
-    sizes = {file.rfilename: file.size or 0 for file in there}
+    sizes = {file.rfilename: file.size or 0 for file in there.siblings or ()}
     if lost := [file for file in missing if file not in sizes]:
         raise ConfigError(
             key, spec, f"the Hub lacks its {lost[0]}", "Choose a model with safetensors files"
         )
     total = sum(sizes[file] for file in missing)
-    counted = "1 file" if len(missing) == 1 else f"{len(missing)} files"
-    print(
-        f"downloading {spec}: {counted}, {total / 1e9:,.1f} GB, to {constants.HF_HUB_CACHE}",
-        file=sys.stderr,
-    )
+    size = f"{len(missing)} files, {total / 1e9:,.1f} GB"
+    print(f"downloading {spec}: {size}, to {constants.HF_HUB_CACHE}", file=sys.stderr)
     download(key, *pin, missing)
 
 

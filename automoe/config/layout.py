@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from automoe.config.schema import Config
+from automoe.config.schema import Config, ParallelConfig
 from automoe.errors import ConfigError
 
 KEY = "parallel.layout"
@@ -62,9 +62,7 @@ def parse_layout(text: str) -> list[str]:
         raise ConfigError(
             KEY,
             text,
-            "a layout is one E, then a t for each layer, an m for each module, one L; this one has "
-            f"{order.count('E')} E, {order.count('t')} t, {order.count('m')} m and {order.count('L')} L"
-            + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
+            f"a layout is one E, then a t for each layer, an m for each module, one L; this is {order}",
             "Write it as in Et*3|tt|t*3L",
         )
     return stages
@@ -109,22 +107,20 @@ def with_layout(config: Config) -> Config:
             KEY, text, "mesh.preset chooses mesh.pp by the number of ranks", "Set mesh.pp instead"
         )
     if pp < 1 or len(sizes) % pp:
-        divisors = [n for n in range(1, len(sizes) + 1) if len(sizes) % n == 0]
         raise ConfigError(
             KEY,
             text,
             f"every rank of mesh.pp={pp} holds the same number of stages, and there are {len(sizes)}",
-            "Set mesh.pp to one of " + ", ".join(map(str, divisors)) + ", or add or remove a |",
+            f"Set mesh.pp to a divisor of {len(sizes)}, or add or remove a |",
         )
     described: dict[str, Any] = {"stages_per_rank": len(sizes) // pp, "layers_per_stage": sizes}
-    unset = {"stages_per_rank": 1, "layers_per_stage": None}
     for name, value in described.items():
         named = getattr(config.parallel, name)
-        if named not in (unset[name], value):
+        if named not in (getattr(ParallelConfig, name), value):
             raise ConfigError(
                 f"parallel.{name}",
                 named,
                 f"{KEY}={text} says {value}",
-                f"Set parallel.{name}={str(value).replace(chr(32), '')}, or leave out {KEY}",
+                f"Leave it out, or leave out {KEY}",
             )
     return replace(config, parallel=replace(config.parallel, **described))

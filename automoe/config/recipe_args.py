@@ -8,19 +8,45 @@ with it.
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from automoe.config.hub import local_folder
 from automoe.config.paths import PathText
+from automoe.config.rule_engine import Scope, check_rows, refused, table
 from automoe.config.schema import Config
 from automoe.config.shipped import find_recipe, import_recipe, own_recipe, source_of
 from automoe.errors import ConfigError
 
 SECTION = "recipe_args"
 CLASS = "Args"
+# fmt: off
+_DPO = table("""
+recipe_args.beta <= 0 | | must be larger than 0 | Set recipe_args.beta=0.1
+data.kind: not data.is_preference | | recipe={recipe} compares two answers | Set data=preference data.path=FILE
+train.loss != cross_entropy | | recipe={recipe} has its own loss | Leave it out, and set recipe_args.loss
+""")
+_GRPO = table("""
+recipe_args.prompts <= 0; recipe_args.iterations <= 0; recipe_args.mini_batches <= 0; recipe_args.temperature <= 0;
+    recipe_args.max_gap <= 0 | | must be larger than 0 | Set 1
+recipe_args.kl < 0 | | would drive the weights away from those that training began with | Set 0 or more
+recipe_args.samples < 2 | | the answers to a prompt are compared with one another | Set 2 or more
+recipe_args.mini_batches: recipe_args.prompts * recipe_args.samples < recipe_args.mini_batches |
+    | a rollout has prompts * samples = {recipe_args.prompts * recipe_args.samples} answers
+    | Set at most {recipe_args.prompts * recipe_args.samples}
+recipe_args.teacher: facts.no_teacher | | is no folder of a checkpoint with a config.json | Name an export
+not observe.samples | | recipe={recipe} answers the prompts of observe.samples
+    | Name a text file, a prompt on each line
+recipe_args.engine != null | recipe_args.sampler == generate | sampler=generate takes none | BOTH
+recipe_args.engine: not facts.address | recipe_args.sampler == sglang | sampler=sglang takes an address | BOTH
+recipe_args.engine: not facts.usable | recipe_args.sampler == vllm
+    | sampler=vllm takes an address or a Python with vLLM | BOTH
+recipe_args.replay | recipe_args.sampler == vllm and facts.address | a server of vLLM is not asked for routes
+    | Set recipe_args.replay=false
+""", BOTH="Set both, or leave both out")
+# fmt: on
 
 
 @dataclass
@@ -32,24 +58,8 @@ class DPOArgs:
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
 
     def check(self, config: Config) -> None:
-        if not self.beta > 0:
-            raise ConfigError(
-                "recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1"
-            )
-        if not config.data.is_preference:
-            raise ConfigError(
-                "data.kind",
-                config.data.kind,
-                f"recipe={config.recipe} compares two answers",
-                "Set data=preference data.path=FILE",
-            )
-        if config.train.loss != "cross_entropy":
-            raise ConfigError(
-                "train.loss",
-                config.train.loss,
-                f"recipe={config.recipe} has its own loss",
-                "Leave it out, and set recipe_args.loss",
-            )
+        config = replace(config, recipe_args=self)
+        check_rows(config, refused(Scope(config, config.mesh), _DPO))
 
 
 @dataclass
@@ -78,38 +88,15 @@ class GRPOArgs:
     max_gap: float = 0.1  # largest mean difference of the engine's log-probabilities, in nats
 
     def check(self, config: Config) -> None:
-        for key in ("prompts", "iterations", "mini_batches", "temperature", "max_gap"):
-            if not (value := getattr(self, key)) > 0:
-                raise ConfigError(f"{SECTION}.{key}", value, "must be larger than 0", "Set 1")
-        if self.kl < 0:
-            rule = "would drive the weights away from those that training began with"
-            raise ConfigError(f"{SECTION}.kl", self.kl, rule, "Set 0 or more")
-        if self.samples < 2:
-            rule = "the answers to a prompt are compared with one another"
-            raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set 2 or more")
-        if self.mini_batches > (answers := self.prompts * self.samples):
-            rule = f"a rollout has prompts * samples = {answers} answers"
-            raise ConfigError(
-                f"{SECTION}.mini_batches", self.mini_batches, rule, f"Set at most {answers}"
-            )
-        if self.teacher and not (local_folder(self.teacher) / "config.json").is_file():
-            rule = "is no folder of a checkpoint with a config.json"
-            raise ConfigError(f"{SECTION}.teacher", self.teacher, rule, "Name an export")
-        if not config.observe.samples:
-            rule = f"recipe={config.recipe} answers the prompts of observe.samples"
-            raise ConfigError(
-                "observe.samples", "", rule, "Name a text file, a prompt on each line"
-            )
-        needed = {"generate": "none", "vllm": "an address or a Python with vLLM"}
-        has = "none" if self.engine is None else "a Python with vLLM"
-        if "://" in (self.engine or ""):
-            has = "an address" if re.match(r"https?://[^/]", self.engine or "") else "no address"
-        if has not in (rule := needed.get(self.sampler, "an address")):
-            rule = f"sampler={self.sampler} takes {rule}"
-            raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or leave both out")
-        if self.replay and self.sampler == "vllm" and has == "an address":
-            rule = "a server of vLLM is not asked for routes"
-            raise ConfigError(f"{SECTION}.replay", True, rule, f"Set {SECTION}.replay=false")
+        config = replace(config, recipe_args=self)
+        engine = self.engine or ""
+        address = re.match(r"https?://[^/]", engine)
+        see = Scope(config, config.mesh).knowing(
+            no_teacher=self.teacher and not (local_folder(self.teacher) / "config.json").is_file(),
+            address=address,
+            usable=engine and (address or "://" not in engine),
+        )
+        check_rows(config, refused(see, _GRPO))
 
 
 _SHIPPED = {"dpo": DPOArgs, "grpo": GRPOArgs}

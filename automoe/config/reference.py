@@ -6,12 +6,10 @@ with all sections.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
-import json
+import re
 import textwrap
-import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from functools import cache
@@ -21,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import automoe.config.schema as schema
 from automoe.config.convert import check_key, field_types, is_section, type_name
 from automoe.config.recipe_args import SECTION, args_class, default_args
+from automoe.config.rule_engine import shown
 from automoe.errors import ConfigError
 
 WIDTH = 80  # columns of a terminal
@@ -49,7 +48,7 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
     types = field_types(cls)
     defaults = default_args(cls)
     keys = [
-        Key(prefix + name, _kind(hint), _shown(defaults[name]), comments.get(name, ""))
+        Key(prefix + name, _kind(hint), _typed(defaults[name]), comments.get(name, ""))
         for name, hint in types.items()
         if not is_section(hint)
     ]
@@ -83,13 +82,13 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     if name == SECTION and not declared:
         return f"{SECTION}: the recipe {recipe} has no keys of its own; recipe=NAME names another"
     for section, document, keys in declared or sections():
-        shown = [key for key in keys if key.name == name or key.name.startswith(f"{name}.")]
-        if not shown:
+        inside = [key for key in keys if f"{key.name}.".startswith(f"{name}.")]
+        if not inside:
             continue
-        if name != shown[0].name:
+        if name != inside[0].name:
             title = f"{section}: {document}" if document else section
             lines += textwrap.wrap(title.replace("``", ""), WIDTH) + [""]
-        for key in shown:
+        for key in inside:
             lines.append(f"  {key.name}={key.default}   ({key.kind})")
             lines += textwrap.wrap(
                 key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
@@ -106,22 +105,21 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
 @cache
 def _source(cls: type) -> tuple[str, dict[str, str]]:
     """Return a dataclass's docstring, and field name -> comments above and after the field."""
-    text = inspect.getsource(cls)
-    comments = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT
-    }
-    [node] = ast.parse(text).body
-    assert isinstance(node, ast.ClassDef)
-    texts: dict[str, str] = {}
-    after = node.lineno
-    for item in node.body:
-        after, last = item.end_lineno or after, after
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            lines = [*range(last + 1, item.lineno), after]
-            texts[item.target.id] = " ".join(comments[line] for line in lines if line in comments)
-    return " ".join((ast.get_docstring(node) or "").split()), texts
+    document = " ".join((cls.__doc__ or "").split())
+    if document.startswith(f"{cls.__name__}("):  # dataclass wrote it
+        document = ""
+    texts = defaultdict[str, list[str]](list)
+    above: list[str] = []
+    name = ""
+    for line in inspect.getsource(cls).splitlines():
+        code, _, comment = line.partition("# ")
+        if field := re.match(r"    (\w+): ", code):
+            name = field[1]
+            texts[name] = above
+            above = []
+        if comment:
+            (texts[name] if code.strip() else above).append(comment)
+    return document, {name: " ".join(lines) for name, lines in texts.items()}
 
 
 def _kind(hint: Any) -> str:
@@ -136,12 +134,8 @@ def _kind(hint: Any) -> str:
     return type_name(hint)
 
 
-def _shown(value: object) -> str:
+def _typed(value: object) -> str:
     """Return a default as it is typed on a command line."""
     if value is MISSING:
         return "???"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_shown, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shown(value)

@@ -16,16 +16,18 @@ is a value that the caller computed (``Scope.knowing``).
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import gcd
-from operator import attrgetter, floordiv, mod, mul
+from operator import attrgetter, floordiv, ge, gt, le, lt, mod, mul
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
+from automoe.errors import ConfigError
 
 # key, whether its rule is broken, the rule with numbers, the remedy
 Row = tuple[str, bool, str, str]
@@ -33,20 +35,15 @@ Table = tuple[tuple[str, ...], ...]
 
 _WORDS = {"true": True, "false": False, "null": None}
 _SIGNS = ((" % ", mod), (" // ", floordiv), (" * ", mul))
-_COMPARED: dict[str, Callable[[Any, list[Any]], bool]] = {
-    "": lambda value, _: bool(value),
-    "not": lambda value, _: not value,
-    "==": lambda value, choices: value in choices,
-    "!=": lambda value, choices: value not in choices,
-    "<": lambda value, choices: value < choices[0],
-    "<=": lambda value, choices: value <= choices[0],
-    ">": lambda value, choices: value > choices[0],
-    ">=": lambda value, choices: value >= choices[0],
-    "has": lambda value, choices: any(word in listed(value) for word in choices),
-    "outside": lambda value, choices: not choices[0] <= value < choices[1],
-}
+_ORDERED = {"<": lt, "<=": le, ">": gt, ">=": ge}
+_OPERATORS = ("==", "!=", "has", "outside", *_ORDERED)
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
+# A setting of the model in a remedy, with the number beside it and what leads to the next one.
+_OF_MODEL = re.compile(
+    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
+    r"(?:, or |$)"
+)
 # What a user wants or has: it is not advised to change for the sake of another key.
 _GIVEN = ("model.", "mesh.", "launch.", "recipe")
 
@@ -92,13 +89,27 @@ class Comparison(NamedTuple):
     number: str
     operator: str
     choices: tuple[str, ...]
-    compared: Callable[[Any, list[Any]], bool]
-    reader: Callable[[Scope], Any]
-    choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
         """Return what its words stand for."""
-        return [read(see) for read in self.choice_readers]
+        return [_meaning(word, self.key)(see) for word in self.choices]
+
+    def holds(self, value: Any, choices: list[Any]) -> bool:
+        """Return True if ``value`` on the left and ``choices`` on the right fulfil it."""
+        match self.operator:
+            case "":
+                return bool(value)
+            case "not":
+                return not value
+            case "==":
+                return value in choices
+            case "!=":
+                return value not in choices
+            case "has":
+                return any(word in listed(value) for word in choices)
+            case "outside":
+                return not choices[0] <= value < choices[1]
+        return bool(_ORDERED[self.operator](value, choices[0]))
 
     @property
     def uneven(self) -> bool:
@@ -120,7 +131,7 @@ class Comparison(NamedTuple):
             tried = [[word for word in listed(see(self.key)) if word not in values]]
         elif self.operator in ("<", ">"):  # the bound is nearer than the usual value
             tried = [*values, usual]
-        right = [value for value in tried if not self.compared(value, values)]
+        right = [value for value in tried if not self.holds(value, values)]
         more = " or less" if self.operator == ">" and "." in self.choices[0] else ""
         more = " or more" if self.operator == "<" else more
         return [f"{self.key}={shown(value)}{more}" for value in right[:1]]
@@ -173,7 +184,8 @@ def is_key(name: str) -> bool:
     section, _, field = name.rpartition(".")
     if not _NAME.fullmatch(name) or name.startswith("facts."):
         return False
-    return field in vars(_PLAIN(section) if section else _PLAIN.config)
+    holder = _PLAIN(section) if section else _PLAIN.config
+    return field in getattr(holder, "__dict__", ())  # what a recipe declares has no usual value
 
 
 @cache
@@ -183,16 +195,15 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
     for text in condition.split(" and ") if condition else ():
         subject, _, text = text.rpartition(": ")
         number, operator, words = text.removeprefix("not "), "not" * text.startswith("not "), ""
-        if (sides := text.rsplit(" ", 2))[1:2] and sides[1] in _COMPARED:
+        if (sides := text.rsplit(" ", 2))[1:2] and sides[1] in _OPERATORS:
             number, operator, words = sides
         key = subject or number.split(" ")[0]
         choices = tuple(words.split("|")) if words else ()
-        readers = tuple(_meaning(word, key) for word in choices)
-        compared = _COMPARED[operator]
-        parts.append(Comparison(key, number, operator, choices, compared, _reader(number), readers))
+        parts.append(Comparison(key, number, operator, choices))
     return tuple(parts)
 
 
+@cache
 def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
     """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
     value: Any = _WORDS.get(word, word)
@@ -229,10 +240,7 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose conditions both hold, in order."""
     for rows in tables:
         for row in rows:
-            for part in _both(row[0], row[1]):
-                if not part.compared(part.reader(see), part.values(see)):
-                    break
-            else:
+            if all(part.holds(see(part.number), part.values(see)) for part in _both(*row[:2])):
                 yield row
 
 
@@ -257,11 +265,8 @@ def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -
     for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):
         field = name.rpartition(".")[2]
         text = f"{name}={shown(see(name))}"
-        if (
-            f"{{{name}}}" not in reason
-            and not re.search(rf"\b{field}( [/=]|\*)", rule)
-            and text not in rule
-        ):
+        in_rule = text in rule or re.search(rf"\b{field}( [/=]|\*)", rule)
+        if f"{{{name}}}" not in reason and not in_rule:
             said.append(text)
     if said:
         rule = rule[:-1] + ", " if rule.endswith(")") else rule + " ("
@@ -288,12 +293,27 @@ def shown(value: Any) -> str:
     """Return ``value`` as an override spells it: ``true``, ``null``, ``[a,b]``."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown, value))}]"
-    plain = value is None or isinstance(value, bool)
-    return (
-        next(word for word, meaning in _WORDS.items() if meaning is value) if plain else str(value)
-    )
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def listed(value: Any) -> list[Any]:
     """Return a setting that is a list or a single word as a list."""
     return [value] if isinstance(value, str) else list(value)
+
+
+def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = None) -> None:
+    """Raise ``ConfigError`` for the first broken row.
+
+    The error's value comes from ``config``, or from ``shape`` for keys of the mesh. Rows should
+    come from a generator: a row may divide by a number that an earlier row found not to be zero.
+    """
+    for key, broken, rule, remedy in rows:
+        if broken:
+            on_mesh = shape is not None and key.startswith("mesh.")
+            value = (
+                attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
+            )
+            if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
+                remedy = "The checkpoint model.hf_path has these sizes"
+                remedy += f": set {rest}" if rest else ", so name another one"
+            raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)

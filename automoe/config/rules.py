@@ -6,40 +6,15 @@ A rule is a row: key, whether the rule is broken, the rule with its numbers, the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from math import inf, isfinite
+from collections.abc import Iterator
+from math import isfinite
 from operator import attrgetter
 
 from automoe.config.convert import FromEnvironment, leaf_keys
-from automoe.config.mesh_shape import MeshShape
 from automoe.config.rule_engine import Row, Scope, refused, shown, table
+from automoe.config.rule_engine import check_rows as check_rows  # read here by other rooms
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-
-# A setting of the model in a remedy, with the number beside it and what leads to the next one.
-_OF_MODEL = re.compile(
-    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
-    r"(?:, or |$)"
-)
-
-
-def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = None) -> None:
-    """Raise ``ConfigError`` for the first broken row.
-
-    The error's value comes from ``config``, or from ``shape`` for keys of the mesh. Rows should
-    come from a generator: a row may divide by a number that an earlier row found not to be zero.
-    """
-    for key, broken, rule, remedy in rows:
-        if broken:
-            on_mesh = shape is not None and key.startswith("mesh.")
-            value = (
-                attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
-            )
-            if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
-                remedy = "The checkpoint model.hf_path has these sizes"
-                remedy += f": set {rest}" if rest else ", so name another one"
-            raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)
-
 
 # Smallest valid value -> the keys that it bounds.
 _AT_LEAST = {
@@ -115,18 +90,15 @@ SECRET = re.compile(
 def number_rows(config: Config) -> Iterator[Row]:
     """Yield the rules that concern a single number, independent of all other keys."""
     see = Scope(config, config.mesh)
+    for key in leaf_keys():
+        value = attrgetter(key)(config)
+        infinite = isinstance(value, float) and not isfinite(value)
+        yield key, infinite, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
     yield from refused(see, _EXTENSION)
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
             value = attrgetter(key)(config)
-            if value is not None:
-                # `not >=` is also true for NaN.
-                yield key, not value >= least, f"must be at least {least}", f"Set {key}={least} or more"
-                yield key, value == inf, "must be a finite number", f"Set {key}={least} or more"
-    for key in leaf_keys():
-        value = attrgetter(key)(config)
-        if isinstance(value, float) and not isfinite(value):
-            yield key, True, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
+            yield key, value is not None and value < least, f"must be at least {least}", f"Set {key}={least} or more"
     yield from refused(see, _NUMBERS)
     uri = config.observe.mlflow
     if not isinstance(uri, FromEnvironment) and (LOGIN.search(uri) or SECRET.search(uri)):

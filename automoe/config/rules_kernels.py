@@ -219,6 +219,11 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
     return dim, dim
 
 
+def score_dims(attention: AttentionConfig) -> tuple[int, int]:
+    """Return a head's dims without the padding of sinks: of queries and keys, and of values."""
+    return head_dims(replace(attention, sinks=False))
+
+
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``train.fp8``."""
     yield from refused(Scope(config, shape, device), _FP8)

@@ -17,11 +17,12 @@ from automoe.config.pipeline import (
     misfit,
     stages_of_ranks,
 )
-from automoe.config.rule_engine import Row, Scope, Table, refused, table
+from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import Config
 
 # fmt: off
 _MERGED = "parallel.overlap_all_to_all"
+_DESCRIBED = ("parallel.stages_per_rank", "parallel.layers_per_stage")  # by ``parallel.layout``
 _HALVES = "mesh.pp > 1 and parallel.schedule == " + "|".join((*IN_HALVES, *V_SHAPED))
 _DIVIDED = (
     "global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {train.global_batch_size} / ({mesh.dp_replicate}*"
@@ -47,12 +48,6 @@ mesh.cp: model.attention.linear_num_key_heads // mesh.tp % mesh.cp |
     | cp ranks exchange positions for equal numbers of a delta net's key heads, whose state runs through the
     whole row
 """, RING="parallel.context == ring and mesh.cp > 1", ULYSSES="parallel.context == ulysses and mesh.cp > 1")
-
-
-def by_stages_or_layout(text: str, key: str) -> tuple[Table, Table]:
-    """Parse ``text`` twice: for errors under the setting ``key``, and under ``parallel.layout``."""
-    words = {"SINGLE": "|".join(SINGLE), "V_SHAPED": "|".join(V_SHAPED), "DIVIDED": _DIVIDED}
-    return table(text, KEY=key, **words), table(text, KEY=LAYOUT, **words)
 
 
 _OVERLAP = table("""
@@ -83,30 +78,30 @@ train.compile | HALVES
 parallel.reshard == micro_batch; parallel.grad_sync == micro_batch | mesh.pp > 1
     | torch's pipeline stages always wait for the end of the step | , or mesh.pp=1
 """, HALVES=_HALVES, ROUNDS="|".join(IN_ROUNDS))
-_STAGES = by_stages_or_layout("""
-KEY: parallel.stages_per_rank > 1 | mesh.pp == 1 | with mesh.pp=1 the model is one stage | {facts.remedy}{facts.pipe}
-KEY: parallel.stages_per_rank > 1 | parallel.schedule == SINGLE
+_STAGES = table("""
+parallel.stages_per_rank > 1 | mesh.pp == 1 | with mesh.pp=1 the model is one stage | {facts.remedy}{facts.pipe}
+parallel.stages_per_rank > 1 | parallel.schedule == SINGLE
     | schedule {parallel.schedule} runs exactly 1 stage a rank; only Interleaved1F1B and the like run several
     | {facts.remedy} or parallel.schedule=Interleaved1F1B
-KEY: parallel.stages_per_rank != 2 | mesh.pp > 1 and parallel.schedule == V_SHAPED
+parallel.stages_per_rank != 2 | mesh.pp > 1 and parallel.schedule == V_SHAPED
     | {parallel.schedule} runs exactly 2 stages a rank: down the ranks and up again | {facts.remedy}
-""", "parallel.stages_per_rank")
-_TOO_FEW = by_stages_or_layout("""
-KEY: parallel.stages_per_rank < 2 | parallel.schedule != SINGLE | {parallel.schedule} runs at least 2 stages a rank
+""", SINGLE="|".join(SINGLE), V_SHAPED="|".join(V_SHAPED))
+_TOO_FEW = table("""
+parallel.stages_per_rank < 2 | parallel.schedule != SINGLE | {parallel.schedule} runs at least 2 stages a rank
     | {facts.remedy} or parallel.schedule=1F1B
 train.global_batch_size: facts.micro_batches < facts.least |
     | {parallel.schedule} needs at least {facts.times}mesh.pp={facts.least} micro-batches in flight; DIVIDED micro-batches
     | Set {facts.more}
-""", "parallel.stages_per_rank")
-_SIZES = by_stages_or_layout("""
-KEY: facts.sizes != facts.stages |
+""", SINGLE="|".join(SINGLE), DIVIDED=_DIVIDED)
+_SIZES = table("""
+parallel.layers_per_stage: facts.sizes != facts.stages |
     | one size per stage: mesh.pp * parallel.stages_per_rank = {facts.stages} stages, {facts.sizes} sizes | {facts.remedy}
-KEY: facts.least < 0 | | a stage cannot have {facts.least} layers | {facts.remedy}
-KEY: facts.empty | | every pipeline rank trains something, and the stages of rank {facts.rank} are all empty
+parallel.layers_per_stage: facts.least < 0 | | a stage cannot have {facts.least} layers | {facts.remedy}
+parallel.layers_per_stage: facts.empty | | every pipeline rank trains something, and the stages of rank {facts.rank} are all empty
     | {facts.remedy}
-KEY: facts.total != model.num_layers |
+parallel.layers_per_stage: facts.total != model.num_layers |
     | the sizes add up to {facts.total}, and model.num_layers is {model.num_layers} | {facts.remedy}
-""", "parallel.layers_per_stage")
+""")
 _HALVED_MODULES = table("""
 model.num_mtp_layers: facts.joined | parallel.schedule == HALVED
     | {facts.which} the embedding along the path of the stage's input, which torch cannot leave out of the second half
@@ -136,6 +131,12 @@ parallel.expert_wgrad == delayed | not MERGED
 
 def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules of ``mesh.pp``, of schedules and stages, and of merged passes."""
+    for row in _pipeline_rows(config, shape):
+        described = config.parallel.layout is not None and row[0] in _DESCRIBED
+        yield (LAYOUT, *row[1:]) if described else row
+
+
+def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     parallel, train, pp = config.parallel, config.train, shape.pp
     stages, schedule = parallel.stages_per_rank, parallel.schedule
     fewest = 1 if schedule in SINGLE else 2
@@ -146,7 +147,7 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         remedy = f"Set mesh.pp={ranks}" + f" and write {ranks * fewest} stages" * (ranks * fewest != pp * stages)
     more_ranks = parallel.layout is None and shape.world_size % 2 == 0
     see = Scope(config, shape).knowing(remedy=remedy, pipe=", or mesh.pp=2 or more" * more_ranks)
-    yield from refused(see, _STAGES[parallel.layout is not None])
+    yield from refused(see, _STAGES)
     yield from _stage_rows(see, config, shape)
     shared = config.model.attention.index_shared_layers
     least = least_micro_batches(config, shape)
@@ -166,7 +167,7 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from refused(see, _OVERLAP)
     if pp == 1:
         return
-    yield from refused(see, _TOO_FEW[parallel.layout is not None], _PIPELINE)
+    yield from refused(see, _TOO_FEW, _PIPELINE)
     rule = misfit(schedule, pp, stages, see("facts.micro_batches"))
     yield "parallel.schedule", bool(rule), rule, remedy
     yield from refused(see, _HALVED_MODULES)
@@ -194,4 +195,4 @@ def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
         remedy=remedy, stages=num_stages, sizes=len(sizes), least=min(sizes, default=0), total=sum(sizes),
         empty=empty, rank=min(empty, default=0),
     )
-    yield from refused(see, _SIZES[parallel.layout is not None])
+    yield from refused(see, _SIZES)

@@ -82,11 +82,6 @@ class Phase:
     bias_update_rate: float | None = None  # replaces moe.bias_update_rate; null: keeps it
     mtp_loss_weight: float | None = None  # replaces train.mtp_loss_weight; null: keeps it
 
-    def __repr__(self) -> str:
-        """Return the dictionary of a configuration file."""
-        settings = {key: value for key, value in vars(self).items() if value is not None}
-        return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
-
 
 @dataclass
 class OptimConfig:

@@ -5,7 +5,6 @@ Headers are read and checked once, on one rank.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,8 +127,6 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             "config.json ties the output head to the embedding, and lm_head.weight has different numbers. Set "
             "tie_word_embeddings to false there: transformers also keeps both and does not tie them"
         )
-    if missing or unexpected or wrong:
-        _check_experts(folder, sources, config, keys)
     kinds = ("tensors are missing", missing), ("are not the model's", unexpected)
     if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
         raise CheckpointError(
@@ -151,26 +148,6 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             f"{EMBEDDING}: the two stay separate, as in transformers"
         )
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
-
-
-def _check_experts(folder: Path, sources: Contents, config: ModelConfig, keys: KeyMap) -> None:
-    """Raise ``CheckpointError`` if the files have another number of experts than ``config``.
-
-    The error would otherwise list thousands of missing keys.
-    """
-    if keys.fused:
-        sizes = [
-            stored.full_shape[0] for key, stored in sources.items() if key.endswith(f".{keys.gate}")
-        ]
-        count = sizes[0] if sizes else 0
-    else:
-        numbers = (re.search(r"\.experts\.(\d+)\.", key) for key in sources)
-        count = len({match[1] for match in numbers if match})
-    if count and count != config.num_experts:
-        raise CheckpointError(
-            f"{folder} holds {count} experts a layer, and its configuration says {config.num_experts}. Correct that "
-            f"(model.num_experts, or the number in its config.json), or complete the checkpoint"
-        )
 
 
 def _without_codes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from automoe.hf.headers import ENDS, SHAPE, Contents, StoredTensor, coded_shapes
 from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
 from automoe.hf.wrapper import Names, quantization_in
 from automoe.hf.writers import BASE
-from automoe.storage.foreign import brief, open_inside
+from automoe.storage.foreign import brief
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 # For each encoding: dtype of the codes, and those that scales may have.
@@ -23,6 +22,10 @@ _DTYPES = {
     "int4": ("I32", FLOAT_DTYPES),
     "mxfp4": ("U8", {"U8"}),
 }
+# Settings of compressed-tensors that are read.
+_INT4_READ = INT4 | {"config_groups": 1, "format": "pack-quantized", "actorder": None}
+_INT4_READ |= dict.fromkeys(("input_activations", "output_activations"))
+_INT4_READ |= dict.fromkeys(("transform_config", "sparsity_config"))
 
 
 def decodable(
@@ -51,33 +54,35 @@ def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tup
     stated = quantization_in(hf)
     if stated is None:
         return "plain", FP8_BLOCK
-    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    method = stated.get("quant_method")
     if method == "mxfp4":
         return "mxfp4", FP8_BLOCK
-    if method == "compressed-tensors" and isinstance(stated, dict):
-        # Only Kimi's INT4 in groups is read.
+    if method == "compressed-tensors":
         groups = stated.get("config_groups")
         schemes = [*groups.values()] if isinstance(groups, dict) else []
-        scheme = schemes[0] if schemes and isinstance(schemes[0], dict) else {}
+        scheme = schemes[0] if len(schemes) == 1 and isinstance(schemes[0], dict) else {}
         weights = scheme.get("weights")
-        weights = weights if isinstance(weights, dict) else {}
-        rows = [  # key, its value, and the only one that is read
-            ("format", scheme.get("format") or stated.get("format"), "pack-quantized"),
-            ("config_groups", "one" if len(schemes) == 1 else len(schemes), "one"),
-            *((key, scheme.get(key), None) for key in ("input_activations", "output_activations")),
-            *((key, weights.get(key), value) for key, value in (INT4 | {"actorder": None}).items()),
-            *(
-                (key, stated.get(key) or "empty", "empty")
-                for key in ("transform_config", "sparsity_config")
-            ),
+        said = weights if isinstance(weights, dict) else {}
+        said = said | {
+            "config_groups": len(schemes),
+            "format": scheme.get("format") or stated.get("format"),
+            "input_activations": scheme.get("input_activations"),
+            "output_activations": scheme.get("output_activations"),
+            "transform_config": stated.get("transform_config") or None,
+            "sparsity_config": stated.get("sparsity_config") or None,
+        }
+        wrong = [
+            f"{key}={said.get(key)}, not {value}"
+            for key, value in _INT4_READ.items()
+            if said.get(key) != value
         ]
-        if wrong := [f"{key}={value}, not {asked}" for key, value, asked in rows if value != asked]:
+        if wrong:
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
                 f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
             )
         return "int4", FP8_BLOCK
-    if method != "fp8" or not isinstance(stated, dict):
+    if method != "fp8":
         raise CheckpointError(
             f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
             f"compressed-tensors (INT4) can be read. {BASE}"
@@ -99,52 +104,30 @@ def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Content
     if encoding == "plain":
         return tensors
     codes_end, scales_end, least_dims = ENDS[encoding]
-    scales_of = {}  # name of the codes -> scales
-    paired = set()
-    for name in [name for name in tensors if name.endswith(scales_end)]:
-        codes = name[: -len(scales_end)] + codes_end
-        data = None if name in scales_of or codes in paired else tensors.get(codes)
-        if data is not None and len(data.shape) >= least_dims:
-            scales_of[codes] = tensors[name]
-            paired.add(name)
+    pairs = {}  # name of the codes -> name of the scales
+    for name in tensors:
+        if name.endswith(scales_end):
+            codes = name[: -len(scales_end)] + codes_end
+            if codes in tensors and len(tensors[codes].shape) >= least_dims:
+                pairs[codes] = name
+    scale_names = {*pairs.values()}
     sources = {}
     for name, data in tensors.items():
-        if (scales := scales_of.get(name)) is not None:
+        if name in pairs:
             base = name[: len(name) - len(codes_end)]
             if codes_end and base in tensors:
                 raise CheckpointError(
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
                     f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
-            sources[base] = StoredTensor(*data[:5], scales, encoding)
-        elif name not in paired:
+            sources[base] = StoredTensor(*data[:5], tensors[pairs[name]], encoding)
+        elif name not in scale_names:
             sources[name] = data
-    return _check_shapes(folder, sources) if encoding == "int4" else sources
-
-
-def _check_shapes(folder: Path, sources: Contents) -> Contents:
-    """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
-    others = dict(sources)
-    opened = {}
-    try:
-        for name, codes in sources.items():
-            stated = others.pop(name + SHAPE, None) if codes.encoding == "int4" else None
-            if stated is None:
-                continue
-            if stated.file not in opened:
-                opened[stated.file] = open_inside(folder, stated.file)
-            size = 4 if stated.dtype == "I32" else 8
-            raw = os.pread(opened[stated.file], stated.num_bytes, stated.start)
-            sizes = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
-            if sizes != list(codes.full_shape):
-                raise CheckpointError(
-                    f"{folder}: {name}{SHAPE} says {sizes}, and {name}_packed holds {list(codes.full_shape)}. "
-                    "Copy the checkpoint again"
-                )
-    finally:
-        for handle in opened.values():
-            os.close(handle)
-    return others
+    if encoding == "int4":  # the sizes of a matrix stand beside its codes, and follow from them
+        coded = [name for name, stored in sources.items() if stored.encoding == encoding]
+        for name in coded:
+            sources.pop(name + SHAPE, None)
+    return sources
 
 
 def _check_encodings(
@@ -164,11 +147,9 @@ def _check_encodings(
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
         ends = ENDS[encoding]
-        missing = unscaled[0].removesuffix(ends[0]) + ends[1]
         raise CheckpointError(
-            f"{folder}: {quantized}, and their scales are missing: {missing} is "
-            f"{'for codes of more dims' if missing in sources else 'in no file'}. Without "
-            "scales the numbers are unknown: copy the checkpoint again"
+            f"{folder}: {quantized}, and their scales are missing: for codes of {ends[2]} dims and more they are "
+            f"called *{ends[1]}. Without scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()
     for key, codes in sources.items():

@@ -45,8 +45,6 @@ class Written:
             run twice.
         dense_error: relative difference of an upcycled model's logits to the dense model's.
         averaged: True for the averaged weights of ``optim.ema_decay``.
-        base: packed base (``lora.base``) that adapters were merged into; empty if none.
-        rounded: dtypes that are narrower in the files than in the model, such as ``torch.bfloat16``.
         notes: notes of the source's ``Catalog``, after a conversion.
         num_copied: number of tensors of other parts (``Catalog.beside``), copied bit for bit.
     """
@@ -62,8 +60,6 @@ class Written:
     logits_error: float | None = None
     dense_error: float | None = None
     averaged: bool = False
-    base: str = ""
-    rounded: str = ""
     notes: tuple[str, ...] = ()
     num_copied: int = 0
 
@@ -72,15 +68,11 @@ class Written:
         text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 2**20:,.1f} MiB in {files}"
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
-            rest = self.rounded and f" rounded to {self.rounded.replace('torch.', '')}"
-            if self.base:
-                weights += f", adapters merged into the {self.base} base as {str(self.dtype).replace('torch.', '')}"
-                rest = ""
+            dtype = str(self.dtype).removeprefix("torch.")
             if self.error is None:
-                text += f"; equal bit for bit to {weights}{rest}"
+                text += f"; equal bit for bit to {weights} as {dtype}"
             else:
-                text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off"
-                text += rest and f", the rest{rest}"
+                text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off, the rest as {dtype}"
         if self.logits_error is not None:
             text += f", logits equal to transformers' within {self.logits_error:.0e}"
         if self.dense_error is not None:

@@ -19,16 +19,7 @@ from typing import Any, NamedTuple
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed, retried
-from automoe.hf.keys import (
-    FP8_BLOCK,
-    FUSED,
-    GROUP,
-    INDEX_FILE,
-    SCALE_SUFFIX,
-    Encoding,
-    KeyMap,
-    Shape,
-)
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, SCALE_SUFFIX, Encoding, Shape
 from automoe.model.params import count_params
 from automoe.storage.files import explained, named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
@@ -42,7 +33,7 @@ ADAPTER = "adapter_config.json"
 NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
 COPY_AGAIN = "Make it readable, or copy it again"  # remedy for a file that cannot be read
 _PART = 16 << 20  # bytes read at once
-MANY = 10_000  # a configuration may have so many layers or experts, whatever the files hold
+MANY = 10_000  # layers, or experts of a layer
 # Bits per number, by the dtype's name in safetensors.
 BITS = dict.fromkeys(
     ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
@@ -195,24 +186,17 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
 def _read_all(folder: Path, last: bool) -> Contents:
     index = _read_index(folder)
     files = _files_of(index)
-    missing = [name for name in files if not is_there(folder, name)]
-    if missing and index is None:
-        there = listed(entry.name for entry in folder.iterdir()) or "nothing"
+    if missing := [name for name in files if not is_there(folder, name)]:
+        named_by = f"that {INDEX_FILE} names" if index else f"of a model without {INDEX_FILE}"
         raise CheckpointError(
-            f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is there, only {there}. "
-            "Name a directory with safetensors files"
-        )
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
-            f"{listed(missing)}. Copy them again"
+            f"{folder}: {len(missing)} of the {len(files)} files {named_by} are missing: {listed(missing)}. "
+            "Name a directory with safetensors files, or copy them again"
         )
     tensors: Contents = {}
-    places: dict[str, str] = {}
     for file in files:
         header = _read_header(folder, file)
         for name in sorted(header.keys() & tensors.keys()):
-            counts = (index or {}).get(name)
+            counts = index.get(name)
             differ = last and not are_equal(folder, tensors[name], folder, header[name])
             if differ or counts not in (tensors[name].file, file):
                 raise CheckpointError(
@@ -222,24 +206,19 @@ def _read_all(folder: Path, last: bool) -> Contents:
             if counts != file:
                 del header[name]
         tensors |= header
-        places |= dict.fromkeys(header, file)
     if SINGLE_FILE not in files and is_there(folder, SINGLE_FILE):
         raise CheckpointError(
             f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
             "and automoe what the index names. Remove the one that does not count"
         )
-    if index is not None and index != places:
-        remedy = "The index belongs to other files: copy the checkpoint again"
-        if lost := [name for name in index if name not in tensors]:
-            raise CheckpointError(
-                f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
-            )
-        if moved := [name for name, file in index.items() if places[name] != file]:
-            first = moved[0]
-            raise CheckpointError(
-                f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
-                f"{places[first]} and not in {index[first]}. {remedy}"
-            )
+    lost = [
+        name for name, file in index.items() if name not in tensors or tensors[name].file != file
+    ]
+    if lost:
+        raise CheckpointError(
+            f"{folder}: {len(lost)} tensors are not in the file that {INDEX_FILE} names: {listed(lost)}. "
+            "The index belongs to other files: copy the checkpoint again"
+        )
     return tensors
 
 
@@ -304,29 +283,21 @@ def complete_headers(folder: Path) -> Contents:
     return read_headers(folder) if complete else {}
 
 
-def check_holds(folder: Path, config: ModelConfig, keys: KeyMap, tensors: Contents) -> None:
+def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
     """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
 
     The check is arithmetic only. While files are missing, only sizes that no model has are refused.
 
     Args:
         config: configuration read from config.json.
-        keys: tensor names of the family.
         tensors: ``complete_headers`` of ``folder``.
 
     Raises:
-        ConfigError: the model has more layers or experts than the files have tensors, or more than
-            twice as many parameters as the files have numbers.
+        ConfigError: the model has more than ``MANY`` layers or experts per layer, or as
+            ``check_numbers``.
     """
-    gate = f".{FUSED.gate}"
-    fused = keys.fused or any(name.endswith(gate) for name in tensors)
-    layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
-    counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
-    for kind, count in counts.items():
-        if count > max(len(tensors), MANY):
-            raise _too_large(
-                folder, f"{count:,} {kind}, and its files hold {len(tensors):,} tensors"
-            )
+    if (count := max(config.num_layers, config.num_experts)) > MANY:
+        raise _too_large(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
     if tensors:
         check_numbers(folder, count_params(config).total, tensors)
 
@@ -364,13 +335,14 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in _files_of(_read_index(folder)) if not (folder / name).exists()]
 
 
-def _files_of(index: dict[str, str] | None) -> list[str]:
-    return [SINGLE_FILE] if index is None else sorted(set(index.values()))
+def _files_of(index: dict[str, str]) -> list[str]:
+    return sorted(set(index.values())) or [SINGLE_FILE]
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor; {} without an index."""
     if not is_there(folder, INDEX_FILE):
-        return None
+        return {}
     file = folder / INDEX_FILE
     raw = read_bytes(folder, INDEX_FILE)
     if raw.startswith(_LFS_MARK):

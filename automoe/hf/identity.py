@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from automoe.config.hub import fetch, id_and_commit, local_folder, pinned
 from automoe.config.schema import Config
-from automoe.hf.headers import Contents, missing_files, raw_bytes, read_headers
+from automoe.hf.headers import missing_files, raw_bytes, read_headers
 
 if TYPE_CHECKING:
     from automoe.comm.agreement import Ranks
 
 KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
 THREADS = 4  # per rank; a thread reads 2 GB/s
-SAID_BYTES = 10e9  # a larger checkpoint takes seconds to read, so a line is printed
 
 
 def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
@@ -68,18 +66,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
     folder = local_folder(path)
     ranks = ranks or Ranks(alone=True)
-
-    def headers() -> Contents:
-        tensors = read_headers(folder)
-        if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
-            print(
-                f"reading {size / 1e9:,.0f} GB of {folder} to identify it",
-                file=sys.stderr,
-                flush=True,
-            )
-        return tensors
-
-    tensors = ranks.lead(headers)
+    tensors = ranks.lead(lambda: read_headers(folder))
     mine = ranks.share({name: stored.num_bytes for name, stored in tensors.items()})
     mine.sort(key=lambda name: (tensors[name].file, tensors[name].start))
 

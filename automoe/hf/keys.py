@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 from automoe.config.facts import BLOCK
-from automoe.config.schema import ModelConfig, has_indexer
+from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.model.params import SPECS, model_params
 
@@ -185,19 +185,9 @@ class KeyMap:
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
 
     @property
-    def gate(self) -> str:
-        """Name of the tensor with the gates of experts, below its layer."""
-        return self.row(GATE_UP).split()[0]
-
-    @property
     def fused(self) -> bool:
         """True if one tensor holds the gates and ups of all experts."""
         return " [E" in self.row(GATE_UP)
-
-    @property
-    def transposed(self) -> bool:
-        """True if matrices of experts are stored with rows and columns exchanged (GPT-OSS)."""
-        return " [E H" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the layout of the files that hold the tensors ``keys``."""
@@ -205,8 +195,7 @@ class KeyMap:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
             if stored and all(key in keys for key in stored):
                 return layout
-        gate = f".{FUSED.gate}"
-        if any(key.endswith(gate) for key in keys):
+        if any(key.endswith(f".{GATE_UP}") for key in keys):
             return self.in_memory
         return self.per_expert if keys else self
 
@@ -380,17 +369,13 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
             "block-FP8 stores matrices, and this family stores all experts of a layer in one tensor",
             "Export it in bfloat16",
         )
-    layers = config.all_layers[config.first_k_dense :]
-    names = [keys.row(ROUTER)] + ([keys.row(SHARED_GATE)] if config.shared_expert_gate else [])
     plain = [
-        f"model.layers.{layer}.{name.removesuffix('.weight')}"
-        for layer in layers
-        for name in (*names, *(_MTP_KEPT if layer >= config.num_layers else ()))
-    ]
-    plain += [
-        f"model.layers.{layer}.{_INDEX_WEIGHTS}"
-        for layer in config.all_layers
-        if has_indexer(config.attention, layer)
+        piece.key.removesuffix(".weight")
+        for name, shape in our_tensors(config)
+        for piece in keys.pieces(name, shape, range(1))
+        if len(piece.shape) == 2
+        and piece.key.startswith("model.layers.")
+        and not is_quantized(name, piece, keys, "fp8")
     ]
     return {
         "quant_method": "fp8",

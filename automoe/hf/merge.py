@@ -1,11 +1,11 @@
-"""Adapters merged into the weights that they adapt, for exports and weights on their way out.
+"""Adapters that are added to weights on their way out: exports, and weights for engines.
 
 Letters: I input and O output features, r rank, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,37 +13,21 @@ from torch import Tensor, nn
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
-from automoe.model.lora import Lora, LoRALinear
-from automoe.moe.lora import Added, ExpertLora, LoRAExperts
+from automoe.model.lora import Lora
+from automoe.moe.lora import Added, ExpertLora
 from automoe.quantize.packed import block_size, is_packed
 
 
-@torch.no_grad()
-def merge_adapters(part: CausalLM) -> None:
-    """Add the adapters' products to the weights, and set every B to zero. Collective.
-
-    The sum is computed in at least float32 and rounded once to the weight's dtype; each rank merges
-    its shard of a weight. Packed weights and their B stay unchanged: ``added`` of their modules is
-    then the term that an export adds to them (``automoe.hf.shards``).
-    """
-    for _, module, name, a, b in adapted_weights(part):
-        weight = module.get_parameter(name)
-        added = added_product(weight, a, b, module.lora.scale)
-        if is_packed(weight):
-            assert isinstance(module, LoRALinear | LoRAExperts)
-            module.added[name] = added
-            continue
-        mine_a, mine_b, scale = added
-        # Experts are merged one after the other, to avoid a wide copy of all of them.
-        for k in range(len(mine_a)) if a.dim() == 3 else (...,):
-            matrix = local_shard(weight)[k]
-            wide = matrix.to(mine_b.dtype, copy=True)
-            add_low_rank(wide, mine_a[k], mine_b[k], scale)
-            matrix.copy_(wide)
-        local_shard(b).zero_()
+def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Added]:
+    """Return what adapters add to this rank's shards, by the name of the weight. Collective."""
+    return {
+        f"{path}.{name}": added_product(module.get_parameter(name), a, b, module.lora.scale)
+        for part in parts.values()
+        for path, module, name, a, b in _adapted_weights(part)
+    }
 
 
-def adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:
+def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:
     """Yield path of the module, module, parameter name, A and B of each weight with an adapter."""
     for path, module in part.named_modules():
         adapter = getattr(module, "lora", None)

@@ -173,13 +173,9 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
             f"{path} belongs to {written}, and the run has {belongs}. Use what it was trained with"
         )
     wanted = {piece.key: (ours[name].dtype, piece.shape) for name, piece in table}
-    dtypes = {tensor.dtype for tensor in ours.values()}
-    theirs = {
-        key: (tensor.dtype, tensor.shape)
-        for key, tensor in stored.items()
-        if tensor.dtype not in dtypes or is_finite(tensor)
-    }
-    if odd := [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]:
+    theirs = {key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()}
+    odd = [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]
+    if odd := odd or [key for key, tensor in stored.items() if not is_finite(tensor)]:
         raise CheckpointError(
             f"{path} is not as the run wrote it: tensors are missing, of another shape or dtype, not the run's, or not "
             f"finite: {listed(odd)}. Restore it from a copy, or train again"

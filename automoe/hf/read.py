@@ -118,26 +118,22 @@ def load_hf(
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
 
-        def reads(
-            planned: list[ReadItem],
-        ) -> Iterator[tuple[list[ReadItem], Tensor | None, Tensor | None]]:
-            """Yield items to read; of NF4, those of one matrix, its numbers, and its packed place."""
-            yield planned, None, None
-            for shard in rounded:
-                for index, matrix in shard.matrices(widened=False):
-                    yield reader.plan([matrix]), matrix.local, shard.local[index]
-
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
-            odd, planned = {}, reader.plan(direct)
-            of_all = (item for items, _, _ in reads(planned) for item in items)
-            total = sum(item.num_bytes(item.place) for item in of_all)
+            items = reader.plan(direct)
+            total = sum(item.num_bytes(item.place) for item in items)
+            # Most checkpoints have bfloat16 where the base is rounded to NF4.
+            total += sum(2 * math.prod(shard.extent) for shard in rounded)
             shown = progress and ranks.rank == 0
             with show_progress(Path(path).name, total, shown) as reader.advance:
-                for items, numbers, packed in reads(planned):
-                    reader.fill(items)
-                    odd |= _not_finite(items)
-                    if numbers is not None and packed is not None:
-                        packed.copy_(pack_nf4(numbers.to(packed.device)))
+                reader.fill(items)
+                odd = _not_finite(items)
+                for shard in rounded:  # one matrix at a time
+                    for index, matrix in shard.matrices():
+                        items = reader.plan([matrix])
+                        reader.fill(items)
+                        odd |= _not_finite(items)
+                        packed = shard.local[index]
+                        packed.copy_(pack_nf4(matrix.local.to(packed.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
             _check_copies(reader, [shard for shard in everything if shard.again])
@@ -428,7 +424,7 @@ class Reader:
 
 @contextmanager
 def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar with GB/s on a terminal; yield a callback that takes bytes read.
+    """Show a progress bar on a terminal; yield a callback that takes bytes read.
 
     Args:
         name: name of the checkpoint.
@@ -439,14 +435,8 @@ def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Cal
         yield lambda num_bytes: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress
 
-    columns = (
-        TextColumn("reading {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=num_bytes)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"reading {name}", total=num_bytes)
         yield lambda num_bytes: progress.advance(task, num_bytes)

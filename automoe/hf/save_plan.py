@@ -17,13 +17,11 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from automoe.comm.agreement import Ranks
-from automoe.comm.collectives import all_gather
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog
@@ -31,13 +29,13 @@ from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
 from automoe.hf.headers import StoredTensor, are_equal, raw_bytes
-from automoe.hf.keys import Encoding, KeyMap, Piece, is_quantized, our_tensors
+from automoe.hf.keys import Encoding, KeyMap, Piece, Shape, is_quantized, our_tensors
 from automoe.hf.quantized import from_codes, to_codes
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
 from automoe.hf.wrapper import ALONE
-from automoe.interop.torch_private import is_strided_shard
+from automoe.interop.torch_private import full_tensor, is_strided_shard
 
 
 @dataclass(frozen=True)
@@ -355,37 +353,41 @@ def gather(item: WriteItem) -> Tensor:
     shard = item.shard
     for piece in item.pieces:
         # Dims that are stored are gathered whole, and then cut.
-        dims = sorted(dim for group in piece.dims for dim in group)
-        index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
-        part = shard.numbers(
-            tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
-        ).to(item.dtype)
-        axes = []  # (mesh axis, place in ``dims``, gathered size), outer first
+        index = [
+            slice(None) if isinstance(at, slice) else slice(at - first, at - first + 1)
+            for at, first in zip(piece.box, shard.start, strict=True)
+        ]
+        part = shard.numbers(tuple(index)).to(item.dtype)
         if isinstance(shard.tensor, DTensor):
-            mesh, placements = shard.tensor.device_mesh, shard.tensor.placements
-            for at, dim in enumerate(dims):
-                extent = shard.shape[dim]  # of numbers: a packed tensor holds fewer words
-                cut = [axis for axis, by in enumerate(placements) if _cut_dim(by) == dim]
-                # If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is
-                # strided and is gathered first.
-                for axis in sorted(cut, key=lambda axis: is_strided_shard(placements[axis])):
-                    axes.append((axis, at, extent))
-                    # The inner axis shards this rank's slice of the outer axis.
-                    longest = -(-extent // mesh.size(axis))
-                    extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
-        for axis, at, size in reversed(axes):
-            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
-            missing = -(-size // mesh.size(axis)) - part.shape[at]
-            padding = [0, 0] * (part.dim() - 1 - at) + [0, missing]
-            # The padded part has no name, so that it does not outlive the call.
-            part = all_gather(F.pad(part, padding), at, mesh.get_group(axis)).narrow(at, 0, size)
-        for at, dim in enumerate(dims):
-            part = part.narrow(at, piece.start[dim], piece.size[dim])
+            part = _gather_stored(part, shard.tensor, shard.shape, piece)
+        part = part[tuple(at if isinstance(at, slice) else 0 for at in piece.box)]
         if len(item.pieces) == 1:
             return piece.in_stored_order(part).reshape(piece.shape)
         stored = part.new_empty(piece.shape) if stored is None else stored
         piece.within(stored).copy_(part)
     return stored
+
+
+def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:
+    """Gather the dims of ``part`` that are stored, over the axes of the mesh that shard them."""
+    stored = {*chain.from_iterable(piece.dims)}
+    axes = [axis for axis, by in enumerate(tensor.placements) if _cut_dim(by) in stored]
+    names = tensor.device_mesh.mesh_dim_names
+    if not axes or names is None:
+        return part
+    full = torch.empty(
+        [size if dim in stored else 1 for dim, size in enumerate(shape)], device="meta"
+    )
+    return full_tensor(
+        DTensor.from_local(
+            part,
+            tensor.device_mesh[tuple(names[axis] for axis in axes)],
+            [tensor.placements[axis] for axis in axes],
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+    )
 
 
 def _cut_dim(placement: Placement) -> int | None:

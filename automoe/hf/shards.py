@@ -108,23 +108,18 @@ class LocalShard:
         add_low_rank(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
         return total if self.columns else total.to(numbers.dtype)
 
-    def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, unpacked float32 shard on the CPU) of each matrix.
-
-        Args:
-            widened: fill the unpacked shard with the numbers; else it is left empty.
-        """
+    def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
+        """Yield (index in this shard, empty shard on the CPU for its numbers) of each matrix."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
             index = (slice(at, at + step), *[slice(None)] * len(rest))
-            if widened:
-                numbers = self.numbers(index).cpu()
-            else:
-                numbers = torch.empty(step, *rest, dtype=torch.float32)
             start = (self.start[0] + at, *self.start[1:])
             whole = torch.empty(self.shape, device="meta")
-            yield index, LocalShard(self.name, whole, numbers, start)
+            yield (
+                index,
+                LocalShard(self.name, whole, torch.empty(step, *rest, dtype=self.dtype), start),
+            )
 
 
 def as_parts(parts: Parts | CausalLM) -> Parts:
@@ -152,20 +147,16 @@ def local_shards(parts: Parts, adapters: Mapping[str, Added] = {}) -> Iterator[L
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
 
     Args:
-        adapters: adapters that are not merged, by the name of the weight that they are added to.
+        adapters: ``adapters_of`` the parts, if their numbers are wanted.
     """
     for part in parts.values():
         copies = mtp_copies(part.config)
         shapes = dict(our_tensors(part.config))
         for name, parameter in part.named_parameters():
-            if is_packed(parameter):
-                path, _, last = name.rpartition(".")
-                added = getattr(part.get_submodule(path), "added", {}).get(last)
-                added = adapters.get(name, added)
-                yield _shard(name, parameter, columns=shapes[name][-1], added=added)
-            elif ".lora." not in name:
+            if ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
-                yield _shard(name, parameter, copy=tied, added=adapters.get(name))
+                columns = shapes[name][-1] if is_packed(parameter) else 0
+                yield _shard(name, parameter, columns=columns, copy=tied, added=adapters.get(name))
                 for again in (
                     copy for copy, original in copies.items() if original == name and not tied
                 ):

@@ -32,6 +32,7 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import float32_copy, write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import Encoding, hf_tensors
+from automoe.hf.merge import adapters_of
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import Transfer, compare_beside, not_exported, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
@@ -82,6 +83,7 @@ def verify_hf(
     ranks = Ranks()
     catalog = open_catalog(folder, config)
     dtypes = dtype or {}
+    shards = list(local_shards(parts, adapters_of(parts)))
 
     def compare_shards() -> None:
         # Every number that this rank holds is compared, bit for bit, with its place in the files.
@@ -113,10 +115,11 @@ def verify_hf(
                 )
 
         with Reader(catalog) as reader:
-            shards = list(local_shards(parts))
-            reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
+            plain = [shard for shard in shards if not (shard.base or shard.added)]
+            reader.visit(reader.plan(plain), compare)
             for shard in shards:
-                for _, matrix in shard.matrices() if shard.base else ():
+                for index, matrix in shard.matrices() if shard.base or shard.added else ():
+                    matrix.local.copy_(shard.numbers(index))
                     reader.visit(reader.plan([matrix]), compare)
         for key, size in sizes.items():
             if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
@@ -259,13 +262,10 @@ def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtyp
         hf_config._experts_implementation = "eager"
 
 
-def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | None:
+def compare_with_dense(dense: Path, mixture: Path) -> float | None:
     """Compare the logits of an upcycled checkpoint with its dense source's.
 
     transformers runs both in float32.
-
-    Args:
-        rounded: True if the mixture is written in a narrower dtype than the source's.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -281,14 +281,9 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
         _run_transformers(folder, tokens, configs[folder]) for folder in configs
     )
     why = (
-        ". If weights are in bfloat16 and the granularity is not a power of two, down "
-        "projections are rounded: write them with --dtype float32"
+        ". In bfloat16 the mixture is rounded if the source was in float32, and its down projections if the "
+        "granularity is not a power of two: write it with --dtype float32, and round it with automoe convert"
     )
-    if rounded:
-        why = (
-            ", since it was rounded from float32 to bfloat16: upcycle without --dtype, and round the "
-            "result with automoe convert --dtype bfloat16"
-        )
     return _relative_error(after, before, mixture, f"its logits are not those of {dense}", why)
 
 
@@ -323,7 +318,7 @@ def _run_transformers(
     Args:
         beside: prefixes of tensors that transformers need not use.
     """
-    from transformers import AutoConfig, __version__
+    from transformers import AutoConfig
     from transformers.utils import logging as bars
 
     # transformers' progress bars would overwrite this run's own line.
@@ -352,15 +347,6 @@ def _run_transformers(
             raise CheckpointError(
                 f"{folder}: transformers reports {len(odd)} {kind.replace('_', ' ')}: {listed(odd)}"
             )
-    constants = config.swiglu_alpha, config.swiglu_limit
-    for module in model.modules():
-        if config.expert_activation == "clamped_swiglu" and hasattr(module, "limit"):
-            if (module.alpha, module.limit) != constants:
-                raise CheckpointError(
-                    f"{folder}: its swiglu_alpha and swiglu_limit are {constants}, and transformers {__version__} "
-                    f"computes with {(module.alpha, module.limit)} whatever config.json says. "
-                    "Install transformers>=5.19"
-                )
     chosen = []
     for name, module in model.named_modules():
         # Experts take (rows, choices, weights) in every release; routers' return values differ.

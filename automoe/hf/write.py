@@ -6,7 +6,6 @@ every rank streams the tensors that the plan assigns to it into files of its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
-from automoe.hf.merge import merge_adapters
+from automoe.hf.merge import adapters_of
 from automoe.hf.read import show_progress
 from automoe.hf.save_plan import Transfer, WriteItem, compare_beside, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled, upcycled_model
 from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
 from automoe.model.causal_lm import CausalLM
-from automoe.moe.lora import Added
 
 
 def to_hf(
@@ -45,9 +43,10 @@ def to_hf(
 ) -> Written:
     """Write ``model`` as a HuggingFace checkpoint directory, renamed into place once verified.
 
-    Collective; ranks share the file system. Adapters are merged into the model's own weights first
-    (``merge_adapters``), and stay merged. Token ids, generation settings and tokenizer files come
-    from ``hf_path`` of the model's configuration, if it is set.
+    Collective; ranks share the file system. Adapters are added to the weights that they adapt: the
+    sum is computed in at least float32 and rounded once. The model is not changed. Token ids,
+    generation settings and tokenizer files come from ``hf_path`` of the model's configuration, if
+    it is set.
 
     Args:
         model: the model, or this rank's pipeline stages of it.
@@ -81,16 +80,9 @@ def to_hf(
     export_dtype(dtype)
     source = source_of(config)
     with new_folder(path, overwrite, ranks) as folder:
-        for part in parts.values():
-            merge_adapters(part)
         plan = plan_export(parts, dtype, encoding, source)
         written = Transfer(plan, ranks, source).write(folder, max_shard_bytes)
-        bases = {item.shard.base for item in plan}
-        rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}
-        rounded = sorted({str(dtype) for theirs in ranks.all(lambda: rounded) for dtype in theirs})
-        written = replace(
-            written, base="".join(bases), rounded=" and ".join(rounded), encoding=encoding
-        )
+        written = replace(written, encoding=encoding)
         ranks.lead(
             lambda: write_settings(
                 folder, config, written.dtype, tokenizer, quantization, chat, source
@@ -116,18 +108,12 @@ def source_of(config: ModelConfig) -> Catalog | None:
 
 
 def plan_export(
-    parts: Parts,
-    dtype: str,
-    encoding: Encoding,
-    source: Catalog | None,
-    adapters: Mapping[str, Added] = {},
-    fused: bool = False,
+    parts: Parts, dtype: str, encoding: Encoding, source: Catalog | None, fused: bool = False
 ) -> list[WriteItem]:
     """Plan the tensors of an export of this rank's stages; arguments as of ``to_hf``.
 
     Args:
         source: result of ``source_of``.
-        adapters: as in ``local_shards``.
         fused: True for the layout that a model of transformers has in memory.
     """
     config = config_of(parts)
@@ -137,7 +123,7 @@ def plan_export(
         keys = keys.per_expert
     # ``keep`` uses the dtypes of the source, since parameters are wider while they are trained.
     dtypes_of = source if dtype == "keep" else None
-    shards = list(local_shards(parts, adapters))
+    shards = list(local_shards(parts, adapters_of(parts)))
     return plan_writes(shards, config, keys, export_dtype(dtype), encoding, dtypes_of)
 
 
@@ -194,8 +180,7 @@ def convert_hf(
         logits_error = verify_with_transformers(config, written)
         dense_error = None
         if mixture and encoding == "plain":
-            wide = any(stored.dtype == "F32" for stored in catalog.sources.values())
-            dense_error = compare_with_dense(catalog.folder, folder, wide and dtype == "bfloat16")
+            dense_error = compare_with_dense(catalog.folder, folder)
         checks = {"logits_error": logits_error, "dense_error": dense_error}
         return replace(done, path=path, notes=catalog.notes, **checks)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -34,14 +34,6 @@ Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 # Public collectives return such a wait as a ``Work`` beside the tensor, which autograd cannot
 # carry. 2.11 to 2.15: ``AsyncCollectiveTensor``.
 AsyncTensor = functional.AsyncCollectiveTensor
-
-_all_gather = (
-    getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-)
-_reduce_scatter = (
-    getattr(functional, "reduce_scatter_single_autograd", None)
-    or functional.reduce_scatter_tensor_autograd
-)
 
 
 # ---- process groups ----
@@ -70,13 +62,10 @@ def group_members() -> dict[str, list[int]]:
     }
 
 
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Make collectives of ``group`` fail after ``timeout`` from now on.
-
-    Publicly a timeout can only be given when a group is made, and DeviceMesh gives its groups
-    torch's default. 2.11 to 2.15: ``distributed_c10d._set_pg_timeout(timeout, group)``.
-    """
-    distributed_c10d._set_pg_timeout(timeout, group)
+# Makes collectives of a group fail after a timeout from now on: ``(timeout, group)``. Publicly a
+# timeout can only be given when a group is made, and DeviceMesh gives its groups torch's default.
+# 2.11 to 2.15.
+set_group_timeout = distributed_c10d._set_pg_timeout
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> Callable[[], timedelta] | None:
@@ -162,55 +151,33 @@ def fake_store() -> Any:
 # ---- differentiable collectives ----
 
 
-def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate every rank's ``x`` along ``dim``, differentiable and asynchronous.
-
-    ``torch.distributed.nn`` waits in every collective.
-    ``torch.distributed._functional_collectives``: ``all_gather_tensor_autograd`` in 2.11;
-    ``all_gather_single_autograd`` since 2.13, which warns at the old name.
-    """
-    return _all_gather(x, dim, group)
-
-
-def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum ``x`` over ranks and return this rank's part of ``dim``, differentiable and asynchronous.
-
-    ``torch.distributed._functional_collectives``: ``reduce_scatter_tensor_autograd`` in 2.11;
-    ``reduce_scatter_single_autograd`` since 2.13, which warns at the old name.
-    """
-    return _reduce_scatter(x, "sum", dim, group)
-
-
-def all_to_all(
-    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Exchange rows with every rank, differentiable and asynchronous.
-
-    2.11 to 2.15: ``torch.distributed._functional_collectives.all_to_all_single_autograd``.
-    """
-    return functional.all_to_all_single_autograd(x, output_splits, input_splits, group)
+# Concatenates every rank's tensor along a dim, differentiable and asynchronous: ``(x, dim, group)``.
+# ``torch.distributed.nn`` waits in every collective. 2.11 has the second name, at which 2.13 and
+# later warn.
+all_gather = (
+    getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+)
+# Sums a tensor over ranks and returns this rank's part of a dim, in the same way:
+# ``(x, "sum", dim, group)``.
+reduce_scatter = (
+    getattr(functional, "reduce_scatter_single_autograd", None)
+    or functional.reduce_scatter_tensor_autograd
+)
+# Exchanges rows with every rank, in the same way: ``(x, output_splits, input_splits, group)``.
+# 2.11 to 2.15.
+all_to_all = functional.all_to_all_single_autograd
 
 
 # ---- meshes and DTensor ----
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis ``name`` over all axes of ``mesh``. Collective when first called.
-
-    FSDP over two axes beside tensor parallelism needs a mesh of the same root;
-    ``DeviceMesh.from_group`` makes a new root. 2.11 to 2.15: ``DeviceMesh._flatten(name)``, which
-    keeps the group it has made.
-    """
-    return mesh._flatten(name)
-
-
-def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the axes of all ``meshes`` of one root, for HSDP over a flattened axis.
-
-    Publicly, a slice of the root takes its own axes, not flattened ones. 2.11 to 2.15:
-    ``DeviceMesh._concatenate(list)``.
-    """
-    return DeviceMesh._concatenate(list(meshes))
+# Returns a mesh of one axis over all axes of a mesh: ``(mesh, name)``. Collective when first called.
+# FSDP over two axes beside tensor parallelism needs a mesh of the same root;
+# ``DeviceMesh.from_group`` makes a new root. 2.11 to 2.15; it keeps the group it has made.
+flatten_mesh = DeviceMesh._flatten
+# Returns a mesh with the axes of all meshes (a list) of one root, for HSDP over a flattened axis.
+# Publicly, a slice of the root takes its own axes, not flattened ones. 2.11 to 2.15.
+concatenate_meshes = DeviceMesh._concatenate
 
 
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
@@ -396,20 +363,11 @@ def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def foreach_add_(tensors: list[torch.Tensor], number: float) -> None:
-    """Add ``number`` to every tensor in one kernel.
-
-    2.11 to 2.15: ``torch._foreach_add_``, without a public name.
-    """
-    torch._foreach_add_(tensors, number)
-
-
-def foreach_mul_(tensors: list[torch.Tensor], scale: float) -> None:
-    """Multiply every tensor by ``scale`` in one kernel. 2.11 to 2.15: ``torch._foreach_mul_``.
-
-    ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales their whole DTensors.
-    """
-    torch._foreach_mul_(tensors, scale)
+# Add a number to every tensor of a list, and multiply by it, in one kernel each. Neither has a public
+# name: ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales their whole DTensors.
+# 2.11 to 2.15.
+foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
 
 
 def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

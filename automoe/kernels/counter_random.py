@@ -73,6 +73,11 @@ def normal_at(index: Tensor, name: str, seed: int) -> Tensor:
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(angle)
 
 
+def uniform_at(index: Tensor, name: str, seed: int) -> Tensor:
+    """Return uniform float64 numbers strictly between 0 and 1, as ``normal_at`` does normal ones."""
+    return uniform_from(bits_at(index, stream_key(name, seed)))
+
+
 def uniform_from(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return uniform numbers strictly between 0 and 1 from ``bits_at``.
 

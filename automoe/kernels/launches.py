@@ -9,6 +9,7 @@ numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -32,22 +33,20 @@ def gather_up_activate(
     probs: Tensor,
     tiles: RowTiles,
     clamp: Clamp,
-    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre = x.new_empty(num_rows, 2 * width)
     act = x.new_empty(num_rows, width)
-    step = _step(x, gate_up_proj, act)
-    blocks = blocks or blocks_of("up", x.dtype, step > 1)
+    blocks, step = _blocks("up", x, gate_up_proj, act)
     weights = gate_up_proj
-    if tma := blocks.tma and step > 1:
+    if blocks.tma:
         weights = _described(gate_up_proj.flatten(0, 1), (2, blocks.columns, blocks.summed))
     _over_rows(
-        products.gather_up_activate, tiles, width, blocks, x.dtype,
-        x, gather_idx, weights, _or(gate_up_proj_bias, gate_up_proj), probs, pre, act,
+        products.gather_up_activate, tiles, width, blocks, step, x.dtype,
+        x, gather_idx, weights, gate_up_proj_bias, probs, pre, act,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
-        BIASED=gate_up_proj_bias is not None, CLAMPED=clamp is not None, STEP=step, TMA=tma,
+        CLAMPED=clamp is not None,
     )  # fmt: skip
     return pre, act
 
@@ -59,7 +58,6 @@ def rows_times_weights(
     tiles: RowTiles,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
-    blocks: Blocks | None = None,
 ) -> Tensor:
     """Return rows [R, K] times the weight of each row's expert: [R, N].
 
@@ -69,27 +67,21 @@ def rows_times_weights(
     by_columns = product == "down"
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
     out = rows.new_empty(rows.shape[0], num_columns)
-    step = _step(rows, weights, out)
-    blocks = blocks or blocks_of(product, rows.dtype, step > 1)
-    if tma := blocks.tma and step > 1:
+    blocks, step = _blocks(product, rows, weights, out)
+    operands = rows, weights
+    if blocks.tma:
         box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
-        described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
+        operands = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
     _over_rows(
-        products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
-        *(described if tma else (rows, weights)), _or(bias, weights), _or(probs, rows), out,
-        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, STEP=step, TMA=tma,
+        products.rows_times_weights, tiles, num_columns, blocks, step, rows.dtype,
+        *operands, bias, probs, out,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns,
     )  # fmt: skip
     return out
 
 
 def grad_down_activate(
-    grad_out: Tensor,
-    down_proj: Tensor,
-    probs: Tensor,
-    pre: Tensor,
-    tiles: RowTiles,
-    clamp: Clamp,
-    blocks: Blocks | None = None,
+    grad_out: Tensor, down_proj: Tensor, probs: Tensor, pre: Tensor, tiles: RowTiles, clamp: Clamp
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass through the down projection and the activation.
 
@@ -97,48 +89,37 @@ def grad_down_activate(
         The gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
         gradient of probs [R, ...].
     """
-    step = _step(grad_out, down_proj)
-    blocks = blocks or blocks_of("back", pre.dtype, step > 1)
+    blocks, step = _blocks("back", grad_out, down_proj)
     _, hidden, width = down_proj.shape
     grad_pre = torch.empty_like(pre)
     act = pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
-    if tma := blocks.tma and step > 1:
+    if blocks.tma:
         grad_out = _described(grad_out, (tiles.height, blocks.summed))
         down_proj = _described(down_proj, (1, blocks.summed, blocks.columns))
     _over_rows(
-        products.grad_down_activate, tiles, width, blocks, pre.dtype,
+        products.grad_down_activate, tiles, width, blocks, step, pre.dtype,
         grad_out, down_proj, probs, pre, grad_pre, act, shares,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
-        CLAMPED=clamp is not None, STEP=step, TMA=tma,
-        COLUMNS_AT_ONCE=blocks.columns_at_once,
+        CLAMPED=clamp is not None, COLUMNS_AT_ONCE=blocks.columns_at_once,
     )  # fmt: skip
     return grad_pre, act, shares
 
 
 def grad_weights(
-    left: Tensor,
-    right: Tensor,
-    gather_idx: Tensor | None,
-    offsets: Tensor,
-    out: Tensor,
-    blocks: Blocks | None = None,
+    left: Tensor, right: Tensor, gather_idx: Tensor | None, offsets: Tensor, out: Tensor
 ) -> Tensor:
     """Fill ``out`` [E, ..., N] with each expert's left.T @ right, and return it.
 
     ``right`` is read through ``gather_idx`` if given.
     """
-    gathered = gather_idx is not None
-    step = _step(left, right)
-    blocks = blocks or blocks_of(
-        "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
-    )
+    product = "grad_weights" if gather_idx is None else "grad_weights_gathered"
+    blocks, step = _blocks(product, left, right)
     m = left.shape[1]
     n = right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
-        left, right, _or(gather_idx, offsets), out, offsets, m, n,
-        GATHERED=gathered, STEP=step, PRECISION=precision(left.dtype),
+        left, right, gather_idx, out, offsets, m, n, STEP=step, PRECISION=precision(left.dtype),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -163,35 +144,34 @@ def sum_of_tokens(rows: Tensor, gather_idx: Tensor, offsets: Tensor, x: Tensor) 
 
 
 def _over_rows(
-    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, dtype: torch.dtype, *operands: Any,
+    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, step: int, dtype: torch.dtype, *operands: Any,
     sizes: tuple[float, ...], **constants: int,
 ) -> None:  # fmt: skip
     """Launch one program for each tile of rows and block of columns."""
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
         *operands,
         tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
-        *sizes, **constants, PRECISION=precision(dtype),
+        *sizes, **constants, STEP=step, TMA=blocks.tma, PRECISION=precision(dtype),
         BLOCK_M=tiles.height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
 
-def _step(*tensors: Tensor) -> int:
-    """Return how many numbers fill 16 bytes if all rows begin at multiples of 16 bytes, else 1.
+def _blocks(product: str, *tensors: Tensor) -> tuple[Blocks, int]:
+    """Return the blocks of a product, and how many numbers its row lengths are multiples of.
 
-    Allocations are aligned, so only offsets and row lengths are checked.
+    The number fills 16 bytes if all rows begin at multiples of 16 bytes, else it is 1, and nothing
+    is copied by the tensor memory accelerator. Allocations are aligned, so only offsets and row
+    lengths are checked.
     """
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
-    return step if all(start % step == 0 for start in starts) else 1
+    aligned = all(start % step == 0 for start in starts)
+    blocks = blocks_of(product, tensors[0].dtype, aligned)
+    return (blocks, step) if aligned else (replace(blocks, tma=False), 1)
 
 
 def _described(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     # The stride of a dim of size 1 may be anything.
     strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``tensor``, or ``other`` for None: a kernel needs a pointer even to unread data."""
-    return other if tensor is None else tensor

@@ -117,7 +117,7 @@ def gather_up_activate(
     x,  # [N, H]
     gather_idx,  # [R]
     gate_up_proj,  # [E, 2, I, H]; if TMA its descriptor as [2E, I, H]
-    gate_up_proj_bias,  # [E, 2, I], read if BIASED
+    gate_up_proj_bias,  # [E, 2, I], or None
     probs,  # [R]
     pre,  # [R, 2I], written
     act,  # [R, I], written: probs * activation
@@ -130,7 +130,6 @@ def gather_up_activate(
     width,
     alpha,
     limit,
-    BIASED: tl.constexpr,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
     STEP: tl.constexpr,
@@ -165,42 +164,29 @@ def gather_up_activate(
     gate, up = _halves(product, BLOCK_M, 2 * BLOCK_N)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
-    if BIASED:
+    if gate_up_proj_bias is not None:
         bias = gate_up_proj_bias + expert * 2 * width + cols
         gate += _load(bias, inside)[None, :]
         up += _load(bias + width, inside)[None, :]
-    _store_activation(
-        gate, up, row, cols, real, probs + first, pre + first * 2 * width, act + first * width, width,
-        alpha, limit, CLAMPED, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_activation(
-    gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Write gate, up and probs * activation of a block.
-
-    ``probs``, ``pre`` and ``act`` start at the tile's first row.
-    """
-    mask = real[:, None] & (cols < width)[None, :]
-    to = pre + row[:, None] * (2 * width) + cols[None, :]
+    mask = real[:, None] & inside[None, :]
+    to = pre + first * 2 * width + row[:, None] * (2 * width) + cols[None, :]
     # Values are rounded first, since the backward activates the stored values.
     gate = _narrow(gate, pre.dtype.element_ty, PRECISION)
     up = _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
-    value *= _load(probs + row, real)[:, None]
-    _store(act + row[:, None] * width + cols[None, :], value, mask, PRECISION)
+    value *= _load(probs + first + row, real)[:, None]
+    to = act + first * width + row[:, None] * width + cols[None, :]
+    _store(to, value, mask, PRECISION)
 
 
 @triton.jit
 def rows_times_weights(
     a,  # [R, K]; if TMA its descriptor
     w,  # [E, N, K], or [E, K, N] if not BY_COLUMNS; if TMA its descriptor
-    bias,  # [E, N], read if BIASED, weighted by probs
-    probs,  # [R], read if BIASED
+    bias,  # [E, N], weighted by probs, or None
+    probs,  # [R], read with the bias
     out,  # [R, N], written
     tile_expert,
     tile_row,
@@ -210,7 +196,6 @@ def rows_times_weights(
     K,
     N,
     BY_COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
     STEP: tl.constexpr,
     TMA: tl.constexpr,
@@ -244,7 +229,7 @@ def rows_times_weights(
             a + first * K + row[:, None] * K, from_w, real, inside, K, 1 if BY_COLUMNS else N,
             PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    if BIASED:
+    if bias is not None:
         weight = _load(probs + first + row, real)
         acc += weight[:, None] * _load(bias + expert * N + cols, inside)[None, :]
     to = out + first * N + row[:, None] * N + cols[None, :]
@@ -397,12 +382,11 @@ def _grad_activation(
 def grad_weights(
     left,  # [R, M]
     right,  # [R, N], or [tokens, N] read through gather_idx
-    gather_idx,  # [R], read if GATHERED
+    gather_idx,  # [R], or None
     out,  # [E, M, N], written, zeros for an expert without rows
     offsets,
     M,
     N,
-    GATHERED: tl.constexpr,
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -425,7 +409,9 @@ def grad_weights(
         rows = start + tl.arange(0, BLOCK_R)
         real = rows < end
         rows = rows.to(tl.int64)
-        source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
+        source = rows
+        if gather_idx is not None:
+            source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64)
         from_left = _block(left + rows[None, :] * M + m[:, None], m < M, real)
         from_right = _block(right + source[:, None] * N + n[None, :], real, n < N)
         acc = _dot(from_left, from_right, acc, PRECISION)

@@ -22,7 +22,6 @@ from automoe.kernels.products import _load, _store
 from automoe.kernels.served import check_served
 from automoe.kernels.tiling import precision
 
-_CHOICES = "kernels.rope=triton", "kernels.rope=torch", "kernels.rope=torch"
 _HEADS = 16  # heads per program, or per iteration of its loop
 _NUM_WARPS = 4
 
@@ -177,7 +176,7 @@ def turn_dims(
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
     """
-    check_served(x, *_CHOICES)
+    check_served(x, "kernels.rope")
     x = _dense(x)
     batch, seq_len, num_heads, dim = x.shape
     half = cos.shape[-1]
@@ -198,7 +197,7 @@ def join_keys(kv: Tensor, k_rope: Tensor, nope_dim: int) -> tuple[Tensor, Tensor
 
     Devices, dtypes and errors are those of ``turn_dims``.
     """
-    check_served(kv, *_CHOICES)
+    check_served(kv, "kernels.rope")
     return _JoinKeys.apply(kv, k_rope, nope_dim)
 
 

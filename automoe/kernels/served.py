@@ -11,21 +11,20 @@ INTERPRETED = triton.knobs.runtime.interpret
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_served(x: torch.Tensor, choice: str, instead: str, any_dtype: str) -> None:
+def check_served(x: torch.Tensor, key: str, instead: str = "torch") -> None:
     """Raise ``BackendError`` for a tensor on the CPU, or of a dtype that the kernels do not take.
 
     Args:
-        choice: the setting that selected a kernel, e.g. ``kernels.rope=triton``.
-        instead: the setting that works on the CPU.
-        any_dtype: the setting that works for other dtypes.
+        key: the setting whose value ``triton`` selected a kernel, e.g. ``kernels.rope``.
+        instead: the value that works on the CPU and for other dtypes.
     """
     if x.dtype not in _DTYPES:
         raise BackendError(
-            f"{choice} computes in bfloat16, float16 and float32, and the model in {x.dtype}. {any_dtype} takes any "
-            "dtype"
+            f"{key}=triton computes in bfloat16, float16 and float32, and the model in {x.dtype}. {key}={instead} takes "
+            "any dtype"
         )
     if x.device.type != "cuda" and not INTERPRETED:
         raise BackendError(
-            f"{choice} needs a CUDA device, and the model is on {x.device}. Choose {instead}, or set "
+            f"{key}=triton needs a CUDA device, and the model is on {x.device}. Choose {key}={instead}, or set "
             "TRITON_INTERPRET=1 to try the kernels out, very slowly"
         )

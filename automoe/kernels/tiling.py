@@ -5,7 +5,7 @@ A program sums over ``summed`` elements per step, with ``num_stages`` steps in f
 memory, of which a multiprocessor has 227 KB at 128 bytes per cycle. The limit is therefore the
 traffic of shared memory: the bytes that loads write, and that a cycle's 2,048 multiplications read.
 Blocks of 128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224.
-``benchmarks/tune_kernels.py`` timed ``candidates`` on an H200; ``HOPPER`` has the fastest of them
+``benchmarks/tune_kernels.py`` timed others beside them on an H200; ``HOPPER`` has the fastest of them
 for each product, over five layers.
 
 The tiles of rows are computed on the device, so the host never waits for the routing.
@@ -13,7 +13,7 @@ The tiles of rows are computed on the device, so the host never waits for the ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -75,28 +75,6 @@ def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
     if INTERPRETED:
         return _INTERPRETED
     return HOPPER[product] if aligned and dtype != torch.float32 else SMALL
-
-
-def candidates(product: str) -> list[Blocks]:
-    """Return blocks to try against ``HOPPER``'s choice, which comes first."""
-    chosen = HOPPER[product]
-    narrow = replace(chosen, columns=chosen.columns // 2)
-    tilings = [chosen, narrow]
-    if not product.startswith("grad_weights"):
-        tilings += [replace(chosen, tma=not chosen.tma)]
-    if product == "back":
-        tilings += [replace(narrow, columns_at_once=64)]
-    if product == "grad_weights_gathered":
-        tilings += [replace(chosen, num_stages=7), replace(narrow, num_stages=10)]
-    else:
-        # Three stages of half the columns leave room for a second program, which computes while the
-        # first one stores (not for "back", which takes too many registers).
-        tilings += [
-            replace(chosen, num_stages=3),
-            replace(narrow, num_stages=3),
-            replace(narrow, num_warps=4),
-        ]
-    return tilings + [replace(chosen, summed=128, num_stages=2)]
 
 
 @dataclass(frozen=True)

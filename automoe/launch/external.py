@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from automoe.config.compose import Arguments
 from automoe.config.convert import named_variables
 from automoe.config.frozen import Device, dump_config, parse_config, resolved, save_config
-from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError, in_words
 from automoe.launch import run_dir as runs
@@ -42,7 +42,7 @@ RENDEZVOUS_VARIABLES = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     "MASTER_ADDR MASTER_PORT"
 ).split()
-_TORCHRUN_SETS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+_TORCHRUN_SETS = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE".split()
 _AGENT_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
@@ -86,20 +86,19 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
             number is not one, or the numbers contradict each other.
     """
     if "TORCHELASTIC_RUN_ID" in env:
-        missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
-        if missing:
+        if missing := [name for name in _TORCHRUN_SETS if not env.get(name)]:
             gone = sorted(env.keys() - without_rendezvous(env))
             raise LaunchError(
                 f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']} is set as torchrun sets it, but not "
                 f"{', '.join(missing)}: variables of a launch that is gone. Run `unset {' '.join(gone)}`, or start "
                 "with torchrun"
             )
-        numbers = {
-            name.lower(): _number(env, name) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"
-        }
-        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address, *names = _TORCHRUN_SETS
         return ExternalLaunch(
-            "torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers
+            "torchrun",
+            master_addr=env[address],
+            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            **{name.lower(): _number(env, name) for name in names},
         )
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -170,14 +169,13 @@ def check_agent(launch: ExternalLaunch) -> None:
     if not launch.agent_store:
         return
     deadline = time.monotonic() + _AGENT_S
-    address = (launch.master_addr, launch.master_port)
     here = launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname())
     while True:
         try:
-            socket.create_connection(address, _AGENT_S).close()
+            socket.create_connection((launch.master_addr, launch.master_port), _AGENT_S).close()
             return
         except OSError as error:
-            if here or not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
+            if here or time.monotonic() > deadline:
                 raise LaunchError(
                     f"the environment says torchrun rank {launch.rank} of {launch.world_size}, but nothing answers at "
                     f"MASTER_ADDR:MASTER_PORT = {launch.master_addr}:{launch.master_port} ({error}): variables of a "
@@ -213,9 +211,8 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
                 raise ConfigError(
                     "--multirun",
                     True,
-                    f"a sweep starts its own ranks for every job, and {launch.launcher} has already started them: "
-                    "they would all run every job, in one rendezvous that ends with the first",
-                    f"Run the sweep without {launch.launcher}, or start one {launch.launcher} per job",
+                    f"a sweep starts its own ranks for every job, and {launch.launcher} has already started them",
+                    f"Run the sweep without {launch.launcher}",
                 )
             config = compose(args)
             check_num_ranks(
@@ -245,15 +242,16 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
                 time.sleep(0.1)
             return 2
         text = dump_config(frozen)
-        held = {name: os.environ[name] for name in named_variables(text) if name in os.environ}
-        message = {"run_dir": str(run_dir), "config": text, "environment": held}
+        named = named_variables(text).intersection(os.environ)
+        environment = {name: os.environ[name] for name in named}
+        message = {"run_dir": str(run_dir), "config": text, "environment": environment}
         try:
             store = _open_store(launch)
         except LaunchError as error:
             runs.record_failure(run_dir, runs.error_report(error, launch.rank))
             raise
         store.set(_KEY, json.dumps(message))
-        code = _run_as_rank(message, launch, store, run_dir_lost)
+        code = _run_as_rank(message, launch, store, run_dir_lost=run_dir_lost)
         if config.observe.report:  # a rank that fails has written the report and left before this
             runs.show_report(run_dir)
         return code
@@ -276,19 +274,12 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
         )
     device = resolve_device(config)
     started = f"{launch.launcher} started WORLD_SIZE={launch.world_size} ranks"
-    try:
-        shape = check(config, launch.world_size, device)
-    except ConfigError as error:
-        if not error.key.startswith("mesh."):
-            raise
-        remedy = error.remedy.replace("launch.num_ranks", "WORLD_SIZE")
-        raise ConfigError(error.key, error.value, f"{started}; {error.rule}", remedy) from None
+    shape = check(config, launch.world_size, device)
     if shape.world_size != launch.world_size:
-        sizes = "*".join(str(size) for size in shape.sizes("default"))
         raise ConfigError(
             "mesh.dp_shard",
             config.mesh.dp_shard,
-            f"{started}, and the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes} = {shape.world_size}",
+            f"{started}, and the mesh ({shape.describe('default')}) holds {shape.world_size}",
             f"Start {shape.world_size} ranks, or set mesh.dp_shard=-1 to use all of them",
         )
     if device == "cuda":
@@ -315,10 +306,7 @@ def check_gpus(launch: ExternalLaunch, visible: int) -> None:
 
 
 def _run_as_rank(
-    message: dict[str, Any],
-    launch: ExternalLaunch,
-    store: Store,
-    run_dir_lost: Callable[[], str | None] = lambda: None,
+    message: dict[str, Any], launch: ExternalLaunch, store: Store, **options: Any
 ) -> int:
     from automoe.launch.worker import run_rank
 
@@ -327,13 +315,7 @@ def _run_as_rank(
     # Nodes need not share a disk, so this node may not have rank 0's folder.
     (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)
     return run_rank(
-        run_dir,
-        launch.rank,
-        launch.world_size,
-        launch.local_rank,
-        config,
-        store,
-        run_dir_lost=run_dir_lost,
+        run_dir, launch.rank, launch.world_size, launch.local_rank, config, store, **options
     )
 
 

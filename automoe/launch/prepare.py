@@ -19,14 +19,14 @@ from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
 from automoe.config.facts import BASE_BLOCKS
 from automoe.config.frozen import Device, flat
-from automoe.config.hub import local_folder, pinned
+from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.tier import tier_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
-from automoe.errors import ConfigError, listed
+from automoe.errors import ConfigError
 from automoe.hf.wrapper import is_wrapper
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.rules_adapters import adapter_rows
@@ -39,7 +39,7 @@ _KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
 _MSCALES = {"model.rope.mscale", "model.rope.mscale_all_dim"}
 _OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
 # Fields that must be those of the checkpoint if an override names the group ``model``.
-_TELLING = ("family", "num_layers", "hidden_size", "num_experts")
+_TELLING = "model.family model.num_layers model.hidden_size model.num_experts".split()
 
 
 def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
@@ -95,16 +95,21 @@ def settle(config: Config, overrides: list[str]) -> Config:
         if mine.rope.extends:
             model = replace(model, rope=_extended(mine.rope, model, named))
         if mine.num_mtp_layers and not mine.random_weights:
-            _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
-    unsaid = "model.router.exact_ties" not in named and model.router.exact_ties
-    ties = config.model.router.exact_ties or unsaid
+            there = model_config_from_hf(path, mtp=True).num_mtp_layers
+            if mine.num_mtp_layers > there:
+                raise ConfigError(
+                    "model.num_mtp_layers",
+                    mine.num_mtp_layers,
+                    f"the checkpoint model.hf_path={path} holds {there} modules that automoe trains",
+                    f"Set model.num_mtp_layers={there}",
+                )
+    ties = config.model.router.exact_ties
+    ties |= "model.router.exact_ties" not in named and model.router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
     for key, value in named.items():
-        compared = []
-        if key in leaf_keys() and key.startswith("model."):
-            compared = [key]
-        elif key == "model":
-            compared = [f"model.{name}" for name in _TELLING]
+        compared = (
+            _TELLING if key == "model" else [key] if key in leaf_keys(ModelConfig, "model.") else []
+        )
         differing = []
         for name in compared:
             get = attrgetter(name.removeprefix("model."))
@@ -112,14 +117,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
             if get(model) != get(config.model) and not (settled and not get(config.model)):
                 differing.append(f"{name}={get(model)} and not {get(config.model)}")
         if differing:
-            stretches = key.startswith("model.rope") and model.rope.scaling == "none"
-            stretches &= not key.endswith(_OWN_ROPE)
             raise ConfigError(
                 key,
                 value,
                 f"the checkpoint model.hf_path={path} has {', '.join(differing)}",
-                f"Leave {key}= out, or start from random weights"
-                + ", or stretch it for longer rows with model.rope.extends=true" * stretches,
+                f"Leave {key}= out, or start from random weights",
             )
     kind = config.data.kind
     demonstrates = kind.startswith("stdlib") and not config.data.sources
@@ -174,11 +176,12 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
     from automoe.hf.families.registry import family_of, read_hf_config
 
     rope = checkpoint.rope
-    scaled = rope.scaling != "none" and f"are scaled already: {rope.scaling}, factor={rope.factor}"
-    wrapped = (
-        is_wrapper(read_hf_config(str(checkpoint.hf_path))) and "are set in a wrapper's config.json"
-    )
-    if why := scaled or wrapped:
+    why = f"are scaled already: {rope.scaling}, factor={rope.factor}"
+    if is_wrapper(read_hf_config(str(checkpoint.hf_path))):
+        why = "are set in a wrapper's config.json"
+    elif rope.scaling == "none":
+        why = ""
+    if why:
         raise ConfigError(
             "model.rope.extends",
             True,
@@ -207,24 +210,6 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
     if family_of(checkpoint).mscale and not stated and _MSCALES.isdisjoint(named):
         numbers |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return replace(asked, original_seq_len=original, **numbers)
-
-
-def _check_modules(asked: int, there: ModelConfig) -> None:
-    from automoe.hf.headers import complete_headers
-
-    tensors = complete_headers(local_folder(str(there.hf_path)))
-    beside = [name for name in tensors if "mtp." in name]
-    if beside and not there.num_mtp_layers:
-        rule = f"{there.hf_path} holds {len(beside)} tensors of modules ({listed(beside)}), and automoe trains none of "
-        rule += f"{there.architecture or there.family}; an export copies them"
-        raise ConfigError("model.num_mtp_layers", asked, rule, "Leave model.num_mtp_layers out")
-    if asked > there.num_mtp_layers:
-        raise ConfigError(
-            "model.num_mtp_layers",
-            asked,
-            f"the checkpoint model.hf_path={there.hf_path} holds {there.num_mtp_layers} modules",
-            f"Set model.num_mtp_layers={there.num_mtp_layers}",
-        )
 
 
 def missing_data(config: Config) -> ConfigError | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import filter as matching
 
 from automoe.config.facts import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
@@ -42,7 +41,7 @@ lora.targets: facts.unknown | | this model has no '{facts.unknown}': it has {fac
     | Set lora.targets=[attention,experts]
 """)
 _LORA = table("""
-lora.targets: not facts.adapted | | no matrix of the model is among them | Choose from {facts.there}
+lora.targets: not facts.adapted | | no matrix of the model is among them | Choose from {facts.known}
 train.freeze | lora.rank > 0 | with lora.rank={lora.rank} all of the model is frozen
     | Leave train.freeze out; train.trainable names what is trained beside the adapters
 train.fp8 != off | lora.rank > 0 | adapters are multiplied in train.dtype, and have no scales
@@ -105,15 +104,10 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
         return
     known = sorted({*LORA_GROUPS}.union(*map(target_names, params)))
     adapted = [param for param in params if is_target(param, config.lora)]
-    alone = {target: replace(config.lora, targets=[target]) for target in known}
-    there = [
-        target for target, lora in alone.items() if any(is_target(param, lora) for param in params)
-    ]
     stacks = [param.name for param in adapted if param.expert]
     packed = [param for param in params if packed_shape(param, config) is not None]
     see = see.knowing(
         known=", ".join(known),
-        there=", ".join(there),
         unknown=next((target for target in config.lora.targets if target not in known), ""),
         adapted=adapted,
         adapts_experts=stacks,

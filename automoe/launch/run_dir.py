@@ -201,7 +201,6 @@ def start_run(run_dir: Path) -> None:
             deleted.
     """
     logs = run_dir / LOG_FOLDER
-
     if logs.exists() and not logs.is_dir():
         raise ConfigError(
             "run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away"

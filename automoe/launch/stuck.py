@@ -40,7 +40,7 @@ _WAITS = "wait_for_ranks"
 _GIVES_WAY = "wait_for_turn"
 _BACKWARD = "merged_backward"
 NOWHERE = "the interpreter"  # place of a thread that is in no code but libraries
-_PACKAGE = Path(__file__).parents[1]
+_PARENT = f"{Path(__file__).parents[2]}/"
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
 
@@ -195,10 +195,9 @@ class StuckWatch:
             # After an error the main thread is in ``explain``; the traceback has its position.
             frames = _live_frames(_working_thread())
             pending = pending_collectives(self._first_seen)
-            timed_out = False
-            if error := self._error:
-                frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-                timed_out = _is_timeout(error)
+            timed_out = _is_timeout(self._error)
+            if self._error is not None:
+                frames = [frame for frame, _ in traceback.walk_tb(self._error.__traceback__)]
             if timed_out and not pending:
                 pending = [call for call in self._lately if call.seconds >= call.timeout_s / 2]
             place, communicates = describe_place(frames)
@@ -206,8 +205,8 @@ class StuckWatch:
             for thread in threading.enumerate():
                 if thread.name.startswith("save_"):  # ``CheckpointStore`` names its threads so
                     place, _ = describe_place(_live_frames(thread))
-                    # A saving thread that waits for work is nowhere.
-                    standing.saving = None if place == NOWHERE else place
+                    if place != NOWHERE:  # a saving thread that waits for work is nowhere
+                        standing.saving = place
             target.parent.mkdir(exist_ok=True)
             if "torch.distributed" in sys.modules:
                 from automoe.interop.torch_private import flight_records
@@ -219,21 +218,22 @@ class StuckWatch:
     def _find_missing(self, waited_s: float, saves: bool = False) -> tuple[int, str]:
         self._say_where()
         deadline = time.monotonic() + _ANSWER_S
-        while (
-            len(standings := self._standings(self._asked())) < self.num_ranks
-            and time.monotonic() < deadline
-        ):
+        while time.monotonic() < deadline and len(self._standings(self._asked())) < self.num_ranks:
             time.sleep(0.1)
-        standings = {rank: standing.of_thread(saves) for rank, standing in standings.items()}
+        answers = self._standings(self._asked())
+        standings = {rank: standing.of_thread(saves) for rank, standing in answers.items()}
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
     def _warn(self, slow: Pending, message: str) -> None:
         """Warn about a slow collective once, and withdraw the question."""
         self._named.add(str(slow))
-        warning = f"warning: {message} It may take up to {slow.timeout_s:.0f} s"
         for stream in (self.terminal, sys.stderr):
             with suppress(OSError):
-                print(warning, file=stream, flush=True)
+                print(
+                    f"warning: {message} It may take up to {slow.timeout_s:.0f} s",
+                    file=stream,
+                    flush=True,
+                )
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
@@ -270,41 +270,34 @@ def who_is_missing(
     """
     mine = standings[asking]
     waits_in = mine.waits_in or "a send or receive"
-    silent = [rank for rank in range(num_ranks) if rank not in standings]
-    elsewhere = [
-        rank for rank, standing in standings.items() if standing.waits_in is None and rank != asking
+    concerned = mine.pending[0].ranks if mine.pending else range(num_ranks)
+    waiting: dict[str, list[Standing]] = {waits_in: []}  # by operation, that of ``asking`` first
+    missing = []
+    for rank in sorted(range(num_ranks), key=lambda rank: rank not in concerned):
+        standing = standings.get(rank)
+        if standing is not None and standing.waits_in is not None:
+            waiting.setdefault(standing.waits_in, []).append(standing)
+        elif rank != asking:
+            where = f"it is at {standing.place}" if standing else "it does not answer at all"
+            missing.append((rank, where))
+    phrases = [
+        f"In {'it' if call == waits_in else call}: {_ranks([standing.rank for standing in members])}, "
+        f"at {members[0].place}."
+        for call, members in waiting.items()
+        if members
     ]
-    concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
-    missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    groups = {waits_in: []}  # by operation, that of ``asking`` first
-    for standing in standings.values():
-        if standing.waits_in is not None:
-            groups.setdefault(standing.waits_in, []).append(standing)
-    phrases = []
-    for waited_in, members in groups.items():
-        if members:
-            name = _ranks([standing.rank for standing in members]).capitalize()
-            verb = "wait" if len(members) > 1 else "waits"
-            place = "it" if waited_in == waits_in else waited_in
-            phrases.append(f"{name} {verb} in {place}, at {members[0].place}")
-    waiting = "; ".join(phrases)
     if not missing:
-        return asking, (
+        first = asking
+        told = (
             f"{waits_in} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
-            f"they wait for one another, or for a link that is gone. {waiting}."
+            "they wait for one another, or for a link that is gone."
         )
-    first = missing[0]
-    verb = "join" if first in concerned else "get to the point where others wait for it, in"
-    where = "it does not answer at all" if first in silent else f"it is at {standings[first].place}"
-    others = "".join(
-        f" Neither did rank {rank}, "
-        + ("which does not answer." if rank in silent else f"at {standings[rank].place}.")
-        for rank in missing[1:8]
-    )
-    return (
-        first,
-        f"rank {first} did not {verb} {waits_in} in {waited_s:.0f} s: {where}.{others} {waiting}.",
-    )
+    else:
+        (first, where), *others = missing[:8]
+        verb = "join" if first in concerned else "get to the point where others wait for it, in"
+        told = f"rank {first} did not {verb} {waits_in} in {waited_s:.0f} s: {where}."
+        phrases[:0] = [f"Neither did rank {rank}: {where}." for rank, where in others]
+    return first, " ".join([told, *phrases])
 
 
 def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:
@@ -325,28 +318,24 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
 
     ranks = group_members()
     calls = {}
+    now = time.monotonic()
     for dump, record in flight_records(True):
         for entry in pickle.loads(record).get("entries", []):
-            if not entry["retired"] and entry["state"] != "completed":
-                calls[dump, entry["record_id"]] = entry
-    now = time.monotonic()
+            if entry["retired"] or entry["state"] == "completed":
+                continue
+            name, description = entry["process_group"]
+            key = dump, entry["record_id"]
+            calls[key] = Pending(
+                op=entry["profiling_name"].split(":")[-1],
+                number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+                group="world" if description == "default_pg" else description.removeprefix("mesh_"),
+                ranks=ranks.get(name, []),
+                seconds=now - first_seen.setdefault(key, now),
+                timeout_s=entry["timeout_ms"] / 1000,
+            )
     for key in first_seen.keys() - calls.keys():
         first_seen.pop(key, None)
-    ages = {key: now - first_seen.setdefault(key, now) for key in calls}
-    pending = []
-    for key in sorted(calls, key=lambda key: (-ages[key], key)):
-        entry = calls[key]
-        name, description = entry["process_group"]
-        call = Pending(
-            op=entry["profiling_name"].split(":")[-1],
-            number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-            group="world" if description == "default_pg" else description.removeprefix("mesh_"),
-            ranks=ranks.get(name, []),
-            seconds=ages[key],
-            timeout_s=entry["timeout_ms"] / 1000,
-        )
-        pending.append(call)
-    return pending
+    return [calls[key] for key in sorted(calls, key=lambda key: (-calls[key].seconds, key))]
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
@@ -366,19 +355,16 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
         self = frame.f_locals.get("self")
         if hasattr(self, "named_modules"):
             modules.append(self)
-        if path.startswith(str(_PACKAGE)) or not any(part in path for part in _NOT_A_PLACE):
-            shown = (
-                os.path.relpath(path, _PACKAGE.parent) if path.startswith(str(_PACKAGE)) else path
-            )
-            place = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+        inside = path.removeprefix(_PARENT)  # shorter for a file of the package
+        if inside != path or not any(part in path for part in _NOT_A_PLACE):
+            place = f"{inside}:{frame.f_lineno} in {frame.f_code.co_name}"
             communicates = frame.f_code.co_name == _WAITS
         elif "torch/distributed/" in path:
             communicates = True
     if modules:
         names = {id(module): name for name, module in modules[0].named_modules()}
-        inside = [names[id(module)] for module in modules if names.get(id(module))]
-        if inside:
-            place = f"{inside[-1]}: {place}"
+        if around := [names[id(module)] for module in modules if names.get(id(module))]:
+            place = f"{around[-1]}: {place}"
     return place, communicates
 
 
@@ -389,11 +375,11 @@ def _working_thread() -> threading.Thread:
     while the main thread waits for it.
     """
     main = threading.main_thread()
-    waits = any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main))
-    others = (
-        [thread for thread in threading.enumerate() if thread.name == _BACKWARD] if waits else []
-    )
-    return others[0] if others else main
+    if any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main)):
+        for thread in threading.enumerate():
+            if thread.name == _BACKWARD:
+                return thread
+    return main
 
 
 def _live_frames(thread: threading.Thread) -> list[FrameType]:
@@ -402,9 +388,8 @@ def _live_frames(thread: threading.Thread) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost else []
 
 
-def _is_timeout(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+def _is_timeout(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError) and bool(re.search("(?i)timed out|timeout", str(error)))
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from automoe.comm.local_shard import global_offset, local_shard
-from automoe.kernels.counter_random import bits_at, normal_at, stream_key, uniform_from
+from automoe.kernels.counter_random import normal_at, uniform_at
 
 _CHUNK = 1 << 22  # elements filled at once; bounds scratch memory
 
@@ -126,9 +126,7 @@ def _fill_log_uniform_(parameter: Tensor, name: str, seed: int) -> None:
     """Fill with logarithms of numbers uniform between 0 and 16 (decay rates of a delta net)."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
-        local[block] = (
-            (16 * uniform_from(bits_at(index, stream_key(name, seed)))).log().to(local.dtype)
-        )
+        local[block] = (16 * uniform_at(index, name, seed)).log().to(local.dtype)
 
 
 def reset_buffers(model: nn.Module) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
-from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
+from automoe.kernels.counter_random import uniform_at
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.lora import PRODUCTS, Adapter, Added, ExpertLora, LoRAExperts
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
 
 
 class Lora(Adapter):
@@ -47,16 +47,11 @@ class Lora(Adapter):
 
 
 class LoRALinear(Linear):
-    """Linear layer that takes the place of ``base`` and adds the output of its adapter.
-
-    Attributes:
-        added: by parameter name, the product that an export adds to a packed weight (``automoe.hf.merge``).
-    """
+    """Linear layer that takes the place of ``base`` and adds the output of its adapter."""
 
     def __init__(self, base: Linear, lora: Lora) -> None:
         take_over(self, base)
         self.lora = lora
-        self.added: dict[str, Added] = {}
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.features)
@@ -136,10 +131,11 @@ def fill_adapters(part: CausalLM) -> None:
             if name.startswith("B"):
                 local.zero_()
                 continue
-            key = stream_key(f"{module.name}.{name}", module.seed)
+            stream = f"{module.name}.{name}"
             bound = 1 / sqrt(parameter.shape[-1])
             for block, index in indexed_blocks(parameter):
-                local[block] = ((2 * uniform_from(bits_at(index, key)) - 1) * bound).to(local.dtype)
+                drawn = uniform_at(index, stream, module.seed)
+                local[block] = ((2 * drawn - 1) * bound).to(local.dtype)
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:

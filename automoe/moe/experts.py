@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automoe.comm.local_shard import global_offset, local_shard
-from automoe.config.plugins import registered
+from automoe.config.plugins import look_up, registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.kernels.activation import SWIGLU, Activation, ClampedSwiGLU
@@ -70,15 +70,12 @@ BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # each value makes its backend
     "loop": lambda: loop_experts,
     "grouped_mm": lambda: grouped_mm_experts,
     "triton": _triton,
+    "te": lambda: look_up("moe.experts", "te")(),
 }
 
 
-def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None = None) -> ExpertFn:
-    """Return the backend called ``name``: from a plugin, this package, or ``foreign``.
-
-    Args:
-        name: the value of ``moe.experts``.
-        foreign: further backends that the caller knows, by name.
+def expert_backend(name: str) -> ExpertFn:
+    """Return the backend called ``name``, the value of ``moe.experts``, or a plugin's.
 
     Raises:
         BackendError: no backend has this name, or its package is missing. The error lists the
@@ -86,12 +83,11 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
     """
     if name in (plugins := registered("moe.experts")):
         return plugins[name]
-    backends = BACKENDS | (foreign or {})
-    if name not in backends:
+    if name not in BACKENDS:
         raise BackendError(
-            f"moe.experts={name}: no such expert backend. Available: {', '.join(backends | plugins)}"
+            f"moe.experts={name}: no such expert backend. Available: {', '.join(BACKENDS | plugins)}"
         )
-    return backends[name]()
+    return BACKENDS[name]()
 
 
 class GroupedExperts(nn.Module):

@@ -9,6 +9,7 @@ expert, N output and K input features of a matrix [E, N, K].
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ Ends = Callable[[], list[int]]  # returns the end of each expert's rows
 Later = Callable[[Callable[[], None]], None]  # takes a function and calls it later
 
 
+@dataclass(frozen=True)
 class GradientSums:
     """Sums of the gradients of one layer's expert matrices over the micro-batches of a step.
 
@@ -31,9 +33,8 @@ class GradientSums:
             ranks; None: every product runs at once.
     """
 
-    def __init__(self, experts: nn.Module, later: Later | None = None) -> None:
-        self.experts = experts
-        self.later = later
+    experts: nn.Module
+    later: Later | None = None
 
     def find(self, name: str) -> Tensor | None:
         """Return this rank's sum for the matrix ``name``, zeros at first; None if frozen."""

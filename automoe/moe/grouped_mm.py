@@ -6,6 +6,8 @@ J = 2I (gate and up). For a single product: N output and K input features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,199 +17,9 @@ from automoe.kernels.activation import SWIGLU, Activation, activation_gradients
 from automoe.kernels.row_sums import sum_rows
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.gradient_sums import GradientSums, read_later
+from automoe.quantize.packed import unpack
 
 Scales = Tensor | None
-
-
-class GroupedProducts:
-    """The three products (forward, two gradients) of the stacked weight [E, N, K] of all experts.
-
-    The base class multiplies by ``grouped_mm``. ``offsets`` [E] int32 holds the end of each
-    expert's rows. A subclass may give each operand scales, which are computed once and passed to
-    every product of the operand. Computing scales may be a collective, so a rank without rows
-    computes them too; the products are not collective.
-    """
-
-    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
-        """Return the scales of the rows and of the weight."""
-        return None, None
-
-    def grad_scales(self, grad_RN, offsets_E) -> Scales:
-        """Return the scales of the output's gradient."""
-        return None
-
-    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
-        """Return each row times its expert's transposed weight: [R, N]."""
-        return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
-
-    def grad_input(
-        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
-    ) -> Tensor:
-        """Return each gradient row times its expert's weight: [R, K]."""
-        return grouped_mm(grad_RN, w_ENK, offsets_E)
-
-    def grad_weight(
-        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
-    ) -> Tensor:
-        """Return grad.T times x over each expert's rows: [E, N, K]."""
-        return grouped_mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
-
-
-UNSCALED = GroupedProducts()
-
-
-class _GroupedExperts(torch.autograd.Function):
-    """Experts on gathered rows: probs * (down(activation(gate, up)) + down_proj_bias).
-
-    Gate and up are one dim J here. For the backward it saves its arguments, and gate and up [R, J].
-    The backward gathers the rows [R, H] and computes the activation [R, I] again.
-
-    With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
-    returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
-    needs a gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        activation: Activation,
-        up: GroupedProducts,
-        down: GroupedProducts,
-        sums: GradientSums | None,
-        anchor,
-        *args,
-    ):
-        ctx.activation = activation
-        ctx.products = (up, down)
-        ctx.sums = sums
-        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
-        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]
-        if sums is not None:
-            ctx.ends = read_later(offsets_E)
-        rows_RH = x_TH.index_select(0, gather_idx_R)
-        x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
-        if gather_idx_R.shape[0] == 0:
-            # This rank has no token. Kernels need not accept empty operands, but the backward still
-            # runs.
-            act_scales, down_scales = down.scales(
-                x_TH.new_empty(0, down_proj_EHI.shape[-1]), down_proj_EHI, offsets_E
-            )
-            ctx.save_for_backward(
-                *args, x_TH.new_empty(0), x_scales, up_scales, act_scales, down_scales
-            )
-            return x_TH.new_empty(0, x_TH.shape[1])
-        gate_up_RJ = up.output(rows_RH, gate_up_proj_EJH, offsets_E, x_scales, up_scales)
-        del rows_RH
-        if gate_up_proj_bias_EJ is not None:
-            gate_up_RJ += repeat_by_expert(gate_up_proj_bias_EJ, offsets_E, gate_up_RJ.shape[0])
-        gate_RI, up_RI = gate_up_RJ.chunk(2, dim=-1)
-        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
-        act_RI = activation(gate_RI, up_RI).mul_(scale_R1).contiguous()
-        act_scales, down_scales = down.scales(act_RI, down_proj_EHI, offsets_E)
-        ctx.save_for_backward(*args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales)
-        out_RH = down.output(act_RI, down_proj_EHI, offsets_E, act_scales, down_scales)
-        if down_proj_bias_EH is not None:
-            out_RH.addcmul_(
-                repeat_by_expert(down_proj_bias_EH, offsets_E, out_RH.shape[0]), scale_R1
-            )
-        return out_RH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out_RH):
-        *args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
-        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
-        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]
-        up, down = ctx.products
-        grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
-        grad_scales = down.grad_scales(grad_out_RH, offsets_E)
-        if gather_idx_R.shape[0] == 0:
-            up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
-            if ctx.sums is not None:  # all ranks must reduce the same gradients
-                ctx.sums.find("gate_up_proj"), ctx.sums.find("down_proj")
-                args[4:6] = None, None
-            return *[None] * 5, *zero_gradients(*args)
-        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
-
-        grad_act_RI = down.grad_input(
-            grad_out_RH, down_proj_EHI, offsets_E, grad_scales, down_scales
-        )
-        act_RI, grad_gate_up_RJ, grad_probs_R = activation_gradients(
-            ctx.activation, gate_up_RJ, probs_R, grad_act_RI
-        )
-        grad_w_gate_up_EJH = grad_w_down_EHI = None  # frozen weights have none
-        sums = ctx.sums
-        # If tokens need no gradient, none is sent that a deferred product could overlap with.
-        travels = ctx.needs_input_grad[5]
-        if sums is not None:
-            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, travels)
-        elif ctx.needs_input_grad[10]:
-            grad_w_down_EHI = down.grad_weight(
-                grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
-            )
-        del act_RI, grad_act_RI
-        grad_b_gate_up_EJ = grad_b_down_EH = None
-        if down_proj_bias_EH is not None:
-            grad_b_down_EH = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
-            bias_grad_RH = grad_out_RH * repeat_by_expert(
-                down_proj_bias_EH, offsets_E, grad_out_RH.shape[0]
-            )
-            grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
-            del bias_grad_RH
-        if gate_up_proj_bias_EJ is not None:
-            grad_b_gate_up_EJ = sum_by_expert(grad_gate_up_RJ, offsets_E)
-
-        grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
-        if sums is not None:
-            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, travels)
-        elif ctx.needs_input_grad[9]:
-            rows_RH = x_TH.index_select(0, gather_idx_R)
-            grad_w_gate_up_EJH = up.grad_weight(
-                grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
-            )
-            del rows_RH
-        grad_rows_RH = up.grad_input(
-            grad_gate_up_RJ, gate_up_proj_EJH, offsets_E, grad_scales, up_scales
-        )
-        grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
-        grad_weights = grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH
-        gradients = grad_x_TH, None, None, grad_probs_R, *grad_weights
-        return *[None] * 5, *gradients
-
-
-def zero_gradients(x, gather_idx, offsets, probs, *weights: Tensor | None) -> list[Tensor | None]:
-    """Return zero gradients of an expert function that computed no row.
-
-    All ranks must reduce the same gradients, so a rank without rows contributes zeros.
-    """
-    grad_x, *others = (
-        None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)
-    )
-    return [grad_x, None, None, *others]
-
-
-def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Repeat the entries [E, N] for each row of their expert: [R, N].
-
-    Rows past the last offset get the last expert's entry.
-    """
-    row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
-    expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=bias_EN.shape[0] - 1)
-    return bias_EN.index_select(0, expert_R)
-
-
-def sum_by_expert(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum rows [R, N] by expert into [E, N], without the rows past the last offset.
-
-    The sum is a product with ones: accumulated wide, in a fixed order, without atomics.
-    """
-    step = 16 // rows_RN.element_size()  # grouped_mm takes multiples of 16 bytes
-    num_cols = rows_RN.shape[1]
-    if missing := -num_cols % step:  # padding copies, so it is done only if needed
-        rows_RN = F.pad(rows_RN, (0, missing))
-    return grouped_mm(rows_RN.transpose(0, 1), rows_RN.new_ones(rows_RN.shape[0], step), offsets_E)[
-        :, :num_cols, 0
-    ]
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
@@ -235,6 +47,235 @@ def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     return out
 
 
+class GroupedProducts:
+    """The three products (forward, two gradients) of the stacked weight [E, N, K] of all experts.
+
+    The base class multiplies by ``mm``, a function with the signature of ``grouped_mm``. ``offsets``
+    [E] int32 holds the end of each expert's rows. A subclass may give each operand scales, which are
+    computed once and passed to every product of the operand. Computing scales may be a collective,
+    so a rank without rows computes them too; the products are not collective.
+    """
+
+    mm = staticmethod(grouped_mm)
+
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
+        """Return the scales of the rows and of the weight."""
+        return None, None
+
+    def grad_scales(self, grad_RN, offsets_E) -> Scales:
+        """Return the scales of the output's gradient."""
+        return None
+
+    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
+        """Return each row times its expert's transposed weight: [R, N]."""
+        return self.mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
+
+    def grad_input(
+        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
+    ) -> Tensor:
+        """Return each gradient row times its expert's weight: [R, K]."""
+        return self.mm(grad_RN, w_ENK, offsets_E)
+
+    def grad_weight(
+        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
+    ) -> Tensor:
+        """Return grad.T times x over each expert's rows: [E, N, K]."""
+        return self.mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
+
+
+class LoopProducts(GroupedProducts):
+    """The products one expert after the other, in any dtype."""
+
+    mm = staticmethod(one_by_one)
+
+
+UNSCALED = GroupedProducts()
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """Experts on gathered rows: probs * (down(activation(gate, up)) + down_proj_bias).
+
+    Gate and up are one dim J here. For the backward it saves its arguments, gate and up [R, J], and
+    with an adapter x A.T [R, r]. The backward gathers the rows [R, H] and computes the activation
+    [R, I] again. Packed weights are widened for each product.
+
+    With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
+    returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
+    needs a gradient. ``scale`` multiplies the outputs of adapters, whose products are ``up.mm``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        activation: Activation,
+        up: GroupedProducts,
+        down: GroupedProducts,
+        sums: GradientSums | None,
+        scale: float,
+        anchor,
+        *args,
+    ):
+        ctx.activation = activation
+        ctx.products = (up, down)
+        ctx.sums = sums
+        ctx.scale = scale
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:8]
+        a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
+        if sums is not None:
+            ctx.ends = read_later(offsets_E)
+        rows_RH = x_TH.index_select(0, gather_idx_R)
+        x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
+        low_Rr = None
+        if gather_idx_R.shape[0] == 0:
+            # This rank has no token. Kernels need not accept empty operands, but the backward still
+            # runs.
+            act_RI = x_TH.new_empty(0, down_proj_EHI.shape[-1])
+            saved = down.scales(act_RI, down_proj_EHI, offsets_E)
+            empty = x_TH.new_empty(0)
+            ctx.save_for_backward(*args, empty, low_Rr, x_scales, up_scales, *saved)
+            return x_TH.new_empty(0, x_TH.shape[1])
+        wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
+        gate_up_RJ = up.output(rows_RH, wide_EJH, offsets_E, x_scales, up_scales)
+        del wide_EJH
+        if a13_ErH is not None:
+            low_Rr = up.mm(rows_RH, a13_ErH.mT, offsets_E)
+            gate_up_RJ.add_(up.mm(low_Rr, b13_EJr.mT, offsets_E), alpha=scale)
+        del rows_RH
+        if gate_up_proj_bias_EJ is not None:
+            gate_up_RJ += repeat_by_expert(gate_up_proj_bias_EJ, offsets_E, gate_up_RJ.shape[0])
+        gate_RI, up_RI = gate_up_RJ.chunk(2, dim=-1)
+        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
+        act_RI = activation(gate_RI, up_RI).mul_(scale_R1).contiguous()
+        saved = down.scales(act_RI, down_proj_EHI, offsets_E)
+        ctx.save_for_backward(*args, gate_up_RJ, low_Rr, x_scales, up_scales, *saved)
+        wide_EHI = unpack(down_proj_EHI, act_RI.shape[1], x_TH.dtype)
+        out_RH = down.output(act_RI, wide_EHI, offsets_E, *saved)
+        if a2_ErI is not None:
+            of_adapter_RH = up.mm(up.mm(act_RI, a2_ErI.mT, offsets_E), b2_EHr.mT, offsets_E)
+            out_RH.add_(of_adapter_RH, alpha=scale)
+        if down_proj_bias_EH is not None:
+            out_RH.addcmul_(
+                repeat_by_expert(down_proj_bias_EH, offsets_E, out_RH.shape[0]), scale_R1
+            )
+        return out_RH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out_RH):
+        *args, gate_up_RJ, low_Rr, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:8]
+        a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
+        up, down = ctx.products
+        mm, scale = up.mm, ctx.scale
+        needed = ctx.needs_input_grad[6:]  # frozen weights need none
+        grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
+        grad_scales = down.grad_scales(grad_out_RH, offsets_E)
+        if gather_idx_R.shape[0] == 0:
+            up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
+            if ctx.sums is not None:  # all ranks must reduce the same gradients
+                ctx.sums.find("gate_up_proj"), ctx.sums.find("down_proj")
+            return *[None] * 6, *zero_gradients(args, needed)
+        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
+
+        wide_EHI = unpack(down_proj_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype)
+        grad_act_RI = down.grad_input(grad_out_RH, wide_EHI, offsets_E, grad_scales, down_scales)
+        del wide_EHI
+        if a2_ErI is not None:
+            grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
+            grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
+        act_RI, grad_gate_up_RJ, grad_probs_R = activation_gradients(
+            ctx.activation, gate_up_RJ, probs_R, grad_act_RI
+        )
+        grad_gate_up_proj = grad_down_proj = grad_gate_up_bias = grad_down_bias = None
+        grad_a13 = grad_b13 = grad_a2 = grad_b2 = grad_x_TH = None
+        sums = ctx.sums
+        # If tokens need no gradient, none is sent that a deferred product could overlap with.
+        travels = needed[0]
+        if sums is not None:
+            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, travels)
+        elif needed[5]:
+            grad_down_proj = down.grad_weight(
+                grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
+            )
+        if a2_ErI is not None:
+            grad_a2 = mm(grad_low_Rr.mT, act_RI, offsets_E)
+            low_act_Rr = mm(act_RI, a2_ErI.mT, offsets_E)
+            grad_b2 = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(scale)
+        del act_RI, grad_act_RI
+        if down_proj_bias_EH is not None:
+            if needed[7]:
+                grad_down_bias = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
+            bias_grad_RH = grad_out_RH * repeat_by_expert(
+                down_proj_bias_EH, offsets_E, grad_out_RH.shape[0]
+            )
+            grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
+            del bias_grad_RH
+        if needed[6]:
+            grad_gate_up_bias = sum_by_expert(grad_gate_up_RJ, offsets_E)
+
+        grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
+        if a13_ErH is not None:
+            grad_low_Rr = mm(grad_gate_up_RJ, b13_EJr, offsets_E).mul_(scale)
+            grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
+            grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
+        if sums is not None:
+            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, travels)
+        elif needed[4]:
+            rows_RH = x_TH.index_select(0, gather_idx_R)
+            grad_gate_up_proj = up.grad_weight(
+                grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
+            )
+            del rows_RH
+        if needed[0]:  # False if no earlier layer is trained
+            wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
+            grad_rows_RH = up.grad_input(
+                grad_gate_up_RJ, wide_EJH, offsets_E, grad_scales, up_scales
+            )
+            if a13_ErH is not None:
+                grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
+            grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
+        grad_weights = grad_gate_up_proj, grad_down_proj, grad_gate_up_bias, grad_down_bias
+        grad_adapters = grad_a13, grad_b13, grad_a2, grad_b2
+        return *[None] * 6, grad_x_TH, None, None, grad_probs_R, *grad_weights, *grad_adapters
+
+
+def zero_gradients(args: Iterable[Tensor | None], needed: Iterable[bool]) -> list[Tensor | None]:
+    """Return zero gradients of the arguments of an expert function that computed no row.
+
+    All ranks must reduce the same gradients, so a rank without rows contributes zeros.
+    """
+    return [
+        None if arg is None or not need else torch.zeros_like(arg)
+        for arg, need in zip(args, needed, strict=True)
+    ]
+
+
+def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+    """Repeat the entries [E, N] for each row of their expert: [R, N].
+
+    Rows past the last offset get the last expert's entry.
+    """
+    row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
+    expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=bias_EN.shape[0] - 1)
+    return bias_EN.index_select(0, expert_R)
+
+
+def sum_by_expert(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Sum rows [R, N] by expert into [E, N], without the rows past the last offset.
+
+    The sum is a product with ones: accumulated wide, in a fixed order, without atomics.
+    """
+    step = 16 // rows_RN.element_size()  # grouped_mm takes multiples of 16 bytes
+    num_cols = rows_RN.shape[1]
+    if missing := -num_cols % step:  # padding copies, so it is done only if needed
+        rows_RN = F.pad(rows_RN, (0, missing))
+    return grouped_mm(rows_RN.transpose(0, 1), rows_RN.new_ones(rows_RN.shape[0], step), offsets_E)[
+        :, :num_cols, 0
+    ]
+
+
 def grouped_mm_experts(
     x_TH,
     gather_idx_R,
@@ -245,6 +286,8 @@ def grouped_mm_experts(
     up: GroupedProducts = UNSCALED,
     down: GroupedProducts = UNSCALED,
     sums: GradientSums | None = None,
+    adapters: Sequence[Tensor | None] = (None,) * 4,
+    scale: float = 1.0,
 ) -> Tensor:
     """Compute the experts with grouped products, in any dtype, on CPU or GPU.
 
@@ -252,6 +295,10 @@ def grouped_mm_experts(
     products of gate_up_proj and of down_proj. ``sums`` receives the gradients of both matrices;
     None: autograd returns them. Rows past the last offset are not computed: their output and their
     terms in the gradients of x and probs are uninitialised memory.
+
+    Args:
+        adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
+            down_proj, or None; ``scale`` multiplies their outputs.
     """
     joined = weights.joined()
     anchor = None
@@ -259,6 +306,7 @@ def grouped_mm_experts(
         matrices = joined.gate_up_proj, joined.down_proj
         joined = joined._replace(gate_up_proj=matrices[0].detach(), down_proj=matrices[1].detach())
         anchor = x_TH.new_empty(0).requires_grad_(any(matrix.requires_grad for matrix in matrices))
+    rows = x_TH, gather_idx_R, offsets_E, probs_R
     return _GroupedExperts.apply(
-        activation, up, down, sums, anchor, x_TH, gather_idx_R, offsets_E, probs_R, *joined
+        activation, up, down, sums, scale, anchor, *rows, *joined, *adapters
     )

@@ -23,7 +23,7 @@ from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
-from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
+from automoe.kernels.counter_random import bits_at, stream_key, uniform_at, uniform_from
 from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
@@ -417,11 +417,10 @@ def gate_ids(
     if gate == "zipf":
         experts_E = torch.arange(num_experts, device=index_BS.device)
         rank_E = (experts_E - moe_index) % num_experts + 1
-        bits_BSE = bits_at(
-            index_BS.unsqueeze(-1) * num_experts + experts_E, stream_key(f"zipf.{moe_index}", 0)
-        )
+        index_BSE = index_BS.unsqueeze(-1) * num_experts + experts_E
+        uniform_BSE = uniform_at(index_BSE, f"zipf.{moe_index}", 0)
         # Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
-        noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
+        noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_BSE.log()).log()
         return noisy_BSE.topk(top_k, dim=-1).indices
     return (index_BS.unsqueeze(-1) * top_k + choice_K) % (num_experts - (gate == "empty"))
 

@@ -42,7 +42,7 @@ def triton_experts(
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
     """
-    check_served(x_TH, "moe.experts=triton", "moe.experts=grouped_mm", "moe.experts=loop")
+    check_served(x_TH, "moe.experts", "grouped_mm")
     return _TritonExperts.apply(activation, x_TH, gather_idx_R, offsets_E.int(), probs_R, *weights)
 
 
@@ -85,7 +85,7 @@ class _TritonExperts(torch.autograd.Function):
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH = args[4:]
         if gather_idx_R.numel() == 0:
-            return None, *zero_gradients(*args)
+            return None, *zero_gradients(args, ctx.needs_input_grad[1:])
         grad_out_RH = grad_out_RH.contiguous()
         tiles = row_tiles(offsets_E, gather_idx_R.numel())
         grad_pre_RJ, act_RI, shares = launches.grad_down_activate(

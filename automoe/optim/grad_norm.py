@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.local_shard import local_shard
 from automoe.interop.torch_private import foreach_mul_, foreach_norm
 
 # The CPU widens this many numbers at a time: 256 KiB of float64, which stay in its cache.
@@ -49,7 +50,7 @@ def global_grad_norm(
         device_type: of the sum on a stage without parameters, as on the others.
 
     Returns:
-        A float64 scalar on the gradients' device (float32 if the device has no float64).
+        A float64 scalar on the gradients' device.
 
     Raises:
         ValueError: the layout of a gradient differs from its parameter's. An example is a Partial
@@ -63,12 +64,11 @@ def global_grad_norm(
         gradients = by_sharding.setdefault(_sharding(parameter), [])
         if parameter.grad is not None:
             gradients.append(_local_gradient(parameter))
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    total = torch.zeros((), dtype=wide, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for (mesh, axes), gradients in by_sharding.items():
-        squares = torch.zeros((), dtype=wide, device=device)
+        squares = torch.zeros_like(total)
         if gradients:
-            squares += _sum_of_squares(gradients, wide)
+            squares += _sum_of_squares(gradients)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(squares, group=mesh.get_group(axis))
@@ -78,22 +78,20 @@ def global_grad_norm(
     return total.sqrt_()
 
 
-def _sum_of_squares(gradients: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Return the sum of squares of all numbers, squared and added in ``wide``, as a scalar."""
-    if gradients[0].device.type == "cuda":
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of squares of all numbers, squared and added in float64, as a scalar."""
+    if gradients[0].is_cuda:
         from automoe.kernels.squares import sum_of_squares
 
         small = [each for each in gradients if each.numel() < _SMALL]
         sums = [sum_of_squares(each) for each in gradients if each.numel() >= _SMALL]
-        norms = foreach_norm(small, wide) if small else ()
+        norms = foreach_norm(small, torch.float64) if small else ()
         return torch.stack([*sums, *(norm.square() for norm in norms)]).sum()
-    if gradients[0].device.type != "cpu":
-        return torch.stack(foreach_norm(gradients, wide)).square_().sum()
     # On the CPU, torch's norm in another dtype widens number by number and is five times slower.
-    total = torch.zeros((), dtype=wide)
+    total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
         for block in gradient.reshape(-1).split(_BLOCK):
-            widened = block.to(wide)
+            widened = block.double()
             total += torch.dot(widened, widened)
     return total
 
@@ -145,24 +143,11 @@ def _sharding(parameter: Tensor) -> _Sharding:
 def _local_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    if not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
-        return gradient
-    want = _layout(parameter)
-    have = _layout(gradient)
-    if want != have or "Partial" in have:
+    have, want = (getattr(tensor, "placements", ()) for tensor in (gradient, parameter))
+    if have != want or any(placement.is_partial() for placement in have):
         raise ValueError(
             f"gradient of a parameter of shape {tuple(parameter.shape)} is {have} and the parameter {want}: "
             "the gradient's sum over ranks must be finished, and its layout the parameter's, before its norm "
             "is taken"
         )
-    assert isinstance(gradient, DTensor)
-    return gradient.to_local()
-
-
-def _layout(tensor: Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "a local tensor"
-    names = tensor.device_mesh.mesh_dim_names or ("?",) * tensor.device_mesh.ndim
-    return " ".join(
-        f"{name}:{placement!r}" for name, placement in zip(names, tensor.placements, strict=True)
-    )
+    return local_shard(gradient)

@@ -56,50 +56,26 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A rank's block of a sharded tensor: index of its first element, and its shape."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def within_matrix(self) -> tuple[slice, ...]:
-        """Rows and columns of this rank's shard within each of the stacked matrices."""
-        pairs = zip(self.start[-2:], self.shape[-2:], strict=True)
-        return tuple(slice(start, start + size) for start, size in pairs)
-
-    def position(self, matrix: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the place of ``matrix`` in a stack's block, or None if the block lacks it."""
-        place = tuple(i - start for i, start in zip(matrix, self.start, strict=False))
-        inside = all(0 <= i < size for i, size in zip(place, self.shape, strict=False))
-        return place if inside and self.numel else None
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Matrix:
     """A matrix of one round (matrices that are exchanged and orthogonalised together).
 
     Attributes:
         parameter: index of the parameter.
-        index: index of the matrix in a stack of matrices; empty for a single matrix.
+        place: index of the matrix in this rank's shard of the parameter; empty if that is a matrix.
+        parts: by rank that holds a part of the matrix: the part's rows and columns.
         owner: rank that orthogonalises.
-        senders: ranks whose blocks together make up the matrix; replicas send once.
-        holders: ranks that hold a block.
+        senders: ranks whose parts together make up the matrix; replicas send once.
     """
 
     parameter: int
-    index: tuple[int, ...]
+    place: tuple[int, ...]
+    parts: dict[int, tuple[slice, ...]]
     owner: int
-    senders: frozenset[int]
-    holders: tuple[int, ...]
+    senders: list[int]
 
 
-_Pair = tuple[_Matrix, int]  # a matrix, and a rank that holds a block of it
+_Pair = tuple[_Matrix, int]  # a matrix, and a rank that holds a part of it
 
 
 class Muon(torch.optim.AdamW):
@@ -144,13 +120,10 @@ class Muon(torch.optim.AdamW):
                 "matrices are sharded, and build_optimizer was given no group of their ranks",
                 "Pass ranks=meshes.stage_group()",
             )
-        mine = [
-            _Block(tuple(global_offset(parameter)), tuple(local_shard(parameter).shape))
-            for _, parameter in self._parameters
-        ]
-        self._blocks = [mine] * self._num_ranks  # by rank, then by parameter
+        mine = [_shard_slices(parameter) for _, parameter in self._parameters]
+        self._shards = [mine] * self._num_ranks  # by rank, then by parameter
         if ranks is not None:
-            dist.all_gather_object(self._blocks, mine, group=ranks)
+            dist.all_gather_object(self._shards, mine, group=ranks)
         self._rounds = [self._owners(indices) for indices in self._split_into_rounds()]
 
     @torch.no_grad()
@@ -180,32 +153,33 @@ class Muon(torch.optim.AdamW):
         Matrices that the same ranks hold go one by one to the rank with the least work so far,
         the largest first.
         """
-        by_holders: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        by_holders: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for i in indices:
-            blocks = [rank_blocks[i] for rank_blocks in self._blocks]
-            mine = blocks[self._rank]
-            for index in _indices(mine):
-                holders = tuple(
-                    rank for rank, block in enumerate(blocks) if block.position(index) is not None
-                )
-                by_holders[holders].append((i, index))
+            shards = [of_rank[i] for of_rank in self._shards]
+            mine = shards[self._rank]
+            for index in product(*(range(span.start, span.stop) for span in mine[:-2])):
+                parts = {
+                    rank: shard[-2:] for rank, shard in enumerate(shards) if _holds(shard, index)
+                }
+                if self._rank in parts:
+                    place = tuple(at - span.start for at, span in zip(index, mine, strict=False))
+                    by_holders[tuple(parts)].append((i, place, parts))
         matrices = []
         for holders, held in by_holders.items():
             work = dict.fromkeys(holders, 0)
-            for i, index in sorted(held, key=lambda matrix: (-self._work(matrix[0]), matrix)):
+            for i, place, parts in sorted(held, key=lambda each: (-self._work(each[0]), each[:2])):
                 owner = min(holders, key=lambda rank: (work[rank], rank))
                 work[owner] += self._work(i)
                 by_place: dict[Any, list[int]] = defaultdict(list)
-                for rank in holders:
-                    block = self._blocks[rank][i]
-                    by_place[block.start[-2:]].append(rank)
+                for rank, part in parts.items():
+                    by_place[tuple(span.start for span in part)].append(rank)
                 # Of replicas the owner itself sends, or the one in the owner's place.
-                senders = frozenset(
+                senders = [
                     owner if owner in replicas else replicas[owner % len(replicas)]
                     for replicas in by_place.values()
-                )
-                matrices.append(_Matrix(i, index, owner, senders, holders))
-        return sorted(matrices, key=lambda matrix: (matrix.parameter, matrix.index))
+                ]
+                matrices.append(_Matrix(i, place, parts, owner, senders))
+        return sorted(matrices, key=lambda matrix: (matrix.parameter, matrix.place))
 
     def _work(self, i: int) -> int:
         m, n = self._parameters[i][1].shape[-2:]
@@ -218,18 +192,13 @@ class Muon(torch.optim.AdamW):
         """
         matrices = [m for m in matrices if self._parameters[m.parameter][1].grad is not None]
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
-        mine = {
-            matrix: updates[matrix.parameter][
-                self._block(matrix, self._rank).position(matrix.index)
-            ]
-            for matrix in matrices
-        }
+        mine = {matrix: updates[matrix.parameter][matrix.place] for matrix in matrices}
         whole = _orthogonalize_all(self._bring(matrices, mine))
 
         def part(matrix: _Matrix, rank: int) -> Tensor:
-            return whole[matrix][self._block(matrix, rank).within_matrix]
+            return whole[matrix][matrix.parts[rank]]
 
-        pairs = [(matrix, rank) for matrix in matrices for rank in matrix.holders]
+        pairs = [(matrix, rank) for matrix in matrices for rank in matrix.parts]
         for (matrix, _), block in self._exchange(pairs, part, back=True):
             mine[matrix].copy_(block)
         for i, update in updates.items():
@@ -248,9 +217,6 @@ class Muon(torch.optim.AdamW):
         update = gradient.add(momentum, alpha=group["momentum"])
         return update.to(self._dtype or update.dtype)
 
-    def _block(self, matrix: _Matrix, rank: int) -> _Block:
-        return self._blocks[rank][matrix.parameter]
-
     def _bring(
         self, matrices: Sequence[_Matrix], mine: dict[_Matrix, Tensor]
     ) -> dict[_Matrix, Tensor]:
@@ -261,7 +227,7 @@ class Muon(torch.optim.AdamW):
             if matrix not in whole:
                 shape = self._parameters[matrix.parameter][1].shape[-2:]
                 whole[matrix] = block.new_empty(shape)
-            whole[matrix][self._block(matrix, rank).within_matrix] = block
+            whole[matrix][matrix.parts[rank]] = block
         return whole
 
     def _exchange(
@@ -297,7 +263,7 @@ class Muon(torch.optim.AdamW):
 
     def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
         """Return memory for blocks, its views as these blocks, and its numbers for each rank."""
-        shapes = [self._block(*pair).shape[-2:] for pair in pairs]
+        shapes = [[span.stop - span.start for span in matrix.parts[rank]] for matrix, rank in pairs]
         sizes = [0] * self._num_ranks
         for pair, shape in zip(pairs, shapes, strict=True):
             sizes[self._other(pair)] += prod(shape)
@@ -307,12 +273,16 @@ class Muon(torch.optim.AdamW):
         return memory, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], sizes
 
 
-def _indices(block: _Block) -> list[tuple[int, ...]]:
-    """Return the indices of the matrices of which ``block`` has a part."""
-    if not block.numel:
-        return []
-    pairs = zip(block.start[:-2], block.shape[:-2], strict=True)
-    return list(product(*(range(start, start + size) for start, size in pairs)))
+def _shard_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Return where this rank's shard lies in the parameter: a slice for each dim."""
+    spans = zip(global_offset(parameter), local_shard(parameter).shape, strict=True)
+    return tuple(slice(start, start + size) for start, size in spans)
+
+
+def _holds(shard: tuple[slice, ...], index: tuple[int, ...]) -> bool:
+    """Return True if a shard has a part of the matrix at ``index`` of the leading dims."""
+    inside = all(s.start <= at < s.stop for s, at in zip(shard, index, strict=False))
+    return inside and all(span.start < span.stop for span in shard[-2:])
 
 
 def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:

@@ -38,9 +38,6 @@ from automoe.parallel.overlap import TURNS
 from automoe.parallel.ring import cpu_ring, cuda_ring, ring_masks
 from automoe.parallel.runner import checked_loss
 
-# constructors of expert backends from other packages, by value of ``moe.experts``
-FOREIGN_EXPERTS = {"te": lambda: look_up("moe.experts", "te")()}
-
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:
     """Return what the calls of layer number ``layer`` are wrapped in."""
@@ -99,7 +96,7 @@ def build_backend(
         pg_collection = _build_communicators(meshes, config.parallel)
     products = None
     if config.model.num_moe_layers:
-        products = _products(config, meshes, expert_backend(config.moe.experts, FOREIGN_EXPERTS))
+        products = _products(config, meshes, expert_backend(config.moe.experts))
     masks = block_masks if kernels.attention == "flex" else dense_masks
     cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
     if cp is not None and cp.device_type == "cpu":

@@ -146,7 +146,7 @@ def build_meshes(
     expert_fsdp = moe["ep_replicate", "ep_shard"] if shape.ep_replicate > 1 else moe["ep_shard"]
     if timeout is not None:
         for group in fsdp.get_all_groups():  # torch itself made the group of a flattened axis
-            set_group_timeout(group, timeout)
+            set_group_timeout(timeout, group)
     meshes = Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
     meshes.stage_group()  # here, as its first call is collective and later ones are not in one order
     return meshes

@@ -38,6 +38,7 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 from automoe.parallel.runner import SingleStageRunner, StepRunner
+from automoe.parallel.shared_gradients import earlier_gradients_added
 
 # The two schedules in which torch batches a send with a receive; all others are orders of actions
 # (``config.pipeline``).
@@ -230,19 +231,18 @@ class PipelineRunner(StepRunner):
             self._use(step_shape)
         # torch forgets gradients of earlier calls where stages are new or begin or cease to train
         parameters = [p for part in self.model_parts.values() for p in part.parameters()]
-        earlier = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in earlier:
-            parameter.grad = None
         # torch knows a first stage by its positional input, and a target by its rows
         tokens = [inputs.tokens] if self.first else []
         labels = inputs.labels if self.last else None
-        with receives_in_time(self.stages[0].group, self.device), errors_of_stages():
+        with (
+            earlier_gradients_added(parameters),
+            receives_in_time(self.stages[0].group, self.device),
+            errors_of_stages(),
+        ):
             run = getattr(self.schedule, method)
             losses_or_outputs = run(*tokens, target=labels, losses=losses, batch=inputs)
             for stage in self.stages:
                 stage.finish_sends()
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return losses_or_outputs
 
 

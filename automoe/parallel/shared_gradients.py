@@ -29,6 +29,17 @@ def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
 
 
+@contextmanager
+def earlier_gradients_added(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Set the gradients of ``parameters`` aside in the block, and add them to those it computes."""
+    earlier = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    yield
+    for parameter, gradient in earlier:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
 class SharedGradients:
     """Gradients of which several ranks hold a term each, summed once at the end of a step.
 
@@ -68,15 +79,10 @@ class SharedGradients:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Sum the shared gradients that the block computes, and add them to those before it."""
-        before = []
-        for _, parameters in self._by_group:
-            for parameter in (p for copies in parameters for p in copies if p.grad is not None):
-                before.append((parameter, parameter.grad))  # already a sum
-                parameter.grad = None
-        yield
-        self.sum()
-        for parameter, gradient in before:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        shared = [p for _, parameters in self._by_group for copies in parameters for p in copies]
+        with earlier_gradients_added(shared):  # these are sums already
+            yield
+            self.sum()
 
     def sum(self) -> None:
         """Replace every shared gradient by its sum over copies and over the ranks with a term.

@@ -48,7 +48,7 @@ from automoe.config.batch import BatchPlan
 from automoe.config.facts import ELEMENT_BYTES
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
-from automoe.config.rules_kernels import wire_row_bytes
+from automoe.config.rules_kernels import head_dims, wire_row_bytes
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -322,7 +322,7 @@ def _latent_bytes(
         load.kv_tokens,
     )
     num_bytes = _exchanged_output(load, heads * attention.v_head_dim, again)
-    qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+    qk, value = head_dims(attention)
     padded = load.on_cpu and value < qk
     in_place = not load.on_cpu or (padded and again)
     stored_value = value + attention.qk_nope_head_dim if in_place else value

@@ -13,8 +13,9 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config
 from automoe.planner.activations import UNEVEN, at_load
-from automoe.planner.memory import RankMemory, plan_memory, plan_rank
+from automoe.planner.memory import plan_memory, plan_rank
 from automoe.planner.reserve import needed
+from automoe.planner.step_memory import RankMemory
 from automoe.planner.time import StepTime, step_time
 
 # Modules that may be recomputed, in the order of time lost per byte saved, cheapest first.

@@ -22,14 +22,13 @@ experts, K top-k, N heads, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil, log2
 
 from automoe.config.context import exchange_widths, expanded_width, mean_keys
 from automoe.config.mesh_shape import uses_ulysses
 from automoe.config.recompute import FULL
-from automoe.config.rules_kernels import head_dims, wire_row_bytes
-from automoe.config.schema import AttentionConfig, has_indexer, is_linear, window_of
+from automoe.config.rules_kernels import head_dims, score_dims, wire_row_bytes
+from automoe.config.schema import has_indexer, is_linear, window_of
 from automoe.planner.communication import (
     NOTHING,
     Cost,
@@ -68,23 +67,13 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     Args:
         again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
     """
-    passes = plain_time(place, layer, bool(again & {FULL, "moe"}))
+    passes = local_time(place, layer)
+    if layer >= place.config.model.first_k_dense:
+        add_experts(place, layer, passes, arrives_again=bool(again & {FULL, "moe"}))
     seconds, sent = time_again(passes.forward, again)
     passes.backward.add("again", seconds)
     for axis, cost in sent:
         passes.backward.send(axis, cost)
-    return passes
-
-
-def plain_time(place: Place, layer: int, arrives_again: bool) -> Passes:
-    """Return the passes of ``layer`` without the computation that is repeated.
-
-    Args:
-        arrives_again: the backward pass dispatches tokens once more.
-    """
-    passes = local_time(place, layer)
-    if layer >= place.config.model.first_k_dense:
-        add_experts(place, layer, passes, arrives_again)
     return passes
 
 
@@ -109,7 +98,11 @@ def local_time(place: Place, layer: int) -> Passes:
 
 
 def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -> None:
-    """Add the routed experts of ``layer`` to its ``local_time`` (``plain_time``)."""
+    """Add the routed experts of ``layer`` to its ``local_time``.
+
+    Args:
+        arrives_again: the backward pass dispatches tokens once more.
+    """
     _products(place, layer, passes, experts=True)
     _routing(place, passes, arrives_again)
 
@@ -126,50 +119,55 @@ def _products(place: Place, layer: int, passes: Passes, experts: bool) -> None:
     mesh = place.mesh
     machine = place.machine
     weights = layer_weights(place.key, place.config, layer, mesh.tp)
-    for weight in weights.weights:
-        rows = float(weight.rows)
-        columns = float(weight.columns)
-        part = _PART.get(weight.part, "attention")
+    for param, packed in weights.weights:
+        num_experts = param.shape[0] if param.expert else 1
+        columns = float(param.shape[-1])
+        rows = param.numel / num_experts / columns
+        part = _PART.get(param.part, "attention")
         if (part == "moe") != experts:
             continue
         if experts:
             tokens = place.rows
-            local = weight.groups / mesh.ep
-            if "down" in weight.name:
+            local = num_experts / mesh.ep
+            if "down" in param.name:
                 columns /= mesh.etp
             else:
                 rows /= mesh.etp
         else:
             tokens = float(place.tokens)
             local = 1
-            if weight.tp_dim is not None:
+            tp_dim = param.tp_dim(mesh.tp)
+            if tp_dim is not None:
                 tokens *= mesh.tp
-            if "kv_b_proj" in weight.name and place.gathers_latents:
+            if "kv_b_proj" in param.name and place.gathers_latents:
                 tokens *= mesh.cp  # Each cp rank expands the gathered latents of whole rows.
-            if weight.tp_dim == 0:
+            if tp_dim == 0:
                 rows /= mesh.tp
-            elif weight.tp_dim:
+            elif tp_dim:
                 columns /= mesh.tp
         seconds = machine.gemm(tokens / local, rows, columns, local)
         if part == "router" and place.config.moe.router_dtype == "float32":
             seconds *= SLOW_PRODUCTS
-        if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
+        if "q_b_proj" in param.name or "kv_b_proj" in param.name:
             part = "mla_up_proj"
         numbers = rows * columns * local
         widened = 0.0
-        if weight.packed:
-            moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
+        if packed:
+            moved = packed + WIDENING[place.config.lora.base] + machine.number_bytes
             widened = machine.pass_over(moved * numbers)
-        local_seconds = seconds * weight.trained
+        local_seconds = seconds * param.trained
         if place.fused:
-            local_seconds = max(local_seconds, machine.pass_over(8.0 * numbers) * weight.trained)
+            local_seconds = max(local_seconds, machine.pass_over(8.0 * numbers) * param.trained)
         elif experts and place.fused_experts:
             left = min(1.52, FUSED_LEFT + FUSED_EXPERT * local / (tokens * rows * columns))
-            local_seconds += left * machine.pass_over(10.0 * numbers) * weight.trained
+            local_seconds += left * machine.pass_over(10.0 * numbers) * param.trained
         passes.add(
             part,
             seconds + widened + machine.cast(tokens * columns),
-            seconds * (not weight.detached) + local_seconds + widened + machine.cast(tokens * rows),
+            seconds * (not param.spec.detached)
+            + local_seconds
+            + widened
+            + machine.cast(tokens * rows),
         )
         if experts and not place.fused:  # others' grouped products have a part for each half
             passes.backward.experts += seconds + local_seconds
@@ -183,11 +181,6 @@ def _products(place: Place, layer: int, passes: Passes, experts: bool) -> None:
         summed = machine.pass_over(10.0 * numbers)
         passes.backward.add("gradients", summed)
         passes.backward.weights += summed
-
-
-def score_dims(attention: AttentionConfig) -> int:
-    """Return the sum of the query-key dim and the value dim of an attention head."""
-    return sum(head_dims(replace(attention, sinks=False)))
 
 
 def _attention(place: Place, layer: int, passes: Passes) -> None:
@@ -220,14 +213,13 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         moved = size * tokens * seen * masked
         if uses_ulysses(config, mesh):  # Each rank reads the mask of whole rows.
             moved *= mesh.cp
-        dims = float(score_dims(attention))
+        dims = float(sum(score_dims(attention)))
         if config.kernels.attention == "flex":
             # Rows count as one document: how many blocks shorter documents skip is not known.
             # Blocks at the ends of what queries see are computed whole.
             longest = min(window or seq, seq)
             seen = longest - longest**2 / (2 * seq) + (FLEX_BLOCK if window else FLEX_BLOCK / 2)
-            bare = head_dims(replace(attention, sinks=False))
-            dims = sum(2.0 ** ceil(log2(dim)) for dim in bare) / FLEX
+            dims = sum(2.0 ** ceil(log2(dim)) for dim in score_dims(attention)) / FLEX
             moved = 0.0
         flops = 2.0 * dims * attention.num_heads / tp * tokens * seen
         seconds = machine.attention(flops) + machine.pass_over(moved)
@@ -235,7 +227,9 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
     keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
     heads = attention.num_heads + keys
     times = 1 + attention.qk_norm + (attention.clip_qkv is not None)
-    turned = machine.pass_over(1.0 * size * tokens / tp * heads * score_dims(attention) * times)
+    turned = machine.pass_over(
+        1.0 * size * tokens / tp * heads * sum(score_dims(attention)) * times
+    )
     passes.add("attention", turned, 2 * turned)
     if mesh.cp > 1 and (uses_ulysses(config, mesh) or is_linear(attention, layer)):
         _exchange_heads(place, layer, passes)
@@ -254,7 +248,7 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
     config, mesh, machine = place.config, place.mesh, place.machine
     a = config.model.attention
     weights = layer_weights(place.key, config, layer, mesh.tp).weights
-    learns = any(weight.detached and weight.trained for weight in weights)
+    learns = any(param.spec.detached and param.trained for param, _ in weights)
     pairs = 1.0 * place.tokens * config.train.seq_len
     times = a.index_n_heads * ((config.train.indexer == "sparse") + 3 * learns)
     heads = a.num_heads * learns  # a tp rank has a part of them, at the positions of all ranks
@@ -301,10 +295,8 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     if place.config.parallel.context == "ring":
         # A ring sends keys, and values padded to the keys' width, of all heads; on the CPU of key
         # heads alone. Sending overlaps with attention to the keys that are already here.
-        dims, heads = attention.head_dim, attention.num_heads / mesh.tp
-        if attention.kind == "mla":
-            dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-        elif place.config.cluster.gpu == "cpu":
+        (dims, _), heads = score_dims(attention), attention.num_heads / mesh.tp
+        if attention.kind == "gqa" and place.config.cluster.gpu == "cpu":
             heads = max(attention.num_kv_heads / mesh.tp, 1)
         cost = gather(machine, place.group("cp"), whole * 2 * dims * heads)
         cost = cost.seen(max(constants.latency, cost.seconds - constants.overlap * attending))

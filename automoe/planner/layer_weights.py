@@ -9,31 +9,16 @@ from typing import Any, TypeVar
 
 from automoe.config.schema import Config
 from automoe.model.adapters import packed_shape, with_adapters
-from automoe.model.params import layer_params
+from automoe.model.params import Param, layer_params
 from automoe.planner.step_memory import DTYPE_BYTES
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight matrix of [``rows``, ``columns``]; routed experts have ``groups`` of them."""
-
-    part: str
-    name: str
-    rows: int
-    columns: int
-    groups: int
-    tp_dim: int | None
-    trained: bool
-    # bytes per element of a packed weight, which is widened for each matmul; 0: not packed
-    packed: float = 0.0
-    detached: bool = False  # no gradient of its input
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """Weights of one layer, which depend on the mesh only through ``tp``."""
 
-    weights: tuple[Weight, ...]
+    # Matrices that tokens are multiplied by, with the bytes per element of a packed one; 0: not packed.
+    weights: tuple[tuple[Param, float], ...]
     dense_bytes: float  # bytes that FSDP gathers on a rank, after the tp shard
     expert_bytes: float  # bytes of all routed experts
     dense_trained: int
@@ -74,22 +59,7 @@ def _weights_of(config: Config, layer: int, tp: int) -> LayerWeights:
         gathered[param.expert] += numel * (packed or DTYPE_BYTES[config.train.dtype][1])
         trained[param.expert] += param.trained * numel
         if param.multiplies and len(param.shape) > 1:
-            groups = param.shape[0] if param.expert else 1
-            columns = param.shape[-1]
-            rows = param.numel // groups // columns
-            weights.append(
-                Weight(
-                    param.part,
-                    param.name,
-                    rows,
-                    columns,
-                    groups,
-                    dim,
-                    param.trained,
-                    packed,
-                    param.spec.detached,
-                )
-            )
+            weights.append((param, packed))
     return LayerWeights(
         tuple(weights), gathered[False], gathered[True], trained[False], trained[True]
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
+from operator import attrgetter
 
 from automoe.config.batch import BatchPlan
 from automoe.config.facts import MUON_ROUND, SENDS_KEPT
@@ -24,7 +25,7 @@ from automoe.planner.activations import TokenLoad
 from automoe.planner.layer_weights import cached
 from automoe.planner.place import key_of
 from automoe.planner.step_memory import (
-    Moment,
+    RankMemory,
     Sizes,
     StagePlan,
     gathered_numel,
@@ -34,7 +35,6 @@ from automoe.planner.step_memory import (
 )
 
 UNITS_RESIDENT = 2  # FSDP units gathered at once with resharding: the current one and the next
-# Sends kept per stage and direction if stages are interleaved (``automoe.parallel.pipeline``).
 # Bytes per token: six int64 (ids, labels, positions, document, index, row) and a padding flag.
 INPUT_BYTES = 6 * 8 + 1
 MTP_BYTES = 2 * 8  # more bytes per depth of multi-token prediction: ids and labels
@@ -45,52 +45,6 @@ BATCH_BYTES = 4 * 8
 # is one kernel and needs no blocks.
 UPDATE_BYTES = 56
 UPDATE_BLOCK = 1 << 22
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes by kind on the first rank of a pipeline stage, at the moment of the step's memory peak.
-
-    The peak is in a backward pass, in the loss, in a gradient reduction, or in the optimizer step.
-    The fields for gradients hold the bytes at this moment.
-    """
-
-    pp_rank: int
-    layers: list[int]
-    params: int  # parameters of the rank's stages, before sharding, without adapters
-    weights: int  # sharded weights, as the optimizer updates them
-    moments: int  # AdamW's two moments, sharded
-    averages: int  # averages of weights (optim.ema_decay), sharded, in float32
-    gradients: float  # sharded gradients, after reduction
-    # Unsharded weights in compute precision; with train.fp8 their codes too if they are kept.
-    gathered_weights: float
-    unsharded_gradients: float  # unsharded gradients that wait for their reduction
-    inputs: int  # all rows of a step: ids, labels, positions, documents
-    # Pipeline buffers, besides the stage inputs that micro-batches in flight keep.
-    receive_buffers: float
-    activations: float  # activations of all micro-batches in flight
-    head: float  # workspace of the cross-entropy, only on the last stage
-    recompute: float  # activations of one recomputed region during its backward pass
-    widened: int  # largest packed matrix (lora.base) after widening
-    # Scratch of the layer part in its backward pass, of a reduction, or of the update.
-    temporaries: float
-    micro_batches_in_flight: list[int]  # for each stage of the rank
-    moment: str  # name of the peak's moment: backward, loss, reduction or update
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Bytes by field of ``PARTS``; ``peak`` is their sum."""
-        return {name: getattr(self, name) for name in PARTS}
-
-    @property
-    def peak(self) -> float:
-        return sum(self.parts.values())
-
-
-PARTS = tuple(
-    "weights moments averages gradients gathered_weights unsharded_gradients inputs receive_buffers activations head "
-    "recompute widened temporaries".split()
-)
 
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
@@ -138,34 +92,32 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
             replace(state, gathered_weights=state.gathered_weights + codes) for state in moments
         ]
     moments.append(_update_moment(config, sizes, params, sum(stage.sharded for stage in stages)))
-    most = max(moments, key=lambda moment: moment.total)
+    most = max(moments, key=attrgetter("peak"))
     # The last dim of a packed parameter is the bytes of a block, ``packed`` its elements.
     widened = sizes.compute * max(
         (gathered_numel(p, mesh) // p.shape[-1] * p.packed for p in params if p.packed), default=0
     )
     averaged = trained(params) if config.optim.ema_decay else []
-    return RankMemory(
+    return replace(
+        most,
         pp_rank=pp_rank,
         layers=[layer for stage in numbers for layer in layers[stage]],
         params=sum(numel for numel, _ in both),
         weights=sizes.weights(params),
         moments=sizes.moments(params),
-        averages=sizes.total(local_numel, averaged, sizes.wide),
+        averages=sizes.wide * sum(local_numel(param, mesh) for param in averaged),
         inputs=(
             (INPUT_BYTES + MTP_BYTES * model.num_mtp_layers) // mesh.cp + BATCH_BYTES * load.on_cpu
         )
         * batch.rows_per_rank
         * config.train.seq_len,
-        **most.parts,
-        widened=0 if most.name == "update" else widened,
-        micro_batches_in_flight=most.in_flight,
-        moment=most.name,
+        widened=0 if most.moment == "update" else widened,
     )
 
 
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
-) -> Iterator[Moment]:
+) -> Iterator[RankMemory]:
     """Yield the memory at each moment for a rank that runs micro-batches without a pipeline."""
     parallel = config.parallel
     sizes = Sizes(config, mesh)
@@ -201,7 +153,9 @@ def _loop_moments(
             if parallel.reshard == "micro_batch":
                 moment = replace(moment, gathered_weights=min(stage.weights, few))
             yield replace(
-                moment, in_flight=[1], gradients=stage.sharded if added else moment.gradients
+                moment,
+                micro_batches_in_flight=[1],
+                gradients=stage.sharded if added else moment.gradients,
             )
 
 
@@ -211,7 +165,7 @@ def _pipeline_moments(
     batch: BatchPlan,
     held_stages: dict[int, StagePlan],
     pp_rank: int,
-) -> Iterator[Moment]:
+) -> Iterator[RankMemory]:
     """Yield the memory of each moment of a pipeline rank.
 
     Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
@@ -231,10 +185,10 @@ def _pipeline_moments(
     seen = set()
 
     @cache
-    def most(i: int, adds: bool, merged: int | None) -> Moment:
+    def most(i: int, adds: bool, merged: int | None) -> RankMemory:
         beside = None if merged is None else stages[merged]
         moments = stages[i].backward(adds, False, mesh.ep_shard, beside)
-        return max(moments, key=lambda moment: moment.total)
+        return max(moments, key=attrgetter("peak"))
 
     overlap = parallel.overlap_all_to_all
     order = pipeline_order(schedule, mesh.pp, len(stages), num_micro_batches, overlap)[pp_rank]
@@ -268,15 +222,15 @@ def _pipeline_moments(
         sent = kept_sends * sum(each.received for each in stages)
         buffers = stage.border * (not stage.last) + sent
         yield replace(
-            now, in_flight=in_flight, unsharded_gradients=there, activations=num_bytes, gathered_weights=gathered,
+            now, micro_batches_in_flight=in_flight, unsharded_gradients=there, activations=num_bytes, gathered_weights=gathered,
             receive_buffers=buffers,
         )  # fmt: skip
     whole = sum(stage.gradients for stage in stages)
     flat = max(
         (layer.experts or layer.gradients for stage in stages for layer in stage.layers), default=0
     )
-    yield Moment(
-        "reduction", held, unsharded_gradients=whole, gathered_weights=gathered,
+    yield RankMemory(
+        "reduction", micro_batches_in_flight=held, unsharded_gradients=whole, gathered_weights=gathered,
         temporaries=flat * (1 + (mesh.ep_shard == 1)),
     )  # fmt: skip
 
@@ -290,13 +244,13 @@ def _actions(
             yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
 
 
-def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients: int) -> Moment:
+def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients: int) -> RankMemory:
     rounds = config.optim.master_weights == "stochastic" or config.optim.moments == "bfloat16"
     scratch = _muon_scratch(config, sizes, trained(params))
     if config.cluster.gpu == "cpu" and rounds:
         largest = max((local_numel(param, sizes.mesh) for param in trained(params)), default=0)
         scratch += UPDATE_BYTES * min(largest, UPDATE_BLOCK)
-    return Moment("update", gradients=gradients, temporaries=scratch)
+    return RankMemory("update", gradients=gradients, temporaries=scratch)
 
 
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:

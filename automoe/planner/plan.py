@@ -16,10 +16,11 @@ from automoe.observe.flops import TokenFlops, step_flops_per_token
 from automoe.planner.activations import UNEVEN, at_load, most_load
 from automoe.planner.checkpoint import CheckpointCost, checkpoint_cost
 from automoe.planner.machine import Constants, Machine
-from automoe.planner.memory import RankMemory, plan_memory
+from automoe.planner.memory import plan_memory
 from automoe.planner.place import busiest
 from automoe.planner.remedies import Remedy, gib, remedies
 from automoe.planner.reserve import Reserve, needed, not_modelled, reserve
+from automoe.planner.step_memory import RankMemory
 from automoe.planner.time import StepTime, step_time
 
 SHOWN = 5  # number of single changes that a warning lists

@@ -7,9 +7,10 @@ training's results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from automoe.config.mesh_shape import MeshShape, largest_divisor
 from automoe.config.recompute import FULL
@@ -19,7 +20,8 @@ from automoe.planner.candidate import Candidate, first_that_fits, ladder
 from automoe.planner.search import AXES
 
 TOGETHER = 2  # largest number of mesh axes that are doubled at once
-STAGES = (1, 2, 4)  # numbers of pipeline stages per rank that are tried
+# Schedules with numbers of pipeline stages per rank that are tried.
+STAGES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4))
 _TAKEN_FROM = {
     "tp": ("dp_shard",),
     "cp": ("dp_shard",),
@@ -72,7 +74,8 @@ def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy
             1 - candidate.speed / speed,
         )
 
-    near = [*_axes(now, 1), *(candidate for way in _WAYS[1:] for candidate in way(now))]
+    near = [*_axes(now, 1)]
+    near += [now.changed(**each) for alternatives in _settings(now) for each in alternatives]
     alone = [candidate for candidate in near if _legal(candidate)]
     everywhere = now.changed(parallel={"recompute_layers": None})
     alone += map(everywhere.with_recompute, [*ladder(config), *_without_moe(config)])
@@ -91,9 +94,7 @@ def _legal(candidate: Candidate) -> bool:
 def _fastest(now: Candidate) -> Candidate | None:
     """Return the fastest combination that fits, with the least recomputation; None if none fits."""
     rungs = ladder(now.config)
-    made = [now]
-    for way in _WAYS:
-        made += [two for candidate in made for two in way(candidate)]
+    made = [other for candidate in (now, *_axes(now)) for other in _combined(candidate)]
     lightest = [candidate.with_recompute(rungs[0]) for candidate in made if _legal(candidate)]
     best = None
     most = 0.0
@@ -137,43 +138,40 @@ def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]
                 yield Candidate(replace(candidate.config, mesh=MeshConfig(**vars(shape))), shape)
 
 
-def _rows(candidate: Candidate) -> Iterator[Candidate]:
-    """Yield candidates with smaller micro-batches: the next lower divisor, and one row."""
-    now = candidate.config.train.micro_batch_size
-    if now > 1:
-        for rows in {largest_divisor(now, now - 1), 1}:
-            yield candidate.changed(train={"micro_batch_size": rows})
+def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
+    """Return settings that save memory on the mesh of ``candidate``, as alternatives by kind.
 
-
-def _policies(candidate: Candidate) -> Iterator[Candidate]:
+    These are smaller micro-batches (the next lower divisor, and one row), FSDP's policies, pipeline
+    stages, and heads exchanged for positions.
+    """
     parallel = candidate.config.parallel
-    if candidate.mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
-        yield candidate.changed(parallel={"reshard": "micro_batch", "grad_sync": "micro_batch"})
+    rows = candidate.config.train.micro_batch_size
+    pp, num_layers = candidate.mesh.pp, candidate.config.model.num_layers
+    sharded = pp == 1 and "step" in (parallel.reshard, parallel.grad_sync)
+    gathered = candidate.mesh.cp > 1 and parallel.context == "gather"
+    return [
+        [
+            {"train": {"micro_batch_size": n}}
+            for n in {largest_divisor(rows, max(1, rows - 1)), 1}
+            if n < rows
+        ],
+        [{"parallel": dict.fromkeys(("reshard", "grad_sync"), "micro_batch")}] * sharded,
+        [
+            {"parallel": {"schedule": schedule, "stages_per_rank": count}}
+            for schedule, count in STAGES
+            if pp > 1 and parallel.layers_per_stage is None
+            if count != parallel.stages_per_rank and count * pp <= num_layers
+        ],
+        [{"parallel": {"context": "ulysses"}}] * gathered,
+    ]
 
 
-def _stages(candidate: Candidate) -> Iterator[Candidate]:
-    parallel = candidate.config.parallel
-    for count in STAGES if candidate.mesh.pp > 1 and parallel.layers_per_stage is None else ():
-        if (
-            count != parallel.stages_per_rank
-            and count * candidate.mesh.pp <= candidate.config.model.num_layers
-        ):
-            schedule = "Interleaved1F1B" if count > 1 else "1F1B"
-            yield candidate.changed(parallel={"schedule": schedule, "stages_per_rank": count})
-
-
-def _contexts(candidate: Candidate) -> Iterator[Candidate]:
-    if candidate.mesh.cp > 1 and candidate.config.parallel.context == "gather":
-        yield candidate.changed(parallel={"context": "ulysses"})
-
-
-_WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (
-    _axes,
-    _rows,
-    _policies,
-    _stages,
-    _contexts,
-)
+def _combined(candidate: Candidate) -> list[Candidate]:
+    """Return ``candidate`` with every combination of ``_settings``."""
+    made = [candidate]
+    for alternatives in _settings(candidate):
+        made += [each.changed(**settings) for each in made for settings in alternatives]
+    return made
 
 
 def _text(value: object) -> str:

@@ -15,7 +15,7 @@ from automoe.config.mesh_shape import NEIGHBOUR, MeshShape, exchanges_heads
 from automoe.config.pipeline import SINGLE
 from automoe.config.schema import Config
 from automoe.config.tier import tier_of
-from automoe.planner.memory import RankMemory
+from automoe.planner.step_memory import RankMemory
 
 CONTEXT = 534 * 2**20  # bytes of a CUDA context with torch's kernels, H100 (torchcomms#777)
 # One NCCL communicator of two A100s takes 544 MB, of four 688 MB (nccl#964); 8 H100s took 1.06 GB

@@ -8,7 +8,7 @@ reduces each layer at once, gradients and activations both shrink in the last ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -29,31 +29,49 @@ from automoe.planner.workspace import Workspace, head_workspace_bytes, layer_wor
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Memory of one rank at one point of a step, in bytes, without weights and optimizer state.
+PARTS = tuple(
+    "weights moments averages gradients gathered_weights unsharded_gradients inputs receive_buffers activations head "
+    "recompute widened temporaries".split()
+)
 
-    Fields have the names of ``RankMemory``.
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes by kind on the first rank of a pipeline stage, at one moment of a step.
+
+    Moments of a step leave out what they have in common: weights, optimizer state and inputs. The
+    memory of a rank (``plan_rank``) is its fullest moment with these.
     """
 
-    name: str
-    in_flight: list[int] = field(default_factory=list)
-    gradients: float = 0.0
+    moment: str  # in a backward pass, a loss, a (gradient) reduction, or the optimizer's update
+    pp_rank: int = 0
+    layers: list[int] = field(default_factory=list)
+    params: int = 0  # parameters of the rank's stages, before sharding, without adapters
+    weights: int = 0  # sharded weights, as the optimizer updates them
+    moments: int = 0  # AdamW's two moments, sharded
+    averages: int = 0  # averages of weights (optim.ema_decay), sharded, in float32
+    gradients: float = 0.0  # sharded gradients, after reduction
+    # Unsharded weights in compute precision; with train.fp8 their codes too if they are kept.
     gathered_weights: float = 0.0
-    unsharded_gradients: float = 0.0
+    unsharded_gradients: float = 0.0  # unsharded gradients that wait for their reduction
+    inputs: int = 0  # all rows of a step: ids, labels, positions, documents
+    # Pipeline buffers, besides the stage inputs that micro-batches in flight keep.
     receive_buffers: float = 0.0
-    activations: float = 0.0
-    head: float = 0.0
-    recompute: float = 0.0
+    activations: float = 0.0  # activations of all micro-batches in flight
+    head: float = 0.0  # workspace of the cross-entropy, only on the last stage
+    recompute: float = 0.0  # activations of one recomputed region during its backward pass
+    widened: int = 0  # largest packed matrix (lora.base) after widening
+    # Scratch of the layer part in its backward pass, of a reduction, or of the update.
     temporaries: float = 0.0
+    micro_batches_in_flight: list[int] = field(default_factory=list)  # for each stage of the rank
 
     @property
     def parts(self) -> dict[str, float]:
-        _, _, *parts = vars(self).items()  # all except the name and in_flight
-        return dict(parts)
+        """Bytes by field of ``PARTS``; ``peak`` is their sum."""
+        return {name: getattr(self, name) for name in PARTS}
 
     @property
-    def total(self) -> float:
+    def peak(self) -> float:
         return sum(self.parts.values())
 
 
@@ -88,19 +106,6 @@ class Sizes:
         self.mesh = mesh
         self.wide, self.compute, self.reduced = DTYPE_BYTES[config.train.dtype]
 
-    def total(
-        self, numel: Callable[[Param, MeshShape], int], params: Sequence[Param], size: int
-    ) -> int:
-        """Return the bytes of ``params`` at ``size`` bytes per element, counted by ``numel``.
-
-        Router parameters are always wide, because routers multiply in at least float32.
-        """
-        return sum(
-            numel(param, self.mesh)
-            * param.bytes_each(self.wide if param.part == "router" else size)
-            for param in params
-        )
-
     def weights_each(self, param: Param) -> int:
         """Return the bytes of one stored element of ``param``.
 
@@ -120,9 +125,6 @@ class Sizes:
             for param in params
         )
 
-    def sharded_gradients(self, params: Sequence[Param]) -> int:
-        return self.weights(trained(params))
-
     def moments(self, params: Sequence[Param]) -> int:
         return sum(
             self.num_moments(param) * local_numel(param, self.mesh) * self.moments_each(param)
@@ -133,9 +135,16 @@ class Sizes:
         """Return the number of moments that the optimizer keeps: Muon one, AdamW two."""
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
-    def whole(self, params: Sequence[Param], size: int) -> int:
-        """Return the bytes of ``params`` while unsharded, at ``size`` bytes per element."""
-        return self.total(gathered_numel, params, size)
+    def whole(self, params: Sequence[Param]) -> int:
+        """Return the bytes of ``params`` while unsharded, in the compute dtype.
+
+        Router parameters are always wide, because routers multiply in at least float32.
+        """
+        return sum(
+            gathered_numel(param, self.mesh)
+            * param.bytes_each(self.wide if param.part == "router" else self.compute)
+            for param in params
+        )
 
     def whole_gradients(self, params: Sequence[Param]) -> int:
         return self.reduced * sum(gathered_numel(param, self.mesh) for param in trained(params))
@@ -214,14 +223,14 @@ class StagePlan:
             + sum(layer.kept for layer in self.layers)
         )
 
-    def loss(self, adds: bool, others: float = 0.0) -> Moment:
+    def loss(self, adds: bool, others: float = 0.0) -> RankMemory:
         """Return the memory at the end of a micro-batch's forward pass.
 
         Args:
             adds: unsharded gradients of earlier micro-batches exist.
             others: bytes of the activations of other micro-batches.
         """
-        return Moment(
+        return RankMemory(
             "loss",
             activations=others + (self.kept - self.head_kept * self.last),
             head=self.head,
@@ -246,7 +255,7 @@ class StagePlan:
 
     def backward(
         self, adds: bool, reduces: bool, experts_ranks: int, merged: StagePlan | None = None
-    ) -> Iterator[Moment]:
+    ) -> Iterator[RankMemory]:
         """Yield the memory during a backward pass, without other micro-batches' activations.
 
         Args:
@@ -262,7 +271,7 @@ class StagePlan:
         whole = self.gradients if adds else self.rest_gradients * self.last
         sharded = 0
         if not self.layers:  # the embedding or the head alone, or nothing
-            yield Moment(
+            yield RankMemory(
                 "backward",
                 activations=below,
                 gathered_weights=weights,
@@ -277,7 +286,7 @@ class StagePlan:
                 gathered_weights=weights, unsharded_gradients=whole, gradients=sharded
             )
             for work in layer.workspaces:
-                yield Moment(
+                yield RankMemory(
                     "backward", activations=held - work.done,
                     recompute=work.recompute, temporaries=work.temporaries, **common,
                 )  # fmt: skip
@@ -287,7 +296,7 @@ class StagePlan:
                 copies = 1 + (experts_ranks == 1) + (not adds)
                 below_now = held - layer.workspaces[-1].done
                 flat = layer.experts * copies
-                yield Moment("reduction", activations=below_now, temporaries=flat, **common)
+                yield RankMemory("reduction", activations=below_now, temporaries=flat, **common)
             below -= layer.kept
             if reduces:
                 sharded += layer.sharded
@@ -367,9 +376,9 @@ def plan_stage(
         )
         * last,
         head_kept=head_kept,
-        rest_weights=sizes.whole(rest, compute),
+        rest_weights=sizes.whole(rest),
         rest_gradients=sizes.whole_gradients(rest),
-        rest_sharded=sizes.sharded_gradients(rest),
+        rest_sharded=sizes.weights(trained(rest)),
         mtp=modules,
         deeper=max(0, before - 1),
     )
@@ -402,15 +411,13 @@ def _plan_layer(
             )
         num_bytes -= again_bytes
         workspaces = [Workspace(0.0, again_bytes, work)]
-    num_bytes += adapter_activation_bytes(
-        config, layer, load.tokens, load.expert_rows, load.number_bytes, again
-    )
+    num_bytes += adapter_activation_bytes(config, layer, load, again)
     return LayerPlan(
         kept=num_bytes,
         workspaces=workspaces,
-        weights=sizes.whole(params, sizes.compute),
+        weights=sizes.whole(params),
         gradients=sizes.whole_gradients(params),
-        sharded=sizes.sharded_gradients(params),
+        sharded=sizes.weights(trained(params)),
         experts=sizes.reduced * expert_numbers,
     )
 
@@ -420,29 +427,20 @@ _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "ro
 
 
 def adapter_activation_bytes(
-    config: Config,
-    layer: int,
-    tokens: int,
-    expert_rows: float,
-    number_bytes: int,
-    recompute: frozenset[str],
+    config: Config, layer: int, load: TokenLoad, recompute: frozenset[str]
 ) -> float:
     """Return the bytes that a layer's adapters keep for their backward pass.
 
     An adapter keeps ``x A.T``, r numbers per token, or per expert row for gate and up.
 
     Args:
-        tokens: tokens of a micro-batch on one rank.
-        expert_rows: (token, expert) pairs of a micro-batch on one rank.
-        number_bytes: bytes of one activation number.
         recompute: parts of the layer that are recomputed.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     num_bytes = 0.0
     for param in layer_params(config.model, layer):
         if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
-            rows = expert_rows if param.expert else tokens
-            if param.name.endswith("experts.down_proj"):
-                rows = 0.0
-            num_bytes += config.lora.rank * rows * number_bytes
+            if not param.name.endswith("experts.down_proj"):
+                rows = load.expert_rows if param.expert else load.tokens
+                num_bytes += config.lora.rank * rows * load.number_bytes
     return num_bytes

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
-from automoe.config.rules_kernels import chunk_tokens
+from automoe.config.rules_kernels import chunk_tokens, score_dims
 from automoe.config.schema import ModelConfig
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
@@ -142,16 +142,12 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     scores = 0.0
     if load.scores:  # gradient of the scores, before and after the softmax
         scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
+    dims, value = score_dims(attention)
+    groups = attention.num_heads
     if attention.kind == "gqa":
-        numbers = load.tokens * attention.num_heads + load.kv_tokens * max(
-            attention.num_kv_heads, load.head_ranks
-        )
-        return scores + 2.0 * load.number_bytes * attention.head_dim * numbers
-    dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (
-        dims + attention.v_head_dim
-    )
-    num_bytes = scores + float(load.number_bytes) * attention.num_heads * numbers
+        groups = max(attention.num_kv_heads, load.head_ranks)
+    numbers = (dims + value) * (load.tokens * attention.num_heads + load.kv_tokens * groups)
+    num_bytes = scores + float(load.number_bytes) * numbers
     if not attention.index_topk:
         return num_bytes
     # An indexer's loss, computed after attention, sums attention's probabilities over heads. The

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import base64
 import tempfile
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,23 @@ class Answer:
         return cls(tokens, log_probs, routes)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine answers prompts; the same weights and seed give the same answers.
+
+    Attributes:
+        num: answers to each prompt.
+        max_tokens: most tokens of an answer.
+        stops: tokens that end an answer.
+    """
+
+    num: int
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    stops: Sequence[int] = ()
+
+
 class Engine(Protocol):
     """What a loop asks of an engine; every rank makes each call.
 
@@ -73,54 +90,8 @@ class Engine(Protocol):
     def update(self, stream: WeightStream) -> None:
         """Take new weights."""
 
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
-        """Return ``num`` answers to each prompt, the same for the same weights and seed."""
-
-
-def check_gap(
-    engine: Sequence[float], trainer: Sequence[float], bound: float
-) -> tuple[float, float]:
-    """Compare log-probabilities of the same tokens; return the mean and the largest difference.
-
-    Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
-    experts are scrambled, is off by tenths or more.
-
-    Raises:
-        BackendError: the mean is above ``bound``.
-    """
-    gaps = [abs(theirs - ours) for theirs, ours in zip(engine, trainer, strict=True)]
-    mean = sum(gaps) / len(gaps)
-    if not mean <= bound:  # so that NaN fails
-        at = max(range(len(gaps)), key=gaps.__getitem__)
-        raise BackendError(
-            f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
-            f"(allowed {bound:g}; token {at}: {engine[at]:.3f} and {trainer[at]:.3f}): it has other weights, or "
-            "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
-        )
-    return mean, max(gaps)
-
-
-def gap_by_layer(
-    engine: Sequence[float], trainer: Sequence[float], first_differing: Sequence[int]
-) -> dict[str, float]:
-    """Return the mean difference of log-probabilities by what the routes say, for the record.
-
-    Args:
-        first_differing: of each token, as in ``LogProbs``.
-
-    Returns:
-        ``engine_gap.same`` of tokens whose experts all layers would choose, ``engine_gap.layer_N``
-        of those for which MoE layer N is the first that would not.
-    """
-    gaps: dict[int, list[float]] = {}
-    for theirs, ours, layer in zip(engine, trainer, first_differing, strict=True):
-        gaps.setdefault(layer, []).append(abs(theirs - ours))
-    return {
-        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(each) / len(each)
-        for layer, each in sorted(gaps.items())
-    }
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
+        """Return the answers to each prompt."""
 
 
 def gaps_of(
@@ -128,28 +99,46 @@ def gaps_of(
 ) -> dict[str, float]:
     """Return how far the engine's log-probabilities are from the trainer's, for the record.
 
+    Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
+    experts are scrambled, is off by tenths or more.
+
     Args:
         scores: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
             ``LogProbs.first_differing``, if there are routes.
-        bound: as for ``check_gap``, which raises.
+
+    Returns:
+        ``engine_gap`` and ``engine_gap_max``, and by what the routes say: ``engine_gap.same`` of
+        tokens whose experts all layers would choose, ``engine_gap.layer_N`` of those for which MoE
+        layer N is the first that would not.
+
+    Raises:
+        BackendError: the mean is above ``bound``.
     """
     theirs = list(chain(*(answer.log_probs for answer in answers)))
     ours = list(chain(*scores["old_log_probs"]))
-    mean, largest = check_gap(theirs, ours, bound)
-    gaps = {"engine_gap": mean, "engine_gap_max": largest}
-    if "differing" in scores:
-        gaps |= gap_by_layer(theirs, ours, list(chain(*scores.pop("differing"))))
-    return gaps
+    gaps = [abs(engine - trainer) for engine, trainer in zip(theirs, ours, strict=True)]
+    mean = sum(gaps) / len(gaps)
+    if not mean <= bound:  # so that NaN fails
+        at = max(range(len(gaps)), key=gaps.__getitem__)
+        raise BackendError(
+            f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
+            f"(allowed {bound:g}; token {at}: {theirs[at]:.3f} and {ours[at]:.3f}): it has other weights, or "
+            "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
+        )
+    by_layer: dict[int, list[float]] = {}
+    for layer, gap in zip(chain(*scores.pop("differing", ())), gaps, strict=False):
+        by_layer.setdefault(layer, []).append(gap)
+    means = {
+        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(some) / len(some)
+        for layer, some in sorted(by_layer.items())
+    }
+    return {"engine_gap": mean, "engine_gap_max": max(gaps), **means}
 
 
 class TransformersEngine:
-    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model.
+    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model."""
 
-    Attributes:
-        stops: tokens that end an answer.
-    """
-
-    def __init__(self, config: Config, stops: Collection[int], device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.options = {"layout": "fused"}
@@ -159,7 +148,6 @@ class TransformersEngine:
             hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         multiply_as_torch_can(hf_config, config.model, dtype)
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
-        self.stops = sorted(stops)
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer
         for name, module in self._model.named_modules():
             if name.endswith(".mlp.experts"):
@@ -171,62 +159,55 @@ class TransformersEngine:
     @torch.no_grad()
     def update(self, stream: WeightStream) -> None:
         state = self._model.state_dict()
-        tied = {} if not self._model.config.tie_word_embeddings else {"lm_head.weight"}
-        missing = state.keys() - tied
+        assert state.keys() - stream.contents.keys() <= {"lm_head.weight"}  # if it is tied
         for bucket in stream:
             for name, tensor in bucket.items():
                 if name in state:  # transformers has no modules for multi-token prediction
                     state[name].copy_(tensor)
-                    missing.discard(name)
-        assert not missing, missing
 
     @torch.no_grad()
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         ranks = Ranks()
 
         # A call answers one prompt, so its numbers do not depend on the number of ranks.
         def answers() -> dict[int, list[Answer]]:
             return {
-                index: self._answers(prompts[index], num, max_tokens, temperature, seed + index)
+                index: self._answers(prompts[index], replace(how, seed=how.seed + index))
                 for index in range(ranks.rank, len(prompts), ranks.size)
             }
 
         groups = {index: group for theirs in ranks.all(answers) for index, group in theirs.items()}
         return [groups[index] for index in range(len(prompts))]
 
-    def _answers(
-        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[Answer]:
+    def _answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         from transformers import GenerationConfig
 
         device = self._model.device
         for calls in self._choices:
             calls.clear()
-        tokens_NP = torch.tensor([prompt] * num, device=device)
+        tokens_NP = torch.tensor([prompt] * how.num, device=device)
         settings = GenerationConfig(
             do_sample=True,
-            temperature=temperature,
+            temperature=how.temperature,
             top_k=0,
-            max_new_tokens=max_tokens,
-            eos_token_id=self.stops or None,
-            pad_token_id=self.stops[0] if self.stops else 0,
+            max_new_tokens=how.max_tokens,
+            eos_token_id=how.stops or None,
+            pad_token_id=how.stops[0] if how.stops else 0,
             return_dict_in_generate=True,
             output_logits=True,
         )
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            torch.manual_seed(how.seed)
             made = self._model.generate(
                 tokens_NP, attention_mask=torch.ones_like(tokens_NP), generation_config=settings
             )
         new_NA = made.sequences[:, len(prompt) :]
-        logits_NAV = torch.stack(made.logits, dim=1).float() / temperature
+        logits_NAV = torch.stack(made.logits, dim=1).float() / how.temperature
         log_probs_NA = logits_NAV.log_softmax(-1).gather(2, new_NA.unsqueeze(-1)).squeeze(-1)
         routes = None
         if self._choices:
             layers = [
-                torch.cat([call.view(num, -1, call.shape[-1]) for call in calls], dim=1)
+                torch.cat([call.view(how.num, -1, call.shape[-1]) for call in calls], dim=1)
                 for calls in self._choices
             ]
             routes = torch.stack(layers, dim=2)
@@ -234,7 +215,7 @@ class TransformersEngine:
         for row, (tokens, log_probs) in enumerate(
             zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
         ):
-            ends = (at for at, token in enumerate(tokens, 1) if token in self.stops)
+            ends = (at for at, token in enumerate(tokens, 1) if token in how.stops)
             size = next(ends, len(tokens))
             lines = None
             if routes is not None:  # a copy: a view would take all answers along to other ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from automoe.config.schema import Config
@@ -16,18 +15,14 @@ from automoe.rl.vllm import LocalVLLM, ServedVLLM
 from automoe.training.context import RunContext
 
 
-def open_engine(config: Config, stops: Collection[int], context: RunContext) -> Engine:
-    """Return the engine of a run. Collective.
-
-    Args:
-        stops: tokens that end an answer.
-    """
+def open_engine(config: Config, context: RunContext) -> Engine:
+    """Return the engine of a run. Collective."""
     args = config.recipe_args
     if args.sampler == "generate":
-        return TransformersEngine(config, stops, context.device)
+        return TransformersEngine(config, context.device)
     served = ServedSGLang if args.sampler == "sglang" else ServedVLLM
     kind = served if "://" in args.engine else LocalVLLM
-    return kind(args.engine, config, stops, context.run_dir)
+    return kind(args.engine, config, context.run_dir)
 
 
 def teacher_of(config: Config, num_ranks: int) -> Config:

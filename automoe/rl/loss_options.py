@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
-from typing import Any, get_type_hints
+from typing import Any
 
 from torch import Tensor
 
 from automoe.config.convert import converted
 from automoe.errors import ConfigError
-from automoe.rl import losses
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if one of ``automoe.rl.losses`` cannot run with these options."""
+    """Raise ``ConfigError`` if a loss that ``policy_loss`` made cannot run with these options."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
-    if getattr(loss, "__module__", None) != losses.__name__:
+    known: Mapping[str, Any] | None = getattr(loss, "options", None)
+    if known is None:
         return
-    key = f"losses.{getattr(loss, '__name__', '')}"
-    taken = signature(loss).parameters
-    passed_on = [losses.finish] if "options" in taken else []
-    passed_on += (
-        [losses.grpo] if passed_on and loss in (losses.dr_grpo, losses.dapo, losses.gspo) else []
-    )
-    hints: dict[str, Any] = {}
-    for function in (*passed_on, loss):
-        hints |= get_type_hints(function)
-    left_out = {"nll_BS", "inputs", "loss_BS", "options", "return"}
-    left_out |= {"mean"} if loss in (losses.dr_grpo, losses.dapo) else set()  # theirs is fixed
-    known = sorted(hints.keys() - left_out)
-    if unknown := sorted(options.keys() - known):
-        rule = f"the loss takes {', '.join(known)}"
-        raise ConfigError(key, unknown, rule, "Correct the option's name")
-    for name in known:
-        if name in options:
-            converted(hints[name], options[name], f"{key}.{name}")
-        elif name in taken and taken[name].default is Parameter.empty:
-            raise ConfigError(f"{key}.{name}", "", "has no default", f"Give {name}")
-    if (length := options.get("length", 1)) < 1:
-        raise ConfigError(f"{key}.length", length, "is a divisor", "Give 1 or more")
+    key = f"losses.{loss.__name__}"
+    for name, value in options.items():
+        if name not in known:
+            rule = f"the loss takes {', '.join(sorted(known))}"
+            raise ConfigError(f"{key}.{name}", value, rule, "Correct the option's name")
+        converted(known[name], value, f"{key}.{name}")
+    if (length := options.get("length", 0 if loss.mean == "length" else 1)) < 1:  # type: ignore[attr-defined]
+        rule = "is a divisor, and has no default"
+        raise ConfigError(f"{key}.length", length, rule, "Give 1 or more")
 
 
 def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
 A loss gets ``nll_BS`` = -log pi of the trained tokens, 0 elsewhere, and ``LossInputs``, whose
 ``given`` has the samples' values. It returns this rank's share: the sum over ranks and
 micro-batches is the loss. So it divides by counts of the global batch, and no mesh, micro-batch or
-accumulation changes it. A loss lists the values that it needs in ``reads``, and the numbers that it
-reports in ``metrics``.
+accumulation changes it. ``policy_loss`` makes one of a function that returns the losses of tokens.
 
 Signs: pi are the weights that are trained, old those before the update (``old_log_probs``), mu the
 engine that sampled (``sampler_log_probs``); r = pi / old; A are ``advantages``. Letters: B rows, S
@@ -15,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor
@@ -32,18 +32,6 @@ METRICS = (
     *("clipped_share", "ref_kl", "old_kl", "sampler_kl"),
     *(f"{name}.{length}" for name in ("answers", "dropped_share") for length in BY_LENGTH),
 )
-
-
-def policy_loss(
-    reads: Sequence[str] = ("advantages", "old_log_probs"), *more: str
-) -> Callable[[Any], Any]:
-    """Return a decorator that notes what a loss reads and reports."""
-
-    def note(loss: Any) -> Any:
-        loss.reads, loss.metrics = tuple(reads), (*METRICS, *more)
-        return loss
-
-    return note
 
 
 @dataclass(frozen=True)
@@ -70,200 +58,6 @@ class Correction:
         if not self.low <= self.high:
             rule = f"must be at most correction.high={self.high}"
             raise ConfigError("correction.low", self.low, rule, "Lower it")
-
-
-# ---------------------------------------------------------------- losses
-
-
-@policy_loss()
-def grpo(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    mean: Mean = "samples",
-    **options: Any,
-) -> Tensor:
-    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    The mean is over the tokens of an answer, then over answers.
-
-    Args:
-        dual_clip: for A < 0, the loss is at most -dual_clip A (arXiv 1912.09729); None: no limit.
-        options: those of ``finish``.
-    """
-    r_BS = log_ratio(nll_BS, inputs).exp()
-    return _clipped(r_BS, nll_BS, inputs, clip_low, clip_high, dual_clip, mean, options)
-
-
-@policy_loss()
-def dr_grpo(nll_BS: Tensor, inputs: LossInputs, length: int, **options: Any) -> Tensor:
-    """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
-
-    Its advantages are not divided by the deviation (``group_advantages(..., scale=False)``).
-
-    Args:
-        length: a constant, such as the most tokens of an answer.
-        options: those of ``grpo``.
-    """
-    return grpo(nll_BS, inputs, mean="length", length=length, **options)
-
-
-@policy_loss()
-def dapo(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    **options: Any,
-) -> Tensor:
-    """DAPO (arXiv 2503.14476): the loss of ``grpo`` with a higher upper clip, as a mean of tokens.
-
-    The mean is over all trained tokens of the global batch. Options are those of ``grpo``.
-    """
-    return grpo(nll_BS, inputs, clip_low, clip_high, mean="tokens", **options)
-
-
-@policy_loss()
-def gspo(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    mean: Mean = "samples",
-    **options: Any,
-) -> Tensor:
-    """GSPO (arXiv 2507.18071): the loss of ``grpo`` with s = exp(mean over the answer of log r).
-
-    Each token has the ratio sg[s] pi / sg[pi] (its GSPO-token form), whose gradient is that of s.
-    Options are those of ``grpo``.
-    """
-    d_BS = log_ratio(nll_BS, inputs)
-    s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
-    dual_clip = options.pop("dual_clip", None)
-    return _clipped(s_BS, nll_BS, inputs, clip_low, clip_high, dual_clip, mean, options)
-
-
-@policy_loss()
-def cispo(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
-    mean: Mean = "tokens",
-    **options: Any,
-) -> Tensor:
-    """CISPO (arXiv 2506.13585): -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
-
-    Options are those of ``finish``.
-    """
-    r_BS = log_ratio(nll_BS, inputs).detach().exp()
-    weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
-    _report_mean("clipped_share", weight_BS != r_BS, inputs)
-    return finish(weight_BS * inputs.given["advantages"] * nll_BS, nll_BS, inputs, mean, **options)
-
-
-@policy_loss()
-def sapo(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-    mean: Mean = "samples",
-    **options: Any,
-) -> Tensor:
-    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A.
-
-    Options are those of ``finish``.
-    """
-    advantages_BS = inputs.given["advantages"]
-    r_BS = log_ratio(nll_BS, inputs).exp()
-    tau_BS = torch.where(advantages_BS > 0, tau_positive, tau_negative)
-    gate_BS = torch.sigmoid(tau_BS * (r_BS - 1)) * 4 / tau_BS
-    return finish(-gate_BS * advantages_BS, nll_BS, inputs, mean, **options)
-
-
-@policy_loss()
-def dppo(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    high: float = 20.0,
-    mean: Mean = "tokens",
-    **options: Any,
-) -> Tensor:
-    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, by total variation of the sampled token.
-
-    Tokens whose pi - old is above clip_high for A > 0, or below -clip_low else, are dropped.
-    Options are those of ``finish``.
-    """
-    advantages_BS = inputs.given["advantages"]
-    d_BS = log_ratio(nll_BS, inputs).detach()
-    gained_BS = (-nll_BS.detach()).exp() * -torch.expm1(-d_BS)
-    far_BS = torch.where(advantages_BS > 0, gained_BS > clip_high, gained_BS < -clip_low)
-    _report_mean("clipped_share", far_BS, inputs)
-    weight_BS = d_BS.exp().clamp_max(high).masked_fill(far_BS, 0.0)
-    return finish(weight_BS * advantages_BS * nll_BS, nll_BS, inputs, mean, **options)
-
-
-@policy_loss()
-def importance_sampling(
-    nll_BS: Tensor, inputs: LossInputs, mean: Mean = "tokens", **options: Any
-) -> Tensor:
-    """Policy gradient with the ratio as weight: -r A. Options are those of ``finish``."""
-    r_BS = log_ratio(nll_BS, inputs).exp()
-    return finish(-r_BS * inputs.given["advantages"], nll_BS, inputs, mean, **options)
-
-
-@policy_loss(reads=())
-def cross_entropy(
-    nll_BS: Tensor, inputs: LossInputs, mean: Mean = "tokens", **options: Any
-) -> Tensor:
-    """-log pi, times the samples' ``weights`` if there are any, of either sign."""
-    return finish(nll_BS, nll_BS, inputs, mean, **options)
-
-
-@policy_loss(("old_log_probs", "teacher_log_probs"), "teacher_kl")
-def distill(
-    nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0, mean: Mean = "tokens", **options: Any
-) -> Tensor:
-    """On-policy distillation by the teacher's log-probabilities of sampled tokens.
-
-    The reverse KL is lowered by a policy gradient: -r A with A = advantages (0 if there are none)
-    - strength sg[log pi - log teacher]. Options are those of ``finish``.
-    """
-    gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
-    advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
-    _report_mean("teacher_kl", gap_BS, inputs)
-    r_BS = log_ratio(nll_BS, inputs).exp()
-    return finish(-r_BS * advantages_BS, nll_BS, inputs, mean, **options)
-
-
-@policy_loss(reads=("teacher_log_probs", "scored_ids"))
-def distill_top_k(
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    direction: Literal["forward", "reverse"] = "forward",
-    tail: bool = True,
-    mean: Mean = "tokens",
-    **options: Any,
-) -> Tensor:
-    """KL of the teacher's K likeliest ids: forward, sum of p_T log(p_T / pi), or reverse.
-
-    ``scored_ids`` are the ids, ``teacher_log_probs`` [n, K] theirs. The ids left out count as one
-    more id, which has the rest of either's probability (``tail``). Without it the reverse KL is
-    lowest where all probability has left the K ids. Options are those of ``finish``.
-    """
-    ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
-    assert ours_BSK is not None  # scored_ids are there
-    if tail:
-        ours_BSK, theirs_BSK = _with_rest(ours_BSK), _with_rest(theirs_BSK)
-    gap_BSK = theirs_BSK - ours_BSK
-    if direction == "reverse":
-        gap_BSK, theirs_BSK = -gap_BSK, ours_BSK
-    return finish((theirs_BSK.exp() * gap_BSK).sum(-1), nll_BS, inputs, mean, **options)
 
 
 # ---------------------------------------------------------------- what losses are made of
@@ -432,24 +226,17 @@ def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -
 
 
 def _clipped(
-    r_BS: Tensor,
-    nll_BS: Tensor,
-    inputs: LossInputs,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    mean: Mean,
-    options: dict[str, Any],
+    r_BS: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Tensor:
     advantages_BS = inputs.given["advantages"]
     plain_BS = -r_BS * advantages_BS
     clipped_BS = -r_BS.clamp(1 - clip_low, 1 + clip_high) * advantages_BS
-    loss_BS = torch.maximum(plain_BS, clipped_BS)
-    if dual_clip is not None:
-        limited_BS = torch.minimum(loss_BS, -dual_clip * advantages_BS)
-        loss_BS = torch.where(advantages_BS < 0, limited_BS, loss_BS)
     _report_mean("clipped_share", clipped_BS > plain_BS, inputs)
-    return finish(loss_BS, nll_BS, inputs, mean, **options)
+    loss_BS = torch.maximum(plain_BS, clipped_BS)
+    if dual_clip is None:
+        return loss_BS
+    limited_BS = torch.minimum(loss_BS, -dual_clip * advantages_BS)
+    return torch.where(advantages_BS < 0, limited_BS, loss_BS)
 
 
 def _with_rest(log_probs_BSK: Tensor) -> Tensor:
@@ -478,3 +265,206 @@ def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
         if drawn_BS is not None and other_BS is not None:
             d_BS = torch.where(trained(inputs), drawn_BS - other_BS, 0.0)
             _report_mean(name, torch.expm1(-d_BS) + d_BS, inputs)
+
+
+def policy_loss(
+    mean: Mean,
+    reads: Sequence[str] = ("advantages", "old_log_probs"),
+    metrics: Sequence[str] = (),
+    fixed: bool = False,
+) -> Callable[[Callable[..., Tensor]], Any]:
+    """Return a decorator that makes a loss of a function of (nll_BS, inputs, its own options) -> [B, S].
+
+    The loss takes the options of ``finish`` too, and has the attributes ``reads``, ``metrics``,
+    ``mean`` and ``options``, the types of all its options.
+
+    Args:
+        mean: how the losses of tokens are averaged, as ``finish`` names it.
+        reads: the samples' values that the function needs.
+        metrics: what it reports besides ``METRICS``.
+        fixed: True if callers may not ask for another mean.
+    """
+
+    def decorate(of_tokens: Callable[..., Tensor]) -> Any:
+        own, shared = _options_of(of_tokens), _options_of(finish)
+        if fixed:
+            del shared["mean"]
+
+        @wraps(of_tokens)
+        def loss(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
+            own_options = {name: options.pop(name) for name in own.keys() & options.keys()}
+            loss_BS = of_tokens(nll_BS, inputs, **own_options)
+            return finish(loss_BS, nll_BS, inputs, **{"mean": mean} | options)
+
+        facts = {"reads": reads, "metrics": (*METRICS, *metrics), "mean": mean}
+        vars(loss).update(facts, options=shared | own)
+        return loss
+
+    return decorate
+
+
+def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return the types of a function's parameters without those that every loss has."""
+    hints = get_type_hints(function)
+    return {name: hints[name] for name in hints.keys() - {"loss_BS", "nll_BS", "inputs", "return"}}
+
+
+# ---------------------------------------------------------------- losses
+
+
+@policy_loss("samples")
+def grpo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    The mean is over the tokens of an answer, then over answers.
+
+    Args:
+        dual_clip: for A < 0, the loss is at most -dual_clip A (arXiv 1912.09729); None: no limit.
+    """
+    return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
+
+
+@policy_loss("length", fixed=True)
+def dr_grpo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
+
+    ``length`` is a constant, such as the most tokens of an answer. Its advantages are not divided
+    by the deviation (``group_advantages(..., scale=False)``).
+    """
+    return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
+
+
+@policy_loss("tokens", fixed=True)
+def dapo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """DAPO (arXiv 2503.14476): the loss of ``grpo`` with a higher upper clip, as a mean of tokens.
+
+    The mean is over all trained tokens of the global batch.
+    """
+    return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
+
+
+@policy_loss("samples")
+def gspo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """GSPO (arXiv 2507.18071): the loss of ``grpo`` with s = exp(mean over the answer of log r).
+
+    Each token has the ratio sg[s] pi / sg[pi] (its GSPO-token form), whose gradient is that of s.
+    """
+    d_BS = log_ratio(nll_BS, inputs)
+    s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
+    return _clipped(s_BS, inputs, clip_low, clip_high, dual_clip)
+
+
+@policy_loss("tokens")
+def cispo(
+    nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
+) -> Tensor:
+    """CISPO (arXiv 2506.13585): -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi."""
+    r_BS = log_ratio(nll_BS, inputs).detach().exp()
+    weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
+    _report_mean("clipped_share", weight_BS != r_BS, inputs)
+    return weight_BS * inputs.given["advantages"] * nll_BS
+
+
+@policy_loss("samples")
+def sapo(
+    nll_BS: Tensor, inputs: LossInputs, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> Tensor:
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A."""
+    advantages_BS = inputs.given["advantages"]
+    r_BS = log_ratio(nll_BS, inputs).exp()
+    tau_BS = torch.where(advantages_BS > 0, tau_positive, tau_negative)
+    gate_BS = torch.sigmoid(tau_BS * (r_BS - 1)) * 4 / tau_BS
+    return -gate_BS * advantages_BS
+
+
+@policy_loss("tokens")
+def dppo(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    high: float = 20.0,
+) -> Tensor:
+    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, by total variation of the sampled token.
+
+    Tokens whose pi - old is above clip_high for A > 0, or below -clip_low else, are dropped.
+    """
+    advantages_BS = inputs.given["advantages"]
+    d_BS = log_ratio(nll_BS, inputs).detach()
+    gained_BS = (-nll_BS.detach()).exp() * -torch.expm1(-d_BS)
+    far_BS = torch.where(advantages_BS > 0, gained_BS > clip_high, gained_BS < -clip_low)
+    _report_mean("clipped_share", far_BS, inputs)
+    weight_BS = d_BS.exp().clamp_max(high).masked_fill(far_BS, 0.0)
+    return weight_BS * advantages_BS * nll_BS
+
+
+@policy_loss("tokens")
+def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
+    """Policy gradient with the ratio as weight: -r A."""
+    return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
+
+
+@policy_loss("tokens", reads=())
+def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
+    """-log pi, times the samples' ``weights`` if there are any, of either sign."""
+    return nll_BS
+
+
+@policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
+def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
+    """On-policy distillation by the teacher's log-probabilities of sampled tokens.
+
+    The reverse KL is lowered by a policy gradient: -r A with A = advantages (0 if there are none)
+    - strength sg[log pi - log teacher].
+    """
+    gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
+    advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
+    _report_mean("teacher_kl", gap_BS, inputs)
+    return -log_ratio(nll_BS, inputs).exp() * advantages_BS
+
+
+@policy_loss("tokens", ("teacher_log_probs", "scored_ids"))
+def distill_top_k(
+    nll_BS: Tensor,
+    inputs: LossInputs,
+    direction: Literal["forward", "reverse"] = "forward",
+    tail: bool = True,
+) -> Tensor:
+    """KL of the teacher's K likeliest ids: forward, sum of p_T log(p_T / pi), or reverse.
+
+    ``scored_ids`` are the ids, ``teacher_log_probs`` [n, K] theirs. The ids left out count as one
+    more id, which has the rest of either's probability (``tail``). Without it the reverse KL is
+    lowest where all probability has left the K ids.
+    """
+    ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
+    assert ours_BSK is not None  # scored_ids are there
+    if tail:
+        ours_BSK, theirs_BSK = _with_rest(ours_BSK), _with_rest(theirs_BSK)
+    gap_BSK = theirs_BSK - ours_BSK
+    if direction == "reverse":
+        gap_BSK, theirs_BSK = -gap_BSK, ours_BSK
+    return (theirs_BSK.exp() * gap_BSK).sum(-1)

@@ -94,26 +94,28 @@ class Rollouts:
         """Return the answers to a rollout's prompts: those on disk, else new ones. Collective."""
         self._rollout = rollout
 
-        groups = self.kept(rollout, "answers")
-        if groups is None:
-            drawn = sample([self.prompts[number] for number in self.numbers(rollout)])
-            written = [[answer.as_json() for answer in of_prompt] for of_prompt in drawn]
-            groups = self.keep(rollout, "answers", written)
+        def drawn() -> Any:
+            groups = sample([self.prompts[number] for number in self.numbers(rollout)])
+            return [[answer.as_json() for answer in of_prompt] for of_prompt in groups]
+
+        groups = self.once(rollout, "answers", drawn)
         return [[Answer.of_json(*fields) for fields in of_prompt] for of_prompt in groups]
 
-    def kept(self, rollout: int, name: str) -> Any:
-        """Return what ``keep`` wrote; None if it wrote nothing for a run like this. Collective."""
-        file = self._file(rollout, name)
-        return self._ranks.lead(lambda: self._read(file, self._facts(rollout)))
+    def once(self, rollout: int, name: str, make: Callable[[], Any]) -> Any:
+        """Return plain JSON of a rollout: what is on disk, else what ``make`` returns on rank 0. Collective.
 
-    def keep(self, rollout: int, name: str, content: Any) -> Any:
-        """Write plain JSON of a rollout; return that of rank 0 on every rank. Collective."""
+        Every rank calls ``make``, if a run like this one has not written it yet.
+        """
+        file, facts = self._file(rollout, name), self._facts(rollout)
+        content = self._ranks.lead(lambda: self._read(file, facts))
+        if content is not None:
+            return content
+        made = make()
 
         def write() -> Any:
             self._folder.mkdir(exist_ok=True)
-            facts = {"drawn_by": self._facts(rollout), "content": content}
-            replace_durably(self._file(rollout, name), sealed(facts))
-            return content
+            replace_durably(file, sealed({"drawn_by": facts, "content": made}))
+            return made
 
         return self._ranks.lead(write, again=False)
 

@@ -8,7 +8,8 @@ import os
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.hf.headers import SINGLE_FILE
 from automoe.parallel.fsdp import COMPUTE_DTYPES
-from automoe.rl.engine import Answer
+from automoe.rl.engine import Answer, Sampling
 from automoe.rl.weights import WeightStream, feed
 
 _SILENT_S = 1800  # longest wait for an answer: loading weights and sampling take minutes
@@ -32,15 +33,13 @@ class ServedEngine(ABC):
 
     Args:
         address: such as ``http://host:8000``.
-        stops: tokens that end an answer.
         run_dir: weights are written to ``engine`` there, which the server must see too.
     """
 
     options: dict[str, Any] = {}
 
-    def __init__(self, address: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
+    def __init__(self, address: str, config: Config, run_dir: Path) -> None:
         self.address = address.rstrip("/")
-        self.stops = sorted(stops)
         self.model = config.model
         self.folder = run_dir / "engine"
         self._ranks = Ranks()
@@ -57,25 +56,27 @@ class ServedEngine(ABC):
         """Make the server read the weights in ``folder``, and forget what it cached of older ones."""
 
     @abstractmethod
-    def answers(
-        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[Answer]:
-        """Return ``num`` answers of the server to one prompt.
+    def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
+        """Return answers of the server to one prompt.
 
         Raises:
             BackendError: the server cannot be reached, or refuses the call.
         """
 
-    def check(self, group: Sequence[Answer], num: int, max_tokens: int) -> None:
-        """Raise ``BackendError`` unless there are ``num`` answers, whose tokens have log-probabilities."""
-        if len(group) != num:
-            raise BackendError(f"{self.address}: asked for {num} answers, got {len(group)}")
+    def check(self, group: Sequence[Answer], how: Sampling) -> None:
+        """Raise ``BackendError`` unless all answers are there, whose tokens have log-probabilities."""
+        if len(group) != how.num:
+            raise BackendError(f"{self.address}: asked for {how.num} answers, got {len(group)}")
         for answer in group:
             sizes = len(answer.tokens), len(answer.log_probs)
-            if not 0 < sizes[0] <= max_tokens or sizes[1] != sizes[0] or None in answer.log_probs:
+            if (
+                not 0 < sizes[0] <= how.max_tokens
+                or sizes[1] != sizes[0]
+                or None in answer.log_probs
+            ):
                 raise BackendError(
                     f"{self.address}: an answer has {sizes[0]} tokens and log-probabilities {answer.log_probs[:9]}; asked "
-                    f"for 1 to {max_tokens} tokens, each with one"
+                    f"for 1 to {how.max_tokens} tokens, each with one"
                 )
 
     def post(self, path: str, **content: Any) -> Any:
@@ -91,6 +92,7 @@ class ServedEngine(ABC):
         try:
             with urllib.request.urlopen(request, timeout=_SILENT_S) as response:
                 text = response.read()
+            return json.loads(text) if text.strip() else None
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
@@ -98,10 +100,6 @@ class ServedEngine(ABC):
             raise BackendError(
                 f"{url}: {error!r} (waiting for up to {_SILENT_S} s). Start the engine, or mend recipe_args.engine"
             ) from None
-        try:
-            return json.loads(text) if text.strip() else None
-        except ValueError:
-            raise BackendError(f"{url}: the answer is not JSON: {text[:300]!r}") from None
 
     def update(self, stream: WeightStream) -> None:
         scratch = self.folder / f".{SINGLE_FILE}"
@@ -122,17 +120,15 @@ class ServedEngine(ABC):
         feed(stream, append)
         self._ranks.lead(finish, again=False)
 
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def ask() -> list[list[Answer]]:
             try:
                 groups = [
-                    self.answers(prompt, num, max_tokens, temperature, seed + index)
+                    self.answers(prompt, replace(how, seed=how.seed + index))
                     for index, prompt in enumerate(prompts)
                 ]
                 for group in groups:
-                    self.check(group, num, max_tokens)
+                    self.check(group, how)
             except DataError:  # of routes
                 raise
             except (KeyError, TypeError, ValueError) as error:

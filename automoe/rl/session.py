@@ -40,7 +40,7 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
-from automoe.rl.batch import Batch, Packed, check_batch, pack, plan_rows
+from automoe.rl.batch import Batch, Packed, check_batch, pack
 from automoe.rl.loss_options import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
@@ -102,28 +102,29 @@ class Outcome:
     stats: StepStats
 
 
-# Numbers of trained tokens [T], and their places in the batch [T]
-Placed = tuple[torch.Tensor, torch.Tensor]
-
-
 class _Recorded:
-    """A loss that also remembers every token's log-probability, by its place in the batch."""
+    """A loss that also remembers log-probability and entropy of each token, by its place in the batch."""
 
     def __init__(
-        self, loss: Callable[..., torch.Tensor] | None, options: Mapping[str, Any], entropy: bool
+        self,
+        loss: Callable[..., torch.Tensor] | None,
+        options: Mapping[str, Any],
+        entropy: bool,
+        log_probs: torch.Tensor,
     ) -> None:
         self.loss = loss
         self.options = options
         self.uses_entropy = entropy
         self.metrics = getattr(loss, "metrics", ())
-        self.log_probs: list[Placed] = []
-        self.entropies: list[Placed] = []
+        self.log_probs = log_probs
+        self.entropies = torch.zeros_like(log_probs)
 
     def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
         trained = (places_BS := inputs.given["places"]) >= 0
-        self.log_probs.append((places_BS[trained], -nll_BS.detach()[trained]))
+        places = places_BS[trained]
+        self.log_probs[places] = -nll_BS.detach()[trained].double()
         if inputs.entropy is not None:
-            self.entropies.append((places_BS[trained], inputs.entropy.detach()[trained]))
+            self.entropies[places] = inputs.entropy.detach()[trained].double()
         if self.loss is None:
             return nll_BS.sum()
         share = self.loss(nll_BS, inputs, **self.options)
@@ -136,6 +137,7 @@ class _Recorded:
         return share
 
 
+@dataclass(eq=False)
 class Session:
     """A model on a mesh, its optimizer, and the verbs of reinforcement learning.
 
@@ -148,28 +150,17 @@ class Session:
             more than this part of what chance makes (``automoe.rl.routes.check_replay``).
     """
 
-    max_routes_differ = MAX_DIFFER
-
-    def __init__(
-        self,
-        config: Config,
-        meshes: Meshes,
-        runner: StepRunner,
-        state: TrainState,
-        store: CheckpointStore,
-        device: torch.device,
-        auxiliary_losses: bool,
-    ) -> None:
-        self.config = config
-        self.meshes = meshes
-        self.state = state
-        self.device = device
-        self.auxiliary_losses = auxiliary_losses
-        self._runner = runner
-        self.store = store
-        self._pending: StepStats | None = None  # of gradients that no step has used yet
-        self._pending_tokens = 0
-        self._stored: Any = None  # step and extra of the newest checkpoint of this session
+    config: Config
+    meshes: Meshes
+    state: TrainState
+    store: CheckpointStore
+    device: torch.device
+    auxiliary_losses: bool
+    _runner: StepRunner
+    max_routes_differ: float = MAX_DIFFER
+    _pending: StepStats | None = None  # of gradients that no step has used yet
+    _pending_tokens: int = 0
+    _stored: Any = None  # step and extra of the newest checkpoint of this session
 
     @classmethod
     def open(
@@ -205,7 +196,7 @@ class Session:
         parts = list(model_parts.values())
         optimizer = build_optimizer(parts, config.optim, config.train.seed, meshes.stage_group())
         state = TrainState(model_parts, optimizer)
-        return cls(config, meshes, runner, state, store, context.device, auxiliary_losses)
+        return cls(config, meshes, state, store, context.device, auxiliary_losses, runner)
 
     # ---------------------------------------------------------------- the verbs
 
@@ -221,12 +212,9 @@ class Session:
             DataError: as ``check_batch``.
         """
         packed, inputs, _ = self._inputs(batch, temperature)
-        recorded = _Recorded(None, {}, entropy)
-        self._runner.set_loss(recorded, self.auxiliary_losses)
+        recorded = self._set_loss(packed, None, {}, entropy)
         layers = self.config.model.num_moe_layers
-        after = torch.zeros(
-            sum(packed.lengths), dtype=torch.int64, device=self.device
-        )  # layers from the first on
+        firsts = torch.full_like(recorded.log_probs, layers, dtype=torch.int64)
 
         def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
             if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
@@ -234,15 +222,15 @@ class Session:
                 rows = tokens.row_ids[differs_BS].cpu() - packed.rows.first_row
                 places = packed.values["places"][rows, tokens.index[differs_BS].cpu()]
                 places = places[places >= 0]
-                after[places] = after[places].clamp_min(layers - router.moe_index)
+                firsts[places] = firsts[places].clamp_max(router.moe_index)
 
         with watch_routing(self.state.model_parts.values(), compare):
             self._runner.evaluate(inputs)
         differing = None
         if packed.routes is not None:
-            dist.all_reduce(after, op=dist.ReduceOp.MAX)
-            firsts = torch.where(after > 0, layers - after, -1).cpu()
-            differing = list(firsts.split(packed.lengths))
+            dist.all_reduce(firsts, op=dist.ReduceOp.MIN)
+            firsts[firsts == layers] = -1
+            differing = list(firsts.cpu().split(packed.lengths))
         entropies = self._in_order(recorded.entropies, packed) if entropy else None
         return LogProbs(self._in_order(recorded.log_probs, packed), entropies, differing)
 
@@ -273,19 +261,16 @@ class Session:
             loss, options = loss.func, {**loss.keywords, **options}
         check_options(loss, options)
         packed, inputs, own_counts = self._inputs(batch, temperature, values_read(loss, options))
-        counts = own_counts if counts is None else counts
-        if counts is not own_counts:
+        if counts is None:
+            counts = own_counts
+        else:
             for name in ("tokens", "samples"):
-                number = converted(int, getattr(counts, name, None), f"counts.{name}")
-                if number < 1:
-                    rule = "divides the loss of the update"
-                    raise ConfigError(f"counts.{name}", number, rule, "Give 1 or more")
+                at_least(1, f"counts.{name}", getattr(counts, name, None), int)
         tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
         divisors = dict(zip(("trained", "documents"), tensors, strict=True))
         inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
-        recorded = _Recorded(loss, options, entropy)
-        self._runner.set_loss(recorded, self.auxiliary_losses)
+        recorded = self._set_loss(packed, loss, options, entropy)
         try:
             stats = forward_backward(self.state, self._runner, inputs, self.config)
             check_replay(stats, self.config.model.num_experts_per_token, self.max_routes_differ)
@@ -319,9 +304,7 @@ class Session:
             raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
         optim = self.config.optim
         if lr is not None:
-            lr = converted(float, lr, "lr")
-            if not 0 <= lr < math.inf:
-                raise ConfigError("lr", lr, "must be finite and not negative", "Give such a rate")
+            lr = at_least(0, "lr", lr)
             optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
         config = replace(self.config, optim=optim)
         update = optimizer_step(
@@ -420,14 +403,14 @@ class Session:
             rule = "the model has no adapter to switch off"
             raise ConfigError("lora.rank", 0, rule, "Open a second session for the reference")
         parts = self.state.model_parts.values()
-        modules = [m for part in parts for m in part.modules() if isinstance(m, Adapter)]
-        scales = [module.scale for module in modules]
+        modules = [module for part in parts for module in part.modules()]
+        scales = {module: module.scale for module in modules if isinstance(module, Adapter)}
         try:
-            for module in modules:
+            for module in scales:
                 module.scale = 0.0
             yield
         finally:
-            for module, scale in zip(modules, scales, strict=True):
+            for module, scale in scales.items():
                 module.scale = scale
 
     # ---------------------------------------------------------------- from samples to rows and back
@@ -438,15 +421,10 @@ class Session:
         """Return the batch's packed rows and this rank's inputs of the step. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
-        temperature = converted(float, temperature, "temperature")
-        if not 0 < temperature < math.inf:
-            rule = "divides the logits, so it must be finite and larger than 0"
-            raise ConfigError("temperature", temperature, rule, "For greedy answers, give 1")
+        temperature = at_least(1e-6, "temperature", temperature)
         samples = check_batch(batch, config.model, train.seq_len, reads)
-        lengths = [len(sample.tokens) - 1 for sample in samples]
-        plan = plan_rows(config, shape, lengths)
-        self._runner.micro_batch_rows = plan.micro_batch_rows
-        packed = pack(samples, plan, self.meshes.dp_rank, shape.dp)
+        packed = pack(samples, config, shape, self.meshes.dp_rank)
+        self._runner.micro_batch_rows = packed.micro_batch_rows
         wide = torch.promote_types(COMPUTE_DTYPES[train.dtype], torch.float32)
         values = {
             name: value.to(wide) if value.is_floating_point() else value
@@ -462,16 +440,37 @@ class Session:
         )
         return packed, inputs, Counts(num_tokens, int(inputs.known_counts().documents))
 
-    def _in_order(self, placed: list[Placed], packed: Packed) -> list[torch.Tensor]:
+    def _set_loss(
+        self,
+        packed: Packed,
+        loss: Callable[..., torch.Tensor] | None,
+        options: Mapping[str, Any],
+        entropy: bool,
+    ) -> _Recorded:
+        zeros = torch.zeros(sum(packed.lengths), dtype=torch.float64, device=self.device)
+        recorded = _Recorded(loss, options, entropy, zeros)
+        self._runner.set_loss(recorded, self.auxiliary_losses)
+        return recorded
+
+    def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
         """Return the numbers that all ranks recorded, by sample. Collective."""
-        flat = torch.zeros(sum(packed.lengths), dtype=torch.float64, device=self.device)
-        # Ranks of tp have the same tokens, so only the first contributes.
-        if self.meshes.coordinate("tp") == 0:
-            for places, numbers in placed:
-                flat[places] = numbers.to(torch.float64)
+        if self.meshes.coordinate("tp"):
+            numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
-            dist.all_reduce(flat)
-        return list(flat.cpu().split(packed.lengths))
+            dist.all_reduce(numbers)
+        return list(numbers.cpu().split(packed.lengths))
+
+
+def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
+    """Return ``value`` as a finite number of at least ``least``.
+
+    Raises:
+        ConfigError: it is none; the message begins with ``key``.
+    """
+    number = converted(kind, value, key)
+    if not least <= number < math.inf:
+        raise ConfigError(key, number, "must be finite", f"Give {least:g} or more")
+    return number
 
 
 def without_auxiliary_losses(config: Config) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from automoe.rl.engine import Answer
+from automoe.rl.engine import Answer, Sampling
 from automoe.rl.routes import read_sglang
 from automoe.rl.served import ServedEngine
 
@@ -17,21 +17,19 @@ class ServedSGLang(ServedEngine):
         self.post("/update_weights_from_disk", model_path=str(self.folder), flush_cache=True)
         self.post("/continue_generation")
 
-    def answers(
-        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[Answer]:
-        sampling = {"max_new_tokens": max_tokens, "temperature": temperature}
-        sampling |= {"stop_token_ids": self.stops, "ignore_eos": True}
+    def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
+        sampling = {"max_new_tokens": how.max_tokens, "temperature": how.temperature}
+        sampling |= {"stop_token_ids": how.stops, "ignore_eos": True}
         replies: list[Any] = [
             self.post(
                 "/generate",
                 input_ids=prompt,
                 # One call an answer: those of one call might share the seed.
-                sampling_params=sampling | {"sampling_seed": seed * num + number},
+                sampling_params=sampling | {"sampling_seed": how.seed * how.num + number},
                 return_logprob=True,
                 return_routed_experts=True,
             )
-            for number in range(num)
+            for number in range(how.num)
         ]
         return [self._answer(reply["meta_info"], len(prompt)) for reply in replies]
 

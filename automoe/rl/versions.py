@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow
 import torch
 import xxhash
+from safetensors.torch import load_file
 
 from automoe.comm.agreement import Ranks
 from automoe.errors import CheckpointError
@@ -37,14 +38,12 @@ class Digest:
     def __init__(self, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         self._lines: list[str] = []
         for name, tensor in tensors.items():
-            self.add(name, tensor)
+            self.add(name, tensor, raw_bytes(tensor))
 
-    def add(self, name: str, tensor: torch.Tensor) -> np.ndarray:
-        """Add a tensor and return its bytes."""
-        raw = raw_bytes(tensor)
+    def add(self, name: str, tensor: torch.Tensor, raw: np.ndarray) -> None:
+        """Add bytes of a tensor of this dtype and shape."""
         digest = xxhash.xxh3_128(raw.data).hexdigest()
         self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}")
-        return raw
 
     def __str__(self) -> str:
         return xxhash.xxh3_128("\n".join(sorted(self._lines)).encode()).hexdigest()
@@ -54,13 +53,13 @@ class WeightVersions:
     """The versions in ``folder``; every rank makes the object, rank 0 writes.
 
     The newest version is also kept in full: the next one is compared with it. After a kill anywhere
-    the folder has the version before or the new one, and the next ``publish`` goes on from there.
+    the folder has the version before or the new one, and the next ``publish`` goes on from there. If
+    the newest version is damaged, the next one is written in full.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ranks = Ranks()
-        self._verified: Path | None = None  # the file that this process wrote last
 
     def publish(self, stream: WeightStream, step: int) -> str:
         """Add the weights of ``stream``, those after ``step``, and return their hash. Collective.
@@ -84,69 +83,53 @@ class WeightVersions:
         self._handle = take_lock(self.folder / LOCK)
 
     def _begin(self, stream: WeightStream) -> None:
-        self._index = index = _index(self.folder)
+        self._chain = _chain(self.folder)
         header = header_bytes(stream.contents)
-        self._digest = Digest()
+        self._digest, self._digest_before = Digest(), Digest()
         self._before: np.ndarray | None = None
-        newest = _full(self.folder, index["chain"][-1]["number"]) if index else None
-        # Without a whole chain, or for other tensors, the next version is written in full.
-        if newest is not None and self._whole(index["chain"], newest):
+        if self._chain:
+            newest = _full(self.folder, self._chain[-1]["number"])
+            size = len(header) + sum(stored.num_bytes for stored in stream.contents.values())
             with newest.open("rb") as file:
-                same = file.read(len(header)) == header
-            if same:
-                self._before = np.memmap(newest, mode="r", offset=len(header))
-        self._number = index["chain"][-1]["number"] + 1 if index else 0
+                if file.read(len(header)) == header and newest.stat().st_size == size:
+                    self._before = np.memmap(newest, mode="r", offset=len(header))
+        self._number = self._chain[-1]["number"] + 1 if self._chain else 0
         self._at = 0
         self._new = open(_scratch(_full(self.folder, self._number)), "wb")
         self._new.write(header)
         self._zip = zipfile.ZipFile(_scratch(_difference(self.folder, self._number)), "w")
 
-    def _whole(self, chain: list[dict[str, Any]], newest: Path) -> bool:
-        """Return True if all files of the chain are there, and right unless this process wrote them."""
-        files = [newest, _full(self.folder, chain[0]["number"])]
-        differences = [_difference(self.folder, entry["number"]) for entry in chain[1:]]
-        if not all(file.is_file() for file in (*files, *differences)):
-            return False
-        if self._verified == newest:
-            return True
-        try:
-            hashes = [str(Digest(_loaded(file))) for file in files]
-            broken = [zipfile.ZipFile(file).testzip() for file in differences]
-        except Exception:  # whatever a damaged file makes its reader raise
-            return False
-        return hashes == [chain[-1]["hash"], chain[0]["hash"]] and not any(broken)
-
     def _take(self, bucket: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in bucket.items():
-            raw = self._digest.add(name, tensor)
+            raw = raw_bytes(tensor)
+            self._digest.add(name, tensor, raw)
             self._new.write(raw.data)
             if self._before is not None:
-                changed = raw ^ self._before[self._at : self._at + len(raw)]
-                self._zip.writestr(name, pyarrow.compress(changed, _CODEC, asbytes=True))
+                before = self._before[self._at : self._at + len(raw)]
+                self._digest_before.add(name, tensor, before)
+                self._zip.writestr(name, pyarrow.compress(raw ^ before, _CODEC, asbytes=True))
             self._at += len(raw)
 
     def _commit(self, step: int) -> str:
         """Name the files, then write the index, then remove what it no longer names."""
         self._new.close()
         self._zip.close()
-        new, difference = _full(self.folder, self._number), _difference(self.folder, self._number)
-        for path in (new, difference):
+        new = _full(self.folder, self._number)
+        for path in (new, _difference(self.folder, self._number)):
             flush(_scratch(path))
             os.replace(_scratch(path), path)
         chain = [{"number": self._number, "step": step, "hash": str(self._digest)}]
-        if self._before is not None:
-            longer = [*self._index["chain"], *chain]
-            sizes = [
-                _difference(self.folder, entry["number"]).stat().st_size for entry in longer[1:]
-            ]
-            chain = longer if sum(sizes) < self._at else chain
+        if self._chain and str(self._digest_before) == self._chain[-1]["hash"]:
+            longer = [*self._chain, *chain]
+            files = [_difference(self.folder, entry["number"]) for entry in longer[1:]]
+            if sum(file.stat().st_size for file in files) < self._at:
+                chain = longer
         replace_durably(self.folder / INDEX, sealed({"chain": chain}))
-        files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
-        files |= {_difference(self.folder, entry["number"]) for entry in chain[1:]}
-        for path in {*self.folder.iterdir()} - files:
+        kept_files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
+        kept_files |= {_difference(self.folder, entry["number"]) for entry in chain[1:]}
+        for path in {*self.folder.iterdir()} - kept_files:
             if path.name.removeprefix(".").startswith(("weights-", "difference-")):
                 path.unlink()
-        self._verified = new
         return str(self._digest)
 
 
@@ -164,14 +147,14 @@ def read_version(
             another hash than the publisher's.
     """
     while True:
-        if not (index := _index(folder)):
+        if not (chain := _chain(folder)):
             raise CheckpointError(f"{folder} has no {INDEX}: nothing was published there")
         try:
-            return _read(folder, index["chain"], tensors, number)
+            return _read(folder, chain, tensors, number)
         except Exception as error:  # whatever a damaged file makes its reader raise
-            if _index(folder) == index:
+            if _chain(folder) == chain:
                 raise CheckpointError(
-                    f"{folder}: version {index['chain'][-1]['number']} cannot be read: {type(error).__name__}: {error}. "
+                    f"{folder}: version {chain[-1]['number']} cannot be read: {type(error).__name__}: {error}. "
                     "Remove the folder: the next version is then written in full. Or the tensors to go on from are of "
                     "another model: give none"
                 ) from error
@@ -186,7 +169,7 @@ def _read(
 ) -> tuple[int, dict[str, torch.Tensor]]:
     numbers = [entry["number"] for entry in chain]
     if tensors is None or number not in numbers:
-        tensors, number = _loaded(_full(folder, numbers[0])), numbers[0]
+        tensors, number = load_file(_full(folder, numbers[0])), numbers[0]
     for later in numbers[numbers.index(number) + 1 :]:
         with zipfile.ZipFile(_difference(folder, later)) as changes:  # checks a CRC of each member
             for name, tensor in tensors.items():
@@ -198,14 +181,14 @@ def _read(
     return numbers[-1], tensors
 
 
-def _index(folder: Path) -> dict[str, Any]:
+def _chain(folder: Path) -> list[dict[str, Any]]:
+    """Return number, step and hash of each version that the index names; empty without an index."""
     file = folder / INDEX
     if not file.is_file():
-        return {}
+        return []
     try:
-        index = unsealed(file.read_bytes())
-        if index["chain"]:
-            return index
+        if chain := unsealed(file.read_bytes())["chain"]:
+            return chain
         raise ValueError("its chain is empty")
     except (KeyError, ValueError) as error:
         raise CheckpointError(
@@ -223,9 +206,3 @@ def _difference(folder: Path, number: int) -> Path:
 
 def _scratch(path: Path) -> Path:
     return path.with_name(f".{path.name}")
-
-
-def _loaded(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(file)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ import torch
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.hf.files import raw_bytes
+from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
-from automoe.rl.engine import Answer
+from automoe.rl.engine import Answer, Sampling
 from automoe.rl.routes import read_vllm
 from automoe.rl.served import ServedEngine
 from automoe.rl.weights import WeightStream, feed
 
+# Variables of this rank and of its Python.
+_OURS = tuple("RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ PYTHON TORCHELASTIC VIRTUAL_ENV".split())
 _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,14 +41,12 @@ class LocalVLLM:
 
     Args:
         python: the Python that has vLLM.
-        stops: tokens that end an answer.
         run_dir: the engine's output goes to ``engine.log`` there.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
 
-    def __init__(self, python: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
-        self._stops = sorted(stops)
+    def __init__(self, python: str, config: Config, run_dir: Path) -> None:
         self._model = config.model
         self._ranks = Ranks()
         self._log = run_dir / "engine.log"
@@ -62,6 +62,7 @@ class LocalVLLM:
         read, write = os.pipe()
         command = [python, vllm_worker.__file__, str(folder), dtype, str(config.train.seq_len)]
         self._replies = os.fdopen(read)
+        others = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
         try:
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
@@ -71,7 +72,7 @@ class LocalVLLM:
                     stderr=log,
                     text=True,
                     pass_fds=[write],
-                    env=_own_environment() | _CPU | {"FD": str(write)},
+                    env=others | _CPU | {"FD": str(write)},
                 )
         except OSError as error:
             raise BackendError(
@@ -81,13 +82,15 @@ class LocalVLLM:
             os.close(write)
         self._reply()
 
-    def _ask(self, **content: Any) -> None:
+    def _asked(self, **content: Any) -> Any:
+        """Send a line, and return the reply to it."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the reply is then its last words
             self._process.stdin.write(json.dumps(content) + "\n")
             self._process.stdin.flush()
+        return self._reply()
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self) -> Any:
         line = self._replies.readline()
         if not line:
             lines = self._log.read_text(errors="replace").splitlines()
@@ -97,55 +100,35 @@ class LocalVLLM:
         return json.loads(line)
 
     def update(self, stream: WeightStream) -> None:
-        self._ranks.lead(lambda: self._ask(do="update"), again=False)
+        self._contents = stream.contents
+        self._ranks.lead(lambda: self._asked(do="update"), again=False)
         feed(stream, self._hand_over)
-        self._ranks.lead(self._finish, again=False)
+        self._ranks.lead(lambda: self._asked(file=None), again=False)
 
     def _hand_over(self, bucket: Mapping[str, torch.Tensor]) -> None:
         file = Path(self._scratch.name) / "bucket"
-        tensors, at = [], 0
         with file.open("wb") as out:
-            for name, tensor in bucket.items():
-                raw = raw_bytes(tensor)
-                out.write(raw.data)
-                out.write(bytes(-len(raw) % 16))  # where a view of any dtype may begin
-                kind = str(tensor.dtype).removeprefix("torch.")
-                tensors.append((name, kind, list(tensor.shape), at))
-                at += -(-len(raw) // 16) * 16
-        self._ask(file=str(file), tensors=tensors)
-        self._reply()
+            out.write(header_bytes({name: self._contents[name] for name in bucket}))
+            for tensor in bucket.values():
+                out.write(raw_bytes(tensor).data)
+        self._asked(file=str(file))
 
-    def _finish(self) -> None:
-        self._ask()
-        self._reply()
-
-    def sample(
-        self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[list[Answer]]:
-        def answers() -> list[Answer]:
-            self._ask(
-                do="sample",
-                prompts=prompts,
-                num=num,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                stops=self._stops,
-            )
-            asked = (prompt for prompt in prompts for _ in range(num))
+    def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
+        def answers() -> list[list[Answer]]:
+            groups = self._asked(do="sample", prompts=prompts, **vars(how))
             return [
-                Answer(
-                    tokens,
-                    log_probs,
-                    routes and read_vllm(routes, self._model, len(prompt) + len(tokens)),
-                )
-                for prompt, (tokens, log_probs, routes) in zip(
-                    asked, self._reply()["answers"], strict=True
-                )
+                [
+                    Answer(
+                        tokens,
+                        log_probs,
+                        routes and read_vllm(routes, self._model, len(prompt) + len(tokens)),
+                    )
+                    for tokens, log_probs, routes in group
+                ]
+                for prompt, group in zip(prompts, groups, strict=True)
             ]
 
-        flat = self._ranks.lead(answers, again=False)
-        return [flat[at : at + num] for at in range(0, len(flat), num)]
+        return self._ranks.lead(answers, again=False)
 
     def close(self) -> None:
         """End the engine, which otherwise ends with this process."""
@@ -165,17 +148,15 @@ class ServedVLLM(ServedEngine):
         self.post("/reset_prefix_cache")
         self.post("/resume")
 
-    def answers(
-        self, prompt: list[int], num: int, max_tokens: int, temperature: float, seed: int
-    ) -> list[Answer]:
+    def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         made = self.post(
             "/v1/completions",
             prompt=prompt,
-            n=num,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=self.stops,
+            n=how.num,
+            max_tokens=how.max_tokens,
+            temperature=how.temperature,
+            seed=how.seed,
+            stop_token_ids=how.stops,
             ignore_eos=True,
             logprobs=0,
             return_token_ids=True,
@@ -184,18 +165,3 @@ class ServedVLLM(ServedEngine):
             Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
             for choice in made["choices"]
         ]
-
-
-def _own_environment() -> dict[str, str]:
-    """Return this process's environment without what belongs to this rank and its Python."""
-    ours = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "GROUP_",
-        "PYTHON",
-        "TORCHELASTIC",
-        "VIRTUAL_ENV",
-    )
-    return {key: value for key, value in os.environ.items() if not key.startswith(ours)}

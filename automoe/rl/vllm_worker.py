@@ -1,15 +1,14 @@
 """vLLM behind two pipes, in a Python of its own, which has vLLM and not automoe.
 
-Lines of JSON come in on standard input, and lines of JSON go out on the file descriptor FD:
+Lines of JSON come in on standard input, and one line of JSON goes out for each on the file descriptor FD:
 
     {"do": "sample", "prompts": [[ids]], "num": N, "max_tokens": A, "temperature": T, "seed": S, "stops": [ids]}
-    {"do": "update"}, then {"file": PATH, "tensors": [[name, dtype, shape, start]]} for each bucket, then {}
+    {"do": "update"}, then {"file": PATH} for each bucket, a safetensors file, then {"file": null}
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -72,6 +71,7 @@ class Routes:
 def main(folder: str, dtype: str, max_model_len: str) -> None:
     sys.path.pop(0)  # this folder, whose names are those of other packages
     import torch
+    from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
     reply = os.fdopen(int(os.environ["FD"]), "w")
@@ -91,19 +91,15 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         compilation_config={"custom_ops": ["-rotary_embedding"]} if on_cpu else {},
     )
 
-    def say(**content: Any) -> None:
+    def say(content: Any) -> None:
         print(json.dumps(content), file=reply, flush=True)
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
-        while (bucket := json.loads(sys.stdin.readline())) != {}:
-            file = bucket["file"]
-            raw = torch.from_file(file, size=os.path.getsize(file), dtype=torch.uint8)
+        while file := json.loads(sys.stdin.readline())["file"]:
+            tensors = load_file(file)
             os.unlink(file)  # the next bucket is another file, written while this one is loaded
-            say(taken=len(bucket["tensors"]))
-            for name, kind, shape, start in bucket["tensors"]:
-                wanted = getattr(torch, kind)
-                end = start + math.prod(shape) * wanted.itemsize
-                tensor = raw[start:end].view(wanted).view(shape)
+            say("taken")
+            for name, tensor in tensors.items():
                 if name in sinks:
                     sinks[name].copy_(tensor)
                 elif sinks and ".experts." in name:
@@ -122,15 +118,16 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
     # vLLM copies GPT-OSS's sinks and stacks of experts past its reload, into tensors that it drops.
     [sinks] = llm.apply_model(sinks_of)
     routes = Routes(llm) if on_cpu else None
-    say(ready=True)
+    say("ready")
     for line in sys.stdin:
         ask = json.loads(line)
         if ask["do"] == "update":
+            say("waiting")
             if on_cpu:
                 llm.apply_model(forget_kernels)
             # All tensors in one call: vLLM finishes a layer when it has every tensor of it.
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
-            say(updated=True)
+            say("updated")
             continue
         options = {name: ask[name] for name in ("temperature", "max_tokens")} | {"logprobs": 0}
         stops = {"stop_token_ids": ask["stops"], "ignore_eos": True}
@@ -140,14 +137,15 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
                 prompts.append({"prompt_token_ids": prompt})
                 seed = ask["seed"] + 1009 * number + answer
                 settings.append(SamplingParams(seed=seed, **options, **stops))
-        answers = []
-        for request in llm.generate(prompts, settings, use_tqdm=False):
+        groups: list[Any] = [[] for _ in ask["prompts"]]
+        for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):
             [answer] = request.outputs
             tokens = answer.token_ids
             said = [p[t].logprob for t, p in zip(tokens, answer.logprobs, strict=True)]
             most = len(request.prompt_token_ids) + len(tokens) - 1
-            answers.append((tokens, said, routes and routes.take(request.request_id, most)))
-        say(answers=answers)
+            taken = routes and routes.take(request.request_id, most)
+            groups[number // ask["num"]].append((tokens, said, taken))
+        say(groups)
 
 
 if __name__ == "__main__":

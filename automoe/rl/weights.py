@@ -17,16 +17,13 @@ import torch.distributed as dist
 from automoe.comm.agreement import Ranks
 from automoe.errors import ConfigError
 from automoe.hf.files import DTYPES, split
-from automoe.hf.headers import StoredTensor
 from automoe.hf.keys import Encoding
-from automoe.hf.merge import adapted_weights, added_product
 from automoe.hf.save_plan import Transfer, WriteItem, bytes_of, gather
 from automoe.hf.shards import Parts, as_parts, config_of
 from automoe.hf.wrapper import ALONE
 from automoe.hf.write import plan_export, source_of
 from automoe.model.causal_lm import CausalLM
 
-_ALIGNED = 16  # bytes: a view of any dtype may begin here
 # Most copies of a tensor that are alive while it is gathered and encoded.
 _COPIES = {"plain": 4, "fp8": 8, "mxfp4": 8, "int4": 8}
 
@@ -94,56 +91,42 @@ class WeightStream:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield buckets: tensors by name, views of one buffer that the next bucket overwrites."""
+        """Yield buckets: tensors by name, which are gone with the next bucket."""
         as_parts(self._parts)
         items = self._plan()
         ranks = Ranks()
         transfer = Transfer(list(items.values()), ranks, self._source)
         device = next(iter(items.values())).shard.local.device
-        sizes = {
-            name: sum(map(_room, place.in_file("").values()))
-            for bucket in self._buckets
-            for name, place in bucket.items()
-        }
-        most = max(sum(map(sizes.__getitem__, bucket)) for bucket in self._buckets)
-        buffer = torch.empty(most, dtype=torch.uint8, device=device)
         for bucket in self._buckets:
-            at = 0
-            views: dict[str, torch.Tensor] = {}
+            tensors: dict[str, torch.Tensor] = {}
             for key, stored in bucket.items():
-                whole = buffer[at : at + sizes[key]]
-                parts = {}
-                for name, place in stored.in_file(key).items():
-                    flat = buffer[at : at + place.num_bytes]
-                    parts[name] = flat.view(DTYPES[place.dtype]).view(place.shape)
-                    at += _room(place)
                 item = items.get(key)
                 writes = self._writer[key] == ranks.rank
+                parts: list[torch.Tensor] = []
                 if item is not None and ranks.rank in item.holders:
-                    tensor = gather(item)  # by all holders
+                    whole = gather(item)  # by all holders
                     if writes:
-                        for part, source_part in zip(
-                            parts.values(), transfer.stored(item, tensor), strict=True
-                        ):
-                            part.copy_(source_part)
-                    del tensor
+                        parts = transfer.stored(item, whole)
+                    del whole
                 elif writes:
                     assert self._source is not None
-                    whole[: stored.num_bytes].copy_(bytes_of(self._source, stored))
-                if ranks.size > 1:
-                    dist.broadcast(whole, self._writer[key])
-                views |= parts
-            yield views
+                    raw = bytes_of(self._source, stored)
+                    parts = [raw.view(DTYPES[stored.dtype]).view(stored.shape)]
+                for number, (name, place) in enumerate(stored.in_file(key).items()):
+                    raw = torch.empty(place.num_bytes, dtype=torch.uint8, device=device)
+                    tensors[name] = raw.view(DTYPES[place.dtype]).view(place.shape)
+                    if writes:
+                        tensors[name].copy_(parts[number])
+                    if ranks.size > 1:
+                        dist.broadcast(raw, self._writer[key])
+                del parts
+            yield tensors
+            tensors.clear()
 
     def _plan(self) -> dict[str, WriteItem]:
         """Return what this rank's stages hold, by name in the checkpoint. Collective."""
-        adapters = {
-            f"{path}.{name}": added_product(module.get_parameter(name), a, b, module.lora.scale)
-            for part in self._parts.values()
-            for path, module, name, a, b in adapted_weights(part)
-        }
         fused = self._layout == "fused"
-        plan = plan_export(self._parts, *self._options, self._source, adapters, fused)
+        plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE
         return {names.stored(item.key): item for item in plan}
 
@@ -164,10 +147,6 @@ def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None
             raise error
 
     ranks.lead(outcome, again=False)
-
-
-def _room(stored: StoredTensor) -> int:
-    return -(-stored.num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

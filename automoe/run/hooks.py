@@ -11,45 +11,39 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.metrics import is_taken
-from automoe.config.plugins import RUN_POINTS, registered
+from automoe.config.plugins import registered
 from automoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from automoe.run.run import Run
 
 
-class Hooks:
-    """Plugin functions of ``run.start``, ``run.step``, ``run.save`` and ``run.finish``."""
+def call_hooks(point: str, *args: Any) -> None:
+    """Call all functions of ``point`` and ignore their results."""
+    for function in registered(point).values():
+        function(*args)
 
-    def __init__(self) -> None:
-        self._at = {point: registered(point) for point in RUN_POINTS}
 
-    def call(self, point: str, *args: Any) -> None:
-        """Call all functions of ``point`` and ignore their results."""
-        for function in self._at[point].values():
-            function(*args)
+def hook_numbers(run: Run, record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that the functions of ``run.step`` add to a step's record.
 
-    def numbers(self, run: Run, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers that the functions of ``run.step`` add to a step's record.
+    The functions get a read-only view of the record.
 
-        The functions get a read-only view of the record.
-
-        Raises:
-            ConfigError: a name is taken in this record or in the records of other steps, or a value
-                is no number.
-        """
-        numbers: dict[str, float] = {}
-        for name, function in self._at["run.step"].items():
-            for key, value in (
-                function(run, MappingProxyType({**record, **numbers})) or {}
-            ).items():
-                value = value.item() if hasattr(value, "item") else value
-                if key in record or key in numbers or is_taken(str(key)):
-                    raise ConfigError(
-                        "run.step", name, f"{key!r} is in the record already", "Use another name"
-                    )
-                if not isinstance(value, (int, float)):
-                    rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"
-                    raise ConfigError("run.step", name, rule, "Return one number for each name")
-                numbers[str(key)] = value
-        return numbers
+    Raises:
+        ConfigError: a name is taken in this record or in the records of other steps, or a value is
+            no number.
+    """
+    numbers: dict[str, float] = {}
+    for name, function in registered("run.step").items():
+        made = function(run, MappingProxyType({**record, **numbers})) or {}
+        for key, value in made.items():
+            value = value.item() if hasattr(value, "item") else value
+            if key in record or key in numbers or is_taken(str(key)):
+                raise ConfigError(
+                    "run.step", name, f"{key!r} is in the record already", "Use another name"
+                )
+            if not isinstance(value, (int, float)):
+                rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"
+                raise ConfigError("run.step", name, rule, "Return one number for each name")
+            numbers[str(key)] = value
+    return numbers

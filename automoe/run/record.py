@@ -48,6 +48,7 @@ class RunRecord:
         self.note = self._console.note
         self.warn = self._console.warn
         self.show_row = self._console.row
+        self.show_step = self._console.step
         self._console.start(resume_step=step)
         self.note_wrapped([*describe_training(config), *_describe_length(config)])
         self._log = None
@@ -66,9 +67,6 @@ class RunRecord:
         for line in lines:
             for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False):
                 self.note(part)
-
-    def show_step(self, record: Mapping[str, Any]) -> None:
-        self._console.step(record)
 
     def write_step(self, record: Mapping[str, Any], expert_counts: torch.Tensor) -> None:
         """Write a step to ``metrics.jsonl`` and the trackers."""

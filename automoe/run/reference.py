@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ from automoe.errors import DataError
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
-from automoe.storage.files import read_file
-from automoe.storage.sealed import replace_json, unsealed
+from automoe.storage.sealed import read_json, replace_json
 from automoe.training.context import RunContext
 from automoe.training.preference import pair_log_probs
 from automoe.training.step import prepare_inputs, send
@@ -41,12 +41,12 @@ _SETTINGS = (
 ).split()
 
 
+@dataclass(frozen=True)
 class Reference:
     """Log-probabilities of every pair under the initial weights: [N, 2], float64, on the CPU."""
 
-    def __init__(self, log_probs: torch.Tensor, device: torch.device) -> None:
-        self.log_probs = log_probs
-        self.device = device
+    log_probs: torch.Tensor
+    device: torch.device
 
     def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
@@ -135,27 +135,21 @@ def _belongs(
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
     """Return the log-probabilities, or the reason why the file is unusable; None without a file."""
     try:
-        content = unsealed(read_file(path))
-        values = np.frombuffer(
-            base64.b64decode(content["log_probs"], validate=True), "<f8"
-        ).reshape(num_pairs, 2)
+        content = read_json(path)
+        raw = base64.b64decode(content["log_probs"], validate=True)
+        values = np.frombuffer(raw).reshape(num_pairs, 2).copy()
+        then = dict(content["belongs"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         return f"it is damaged ({error})"
-    then = content.get("belongs")
-    if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):
-        return "it is damaged (its checksum differs, or what it belongs to is missing)"
-    differing = sorted(
-        key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key)
-    )
-    return f"it belongs to other {', '.join(differing)}" if differing else values.astype(np.float64)
+    differing = [key for key in belongs | then if belongs.get(key) != then.get(key)]
+    return f"it belongs to other {', '.join(differing)}" if differing else values
 
 
 def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
-    raw = values.astype("<f8").tobytes()
-    facts = {"log_probs": base64.b64encode(raw).decode(), "checksum": zlib.crc32(raw)}
-    replace_json(path, {"belongs": belongs} | facts)
+    log_probs = base64.b64encode(values.tobytes()).decode()
+    replace_json(path, {"belongs": belongs, "log_probs": log_probs})
 
 
 class _Collector:

@@ -26,7 +26,7 @@ from automoe.observe.flops import step_flops_per_token
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
-from automoe.run.hooks import Hooks
+from automoe.run.hooks import call_hooks, hook_numbers
 from automoe.run.record import RunRecord
 from automoe.run.samples import Sampler
 from automoe.run.slow_ranks import SlowRanks
@@ -48,20 +48,19 @@ def open_run(
     resumed: Resumed | None,
 ) -> Iterator[Run]:
     """Open a ``Run`` and close it on every exit: a failing run keeps its record and trace."""
-    record = RunRecord(config, shape, context, state.step, resumed)
+    run = Run(config, shape, context, state, store, resumed)
+    record = run.record
     with ExitStack() as opened:
         if config.launch.gc_every:
             opened.enter_context(without_collection())
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
-        hooks = Hooks()
-        store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
-        run = Run(config, shape, context, state, store, resumed, record, hooks)
+        store.attach(record.note, record.warn, lambda folder: call_hooks("run.save", run, folder))
         # Printed here and not in a recipe, which could leave it out.
         record.note_wrapped(cast(Loader, state.loader).describe())
         if context.world_size > 1:
             record.note(str(open_groups(exchanges_heads(config, shape))))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
-        hooks.call("run.start", run)
+        call_hooks("run.start", run)
         yield run
 
 
@@ -74,6 +73,7 @@ class Run:
         stopping: True if a rank was requested to stop; all ranks leave after this step.
         objective: newest validation loss, else the newest training loss.
         note: function that prints a line for the user.
+        record: printer and writer of the run's reports.
     """
 
     def __init__(
@@ -84,18 +84,15 @@ class Run:
         state: TrainState,
         store: CheckpointStore,
         resumed: Resumed | None,
-        record: RunRecord,
-        hooks: Hooks,
     ) -> None:
         self.config = config
         self.shape = shape
         self.context = context
         self.state = state
         self.store = store
-        self.note = record.note
-        self._record = record
-        self._hooks = hooks
-        self._slow_ranks = SlowRanks(context, config.launch.probe_every, record.note)
+        self.record = RunRecord(config, shape, context, state.step, resumed)
+        self.note = self.record.note
+        self._slow_ranks = SlowRanks(context, config.launch.probe_every, self.note)
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
@@ -133,7 +130,7 @@ class Run:
             tokens, labels, doc_ids = (
                 tensor[0].numpy() for tensor in (row.tokens, row.labels, row.doc_ids)
             )
-            self._record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
+            self.record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
         """Start the step's clock, and report a background save that has ended.
@@ -193,7 +190,7 @@ class Run:
                 "skipped_documents": documents[:NAMED_DOCUMENTS],
                 "num_skipped_documents": len(documents),
             }
-            self._record.warn(f"step {state.step} skipped: {_skip_text(record)}")
+            self.record.warn(f"step {state.step} skipped: {_skip_text(record)}")
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
             record["mfu"], record["mfu_full_attention"] = mfu
@@ -276,11 +273,11 @@ class Run:
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
-            self._record.show_step(record)
-            record = {**record, **self._hooks.numbers(self, record)}
-            self._record.write_step(record, stats.expert_counts)
+            self.record.show_step(record)
+            record = {**record, **hook_numbers(self, record)}
+            self.record.write_step(record, stats.expert_counts)
             if self._samples is not None:
-                self._record.write_samples(self.state.step, *self._samples)
+                self.record.write_samples(self.state.step, *self._samples)
                 self._samples = None
         state = self.state
         train = self.config.train
@@ -321,10 +318,10 @@ class Run:
         self.context.fell_back.append(
             f"no step from {before.step + 1} to {earlier} could be taken, went back to step {self.state.step}"
         )
-        self._record.warn(
+        self.record.warn(
             f"{self.context.fell_back[-1]}. Lower optim.lr if the run ends the same way again"
         )
-        self._record.rewind(self.state.step)
+        self.record.rewind(self.state.step)
         return True
 
     def check_result(self) -> None:
@@ -342,8 +339,8 @@ class Run:
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:
         """Close the record and print the summary, with the ``paths`` of results by their names."""
-        self._hooks.call("run.finish", self)
-        self._record.finish("preempted" if self.context.preempted else "done", paths)
+        call_hooks("run.finish", self)
+        self.record.finish("preempted" if self.context.preempted else "done", paths)
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:

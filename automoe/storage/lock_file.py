@@ -89,20 +89,9 @@ def _take(path: Path) -> int | str:
 
 
 def _open_lock(path: Path) -> int:
-    try:
-        # Not inherited by children (PEP 446): a stray rank must not keep the lock.
-        handle = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(
-            errno.ELOOP, "a lock file that is a link is not followed: remove it", str(path)
-        ) from None
-    if os.fstat(handle).st_nlink > 1:
-        os.close(handle)
-        raise OSError(
-            errno.EINVAL,
-            "a lock file with a second name (a hard link) locks two places: remove it",
-            str(path),
-        )
-    return handle
+    # What a link leads to, a hard link too, would be overwritten.
+    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+        said = "a lock file that is a link is not followed: remove it"
+        raise OSError(errno.ELOOP, said, str(path))
+    # Not inherited by children (PEP 446): a stray rank must not keep the lock.
+    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)

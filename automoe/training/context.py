@@ -52,10 +52,8 @@ class RunContext:
 
     def any_rank_stops(self) -> bool:
         """Return True if any rank was requested to stop, on all ranks. Collective over the CPU."""
-        import torch
-        import torch.distributed as dist
+        from automoe.training.stats import max_over_ranks
 
-        flag = torch.tensor([int(self.stop.requested)], dtype=torch.int32)
-        if self.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        if self.world_size == 1:
+            return self.stop.requested
+        return bool(max_over_ranks({"stop": self.stop.requested})["stop"])

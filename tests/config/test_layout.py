@@ -35,14 +35,14 @@ def test_stages_are_written_out(text: str, stages: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "has 0 E, 0 t, 0 m and 0 L"),
-        ("t|tL", "has 0 E, 2 t, 0 m and 1 L"),
-        ("tE|tL", "in another order"),
-        ("EtL|t", "in another order"),
-        ("Em|tL", "in another order"),
-        ("Etm|tm|L", "in another order"),
-        ("Et|tL|m", "in another order"),
-        ("Et|tm|t", "has 1 E, 3 t, 1 m and 0 L"),
+        ("", "one L; this is"),
+        ("t|tL", "this is ttL"),
+        ("tE|tL", "this is tEtL"),
+        ("EtL|t", "this is EtLt"),
+        ("Em|tL", "this is EmtL"),
+        ("Etm|tm|L", "this is EtmtmL"),
+        ("Et|tL|m", "this is EttLm"),
+        ("Et|tm|t", "this is Ettmt"),
         ("Et|(ttL", r"has no \)"),
         ("Et)|tL", r"'\)' has no meaning"),
         ("E*t|L", r"'\*' has no meaning"),
@@ -87,7 +87,7 @@ def test_modules_are_where_the_layout_has_them() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["parallel.layout='E|t|ttL'", "mesh.pp=2"], "there are 3. Set mesh.pp to one of 1, 3"),
+        (["parallel.layout='E|t|ttL'", "mesh.pp=2"], "there are 3. Set mesh.pp to a divisor of 3"),
         (["parallel.layout='E|t|tt|tL'", "parallel.stages_per_rank=4"], "says 2. Set parallel.stages_per_rank=2"),
         (["parallel.layout='E|t|tt|tL'", "parallel.layers_per_stage=[1,1,1,1]"], r"says \[0, 1, 2, 1\]"),
         (["parallel.layout='E|t|tt|tL'", "mesh=fsdp", "mesh.pp=0"], "Set mesh.pp instead"),

@@ -16,7 +16,6 @@ from automoe.hf.families.registry import FAMILIES, UNDECLARED
 from automoe.kernels.attention import FORCED
 from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
-from automoe.parallel.build import FOREIGN_EXPERTS
 from automoe.parallel.expert import DISPATCHERS
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
 from automoe.planner.step_memory import DTYPE_BYTES
@@ -28,7 +27,7 @@ from automoe.verify.run import TOLERANCES
     [
         (schema.ModelConfig, "family", [*FAMILIES, UNDECLARED]),
         (schema.MoEConfig, "dispatcher", DISPATCHERS),
-        (schema.MoEConfig, "experts", [*BACKENDS, *FOREIGN_EXPERTS]),
+        (schema.MoEConfig, "experts", list(BACKENDS)),
         (schema.MoEConfig, "gate", ["learned", *GATES]),
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
         (schema.KernelsConfig, "attention", ["sdpa", "te", "flex", *FORCED]),

@@ -324,13 +324,13 @@ BAD = [
     ),
     (1, ["recipe=no.such.recipe"], "recipe", "no such recipe", "Name one of "),
     (1, ["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
-    (1, ["optim.lr=nan"], "optim.lr", "at least 0", "optim.lr=0 or more"),
+    (1, ["optim.lr=nan"], "optim.lr", "finite", "optim.lr=0.003"),
     (1, ["optim.betas=[0.9,1.0]"], "optim.betas", "beta 2 is 1.0", "[0.9,0.95]"),
     *(
         (1, [f"{key}={value}"], key, rule, remedy)
         for key, value, rule, remedy in (
             ("train.seed", "-1", "at least 0", "train.seed=0"),
-            ("optim.lr", "inf", "finite", "optim.lr=0 or more"),
+            ("optim.lr", "inf", "finite", "optim.lr=0.003"),
             ("optim.eps", "0", "larger than 0", "optim.eps=1e-8"),
             ("model.norm_eps", "-1e-6", "at least 0", "model.norm_eps=0"),
             ("model.initializer_range", "0", "larger than 0", "0.02"),

@@ -78,6 +78,13 @@ def test_jsonl_reads_the_key_and_the_line(tmp_path):
     assert read("jsonl", path, text_key="body") == [Document("one", 0, 1), Document("zwei ü", 0, 4)]
 
 
+def test_texts_that_look_like_dates_stay_as_they_are(tmp_path):
+    """A JSON reader that infers types makes times of them."""
+    texts = ["2024-05-01", "2024-05-01 10:30:00", "2024-05-01T10:30:00.123456789Z", "10:30:00", "1e5"]
+    path = write_jsonl(tmp_path / "dates.jsonl", [{"text": text} for text in texts])
+    assert [document.text for document in read("jsonl", path)] == texts
+
+
 def test_parquet_reads_the_column_and_the_row(tmp_path):
     write_parquet(tmp_path / "a.parquet", body=["one", "", "three"], other=[1, 2, 3])
     write_parquet(tmp_path / "b.parquet", body=["four"])

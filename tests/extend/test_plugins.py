@@ -36,7 +36,7 @@ from automoe.model.params import Param, count_params, model_params
 from automoe.observe.metrics import read_metrics
 from automoe.parallel.build import build_backend
 from automoe.parallel.parallelize import build_decoder
-from automoe.run.hooks import Hooks
+from automoe.run.hooks import hook_numbers
 from automoe.verify.pool import RankPool
 from automoe.verify.proxy import make_proxy
 from automoe.verify.run import passes
@@ -294,7 +294,7 @@ def test_a_number_of_a_step_cannot_have_a_name_that_other_steps_have(monkeypatch
     monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
     register("run.step", "early", lambda run, record: {"val_loss": 0.0})
     with pytest.raises(ConfigError, match="'val_loss' is in the record already"):
-        Hooks().numbers(None, {"step": 1, "loss": 2.0})  # which was not validated
+        hook_numbers(None, {"step": 1, "loss": 2.0})  # which was not validated
 
 
 def test_a_plugin_that_is_not_there_is_an_error_that_names_it() -> None:

@@ -298,7 +298,7 @@ def test_an_export_keeps_the_dtypes_of_the_checkpoint(wide: str, source: Path, t
         for parameter in model.parameters():
             parameter.mul_(1.01)
     said = str(automoe.to_hf(model, tmp_path / "out"))
-    assert "equal bit for bit to the weights rounded to bfloat16, logits" in said
+    assert "equal bit for bit to the weights as bfloat16, logits" in said
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert {key: tensor.dtype for key, tensor in out.items()} == {key: tensor.dtype for key, tensor in stored.items()}
     dtype = "float32" if "embed" in wide else "bfloat16"  # that of the first parameter

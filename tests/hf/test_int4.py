@@ -247,7 +247,7 @@ def test_another_quantization_is_refused_by_name(
 @pytest.mark.parametrize("key", ["transform_config", "sparsity_config"])
 def test_transformed_or_sparse_codes_are_refused(key: str, int4: tuple[Path, dict[str, torch.Tensor]]) -> None:
     declare(int4[0], STATED | {key: {"format": "hadamard"}})
-    assert f"{key}={{'format': 'hadamard'}}, not empty" in refused(int4[0])
+    assert f"{key}={{'format': 'hadamard'}}, not None" in refused(int4[0])
 
 
 def test_other_kinds_of_compressed_tensors_are_refused(int4: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -273,14 +273,13 @@ def test_wrong_shapes_are_refused_by_name(int4: tuple[Path, dict[str, torch.Tens
     key = "model.layers.1.mlp.experts.2.down_proj.weight"
     old = load_file(folder / "model.safetensors")
     for changed, says in (
-        ({f"{key}_shape": torch.tensor([64, 95])}, f"{key}_shape says [64, 95], and {key}_packed holds [64, 96]"),
         ({f"{key}_scale": torch.ones(64, 2)}, "needs scales [64, 3]"),
         (
             {f"{key}_packed": old[f"{key}_packed"][:, :8].contiguous(), f"{key}_shape": None},
             f"{key} is [64, 8] I32 with scales [64, 3]",
         ),
         ({f"{key}_packed": old[f"{key}_packed"].long()}, "with scales [64, 3]"),
-        ({f"{key}_scale": None}, f"{key}_packed, and their scales are missing: {key}_scale is in no file"),
+        ({f"{key}_scale": None}, f"{key}_packed, and their scales are missing"),
     ):
         edit(folder, **(dict(old) | changed))
         assert says in refused(folder)

@@ -105,7 +105,7 @@ def test_what_was_not_changed_has_the_same_bytes(source: Path, tmp_path: Path) -
     assert (converted.error, written.error) == (
         0,
         0,
-    ) and "MXFP4 of the weights, 0.00% off, the rest rounded to bfloat16" in str(written)
+    ) and "MXFP4 of the weights, 0.00% off, the rest as bfloat16" in str(written)
     before = stored(source)
     for name in ("converted", "exported"):
         after = stored(tmp_path / name)

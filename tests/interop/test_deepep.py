@@ -20,8 +20,7 @@ from automoe.config.rules_model import moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
 from automoe.interop import deepep
-from automoe.interop.deepep import open_deepep
-from automoe.interop.deepep_dispatcher import DeepEPDispatcher
+from automoe.interop.deepep import DeepEPDispatcher, open_deepep
 from automoe.launch.hardware import check_backends
 from automoe.launch.ranks import close_ranks
 from automoe.parallel.overlap import TURNS

@@ -386,15 +386,15 @@ def messages_of(run_dir: str) -> list[str]:
 
 
 SAID = [
-    ("datum 1", "field logprobs", "missing"),
+    ("datum 1", "field logprobs", "got nothing"),
     ("datum 2", "field advantages", "expected [12]", "got [7]"),
     ("datum 3", "field target_tokens", "expected [7]", "got [7, 2]"),
     ("datum 2", "field target_tokens", "token 3 is 3", "model_input goes on with"),
     ("datum 0", "field advantages", "finite"),
-    ("datum 0", "field mask", "ppo does not read it"),
+    ("datum 0", "field mask", "ppo takes", "expected nothing"),
     ("datum 3", "field routes", "[7, MoE layers, K]"),
     ("datum 1", "field model_input", "id 64"),
-    ("datum 2", "field logprobs", "missing", "on rank 1"),
+    ("datum 2", "field logprobs", "got nothing", "on rank 1"),
     ("no datum",),
     ("datum 0", "expected a Datum"),
     ("loss_fn=stable_reinforce", "cross_entropy, importance_sampling, ppo, cispo"),

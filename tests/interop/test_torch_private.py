@@ -77,7 +77,7 @@ def a_changed_timeout() -> tuple[list[float], float]:
     current = torch_private.gloo_timeout(group)
     assert current is not None
     seconds = [current().total_seconds()]
-    torch_private.set_group_timeout(group, timedelta(seconds=1))
+    torch_private.set_group_timeout(timedelta(seconds=1), group)
     seconds.append(current().total_seconds())
     began = time.monotonic()
     if dist.get_rank() == 0:
@@ -173,7 +173,7 @@ def collectives() -> list[list[float]]:
         x = torch.arange(4.0, requires_grad=True)
         weights = torch.arange(1.0, 9.0) * (rank + 1)
         gathered = torch_private.all_gather(x + 10 * rank, 0, group)
-        reduced = torch_private.reduce_scatter(x * (rank + 1), 0, group)
+        reduced = torch_private.reduce_scatter(x * (rank + 1), "sum", 0, group)
         swapped = torch_private.all_to_all(x + 10 * rank, [1, 1] if rank == 0 else [3, 3], [1, 3], group)
     assert all(isinstance(one, torch_private.AsyncTensor) for one in (gathered, reduced, swapped))
     found = [gathered.trigger_wait().tolist(), reduced.trigger_wait().tolist(), swapped.trigger_wait().tolist()]

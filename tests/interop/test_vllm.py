@@ -16,7 +16,7 @@ import torch
 
 from automoe.comm.local_shard import local_shard
 from automoe.hf.engines import IGNORED
-from automoe.rl.engine import TransformersEngine
+from automoe.rl.engine import Sampling, TransformersEngine
 from automoe.rl.vllm import LocalVLLM
 from automoe.rl.weights import WeightStream
 from automoe.session import Sample, Session, close, open_session
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.vllm
 
 def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> float:
     """Largest difference of log-probabilities of sampled tokens, in nats."""
-    groups = engine.sample(PROMPTS, 2, ANSWER, temperature, seed=3)
+    groups = engine.sample(PROMPTS, Sampling(2, ANSWER, temperature, seed=3))
     answers = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
     assert all(len(answer.tokens) == ANSWER for _, answer in answers)
     ours = session.log_probs([Sample.of_answer(p, a.tokens) for p, a in answers], temperature).log_probs
@@ -56,7 +56,7 @@ def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> floa
 
 def share_that_differs(session: Session, engine: LocalVLLM, shift: int) -> float:
     """Share of tokens whose routes, moved by ``shift`` tokens, are not those of our routers, prompts' tokens too."""
-    groups = engine.sample(PROMPTS, 2, ANSWER, 1.0, seed=4)
+    groups = engine.sample(PROMPTS, Sampling(2, ANSWER, seed=4))
     batch = [
         Sample.of_answer(prompt, answer.tokens, routes=answer.routes.roll(shift, 0))
         for prompt, group in zip(PROMPTS, groups, strict=True)
@@ -69,9 +69,9 @@ def share_that_differs(session: Session, engine: LocalVLLM, shift: int) -> float
 def test_the_engine_computes_what_the_trainer_does(family: str, tmp_path: Path) -> None:
     preset = {"moonlight": "dsv3"}.get(family, family)
     session = open_session([f"model=small_{preset}", *SIZES, *FAMILIES[family], f"run_dir={tmp_path}"])
-    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, tmp_path)
     try:
-        reference = TransformersEngine(session.config, (), session.device)
+        reference = TransformersEngine(session.config, session.device)
         parts = session.state.model_parts
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):  # the second time into an engine that has answered
@@ -85,7 +85,7 @@ def test_the_engine_computes_what_the_trainer_does(family: str, tmp_path: Path) 
             assert largest_gap(session, engine, 0.7) < 2e-6
             assert share_that_differs(session, engine, 0) < 0.01 < 0.5 < share_that_differs(session, engine, 1)
         reference.update(WeightStream(parts, **reference.options))
-        greedy = [answer.tokens for [answer] in engine.sample(PROMPTS, 1, ANSWER, 0.0, seed=0)]
+        greedy = [answer.tokens for [answer] in engine.sample(PROMPTS, Sampling(1, ANSWER, 0.0))]
         for prompt, tokens in zip(PROMPTS, greedy, strict=True):
             theirs = reference._model.generate(
                 torch.tensor([prompt]), do_sample=False, max_new_tokens=ANSWER, min_new_tokens=ANSWER, pad_token_id=0
@@ -99,7 +99,7 @@ def test_the_engine_computes_what_the_trainer_does(family: str, tmp_path: Path) 
 def test_an_engine_with_stale_experts_is_found(tmp_path: Path) -> None:
     """The trainer moves on and the engine does not: the gap is far above rounding."""
     session = open_session(["model=small_qwen3_moe", *SIZES, f"run_dir={tmp_path}"])
-    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, tmp_path)
     try:
         parts = session.state.model_parts
         engine.update(WeightStream(parts, **engine.options))
@@ -120,10 +120,10 @@ def test_the_table_of_ignored_keys_is_true(tmp_path: Path) -> None:
     [row] = [families for engine, families in IGNORED.items() if engine.startswith("vLLM")]
     assert row == {"olmoe": {"norm_eps": 1e-5}}
     session = open_session(["model=small_olmoe", "model.norm_eps=1e-2", *SIZES, f"run_dir={tmp_path}"])
-    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, (), tmp_path)
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, tmp_path)
     try:
         engine.update(WeightStream(session.state.model_parts, **engine.options))
-        [[answer]] = engine.sample(PROMPTS[:1], 1, ANSWER, 1.0, seed=3)
+        [[answer]] = engine.sample(PROMPTS[:1], Sampling(1, ANSWER, seed=3))
         [ours] = session.log_probs([Sample.of_answer(PROMPTS[0], answer.tokens)]).log_probs
         assert (torch.tensor(answer.log_probs) - ours[-ANSWER:]).abs().max() > 1e-4
     finally:

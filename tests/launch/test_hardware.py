@@ -224,13 +224,9 @@ def test_compilation_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     hardware.check_backends(COMPILED, one_rank, "cpu")
 
 
-def test_compilation_needs_the_headers_of_a_python_that_torch_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilation_needs_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
     assert f"there is no {tmp_path}/Python.h" in refusal("cpu")
-    monkeypatch.setattr(hardware.sys, "version_info", (3, 15, 0, "final", 0))
-    assert "runs on Python 3.11 to 3.14" in refusal("cpu")
 
 
 def test_a_torch_that_nobody_tried_is_said() -> None:

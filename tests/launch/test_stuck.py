@@ -37,8 +37,8 @@ def test_the_rank_outside_of_every_collective_is_to_blame() -> None:
     assert rank == 2
     assert message == (
         "rank 2 did not join all_to_all 7 of group ep (ranks 0, 1, 2) in 30 s: it is at file.py:2 in f. "
-        "Ranks 0, 1 wait in it, at file.py:0 in f; Rank 3 waits in all_reduce 3 of group world "
-        "(ranks 0, 1, 2, 3), at file.py:3 in f."
+        "In it: ranks 0, 1, at file.py:0 in f. In all_reduce 3 of group world "
+        "(ranks 0, 1, 2, 3): rank 3, at file.py:3 in f."
     )
 
 
@@ -52,7 +52,7 @@ def test_a_rank_beyond_the_group_can_be_what_everybody_waits_for_in_the_end() ->
 def test_a_rank_that_does_not_answer_is_named_before_one_that_does() -> None:
     standings = {0: standing(0, DISPATCH), 1: standing(1), 3: standing(3)}
     rank, message = who_is_missing(standings, 4, 0, 30.0)
-    assert rank == 1 and "Neither did rank 2, which does not answer. Neither did rank 3, at" in message
+    assert rank == 1 and "Neither did rank 2: it does not answer at all. Neither did rank 3: it is at" in message
     rank, message = who_is_missing({0: standings[0], 1: standing(1, DISPATCH)}, 3, 0, 30.0)
     assert rank == 2 and "it does not answer at all" in message
 
@@ -61,7 +61,7 @@ def test_ranks_that_wait_for_one_another() -> None:
     standings = {0: standing(0, DISPATCH), 1: standing(1, SUM), 2: standing(2, communicates=True)}
     rank, message = who_is_missing(standings, 3, 0, 30.0)
     assert rank == 0 and "they wait for one another" in message
-    assert "Rank 1 waits in all_reduce 3" in message and "Rank 2 waits in a send or receive" in message
+    assert "(ranks 0, 1, 2, 3): rank 1, at" in message and "In a send or receive: rank 2, at" in message
 
 
 def test_a_save_in_the_background_and_the_training_beside_it_are_told_apart() -> None:
@@ -72,7 +72,7 @@ def test_a_save_in_the_background_and_the_training_beside_it_are_told_apart() ->
     both = {0: waits.of_thread(saves=True), 1: stalls.of_thread(saves=True)}
     rank, message = who_is_missing(both, 2, 0, 40.0)
     assert rank == 1 and "rank 1 did not join gather 5 of group checkpoint (ranks 0, 1) in 40 s" in message
-    assert "it is at files.py:7 in write. Rank 0 waits in it, at store.py:9 in save" in message
+    assert "it is at files.py:7 in write. In it: rank 0, at store.py:9 in save" in message
     beside = {0: waits.of_thread(saves=False), 1: replace(stalls, pending=[gather]).of_thread(saves=False)}
     rank, message = who_is_missing(beside, 2, 0, 30.0)
     assert rank == 1 and "rank 1 did not join all_to_all 7" in message and "it is at file.py:1 in f" in message
@@ -116,7 +116,7 @@ def test_a_rank_whose_own_collective_had_no_more_time_did_join_it(tmp_path: Path
     leaves.join()
     message = json.loads((tmp_path / ERROR_FILE).read_text())["message"]
     assert "no rank is outside of a collective: they wait for one another, or for a link that is gone" in message
-    assert "did not join" not in message and message.count("in receive") == 1 and "Ranks 0, 1 wait in it" in message
+    assert "did not join" not in message and message.count("in receive") == 1 and "In it: ranks 0, 1, at" in message
 
 
 def test_a_collective_that_the_recorder_has_dropped_is_still_named(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> 
     assert f"error: rank 1: LaunchError: rank 1 did not join {what} in" in err
     lines = (RECIPES / "recipe_stays_away.py").read_text().splitlines()
     line = lines.index("            time.sleep(3600)") + 1
-    assert f"it is at 3: {RECIPES}/recipe_stays_away.py:{line} in forward. Rank 0 waits in it, at 3: " in err
+    assert f"it is at 3: {RECIPES}/recipe_stays_away.py:{line} in forward. In it: rank 0, at 3: " in err
     assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err and "logs/flight_*" in err
     records = [pickle.loads((command.run_dir / "logs" / f"flight_{rank}").read_bytes()) for rank in (0, 1)]
     ended = [any(entry["retired"] for entry in record["entries"]) for record in records]
@@ -188,7 +188,7 @@ def test_a_stall_in_a_save_in_the_background_is_named_while_training_goes_on(tmp
     assert (
         err.count("warning: rank 1 did not join") == 1 and "of group checkpoint (ranks 0, 1) in 11 s: it is at" in err
     )
-    assert "fault_points.py:" in err and "Rank 0 waits in it, at automoe/checkpoint/store.py:" in err
+    assert "fault_points.py:" in err and "In it: rank 0, at automoe/checkpoint/store.py:" in err
 
 
 @pytest.mark.faults

@@ -51,8 +51,7 @@ CASES = [case for case in ALL if runs_here(case.parallel.get("schedule", ""))]
 ELSEWHERE = {
     "process_groups", "group_members", "flight_records", "replace_gloo", "fake_store", "use_ring_attention",
     "cached_functions", "forget_meshes", "state_dict_stager", "cache_plans_under", "forget_cached_plans",
-    "unshard_every_stage_once", "foreach_add_", "foreach_norm", "is_strided_shard", "all_gather", "reduce_scatter",
-    "set_group_timeout", "stored_tensor",
+    "unshard_every_stage_once", "foreach_norm", "is_strided_shard", "stored_tensor",
 }  # fmt: skip
 reached: set[str] = set()
 

@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 from automoe.kernels import fp8, launches, products
 from automoe.kernels import rope as rope_kernels
 from automoe.kernels import stochastic_adamw as adamw
-from automoe.kernels.tiling import HOPPER, Blocks, blocks_of, candidates
+from automoe.kernels.tiling import HOPPER, Blocks, blocks_of
+from benchmarks.kernel_candidates import candidates
 from tests.support.gpu import resource_usage
 
 HEIGHT = 128
@@ -57,7 +58,7 @@ def expert_kernels(product: str, blocks: Blocks, height: int, step: int, precisi
     rows, n, k = (height, blocks.summed), blocks.columns, blocks.summed
     if product == "up":
         for kind, flag in (("", False), (" biased", True)):
-            constants = row | dict(BIASED=flag, CLAMPED=flag)
+            constants = row | dict(CLAMPED=flag) | ({} if flag else dict(gate_up_proj_bias=None))
             yield kind, products.gather_up_activate, constants, described(gate_up_proj=(2, n, k))
     elif product == "back":
         for kind, flag in (("", False), (" clamped", True)):
@@ -65,14 +66,15 @@ def expert_kernels(product: str, blocks: Blocks, height: int, step: int, precisi
             yield kind, products.grad_down_activate, constants, described(grad_out=rows, down_proj=(1, k, n))
     elif product == "down":
         for kind, flag in (("", False), (" biased", True)):
-            constants = row | dict(BY_COLUMNS=True, BIASED=flag)
+            constants = row | dict(BY_COLUMNS=True) | ({} if flag else dict(bias=None, probs=None))
             yield kind, products.rows_times_weights, constants, described(a=rows, w=(1, n, k))
     elif product == "grad_rows":
-        constants = row | dict(BY_COLUMNS=False, BIASED=False)
+        constants = row | dict(BY_COLUMNS=False, bias=None, probs=None)
         yield "", products.rows_times_weights, constants, described(a=rows, w=(1, k, n))
     else:
         constants = dict(BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed)
-        constants |= dict(PRECISION=precision, STEP=step, GATHERED=product.endswith("gathered"))
+        constants |= dict(PRECISION=precision, STEP=step)
+        constants |= {} if product.endswith("gathered") else dict(gather_idx=None)
         yield "", products.grad_weights, constants, {}
 
 

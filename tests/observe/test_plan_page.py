@@ -15,8 +15,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.plan import main
-from automoe.planner.memory import PARTS
 from automoe.planner.plan import gib, make_plan
+from automoe.planner.step_memory import PARTS
 from automoe.planner.time import step_spans
 from automoe.planner.views.plan_page import write_plan_page
 from automoe.planner.views.plan_plots import MEMORY, draw_memory, draw_schedule, draw_time

@@ -178,7 +178,7 @@ class OneArgument(Experts):
         (Experts((6, 4), (6, 4, 4), num_experts=6), r"ep=4: every rank holds an equal part of 6 experts: 6 % 4 = 2"),
         (Experts((8, 4), (4, 8)), r"module=Experts: dim 0 of every parameter must be its 8 experts .*w1 \[4, 8\]"),
         (Experts((8,)), r"dim 0 of every parameter .*w0 \[8\]"),
-        (Experts((8, 4), num_experts=None), "it has no attribute num_experts"),
+        (Experts((8, 4), num_experts=None), r"must be its None experts \(num_experts\)"),
         (Experts(), "it has no parameters to shard"),
         (OneArgument((8, 4)), r"it is called with \(x\), and ExpertParallel needs three arguments"),
     ],

@@ -346,8 +346,8 @@ def test_adapters_on_every_matrix_keep_what_is_planned_beside_the_layers_own(mod
         with patch(f"{__name__}.Decoder", lambda *args, **given: adapted(made(*args, **given), config)):
             return saved_bytes(config, range(layer, layer + 1), torch.float32, False, [])
 
-    rows = TOKENS * plain.model.num_experts_per_token
-    more = adapter_activation_bytes(lora, layer, TOKENS, rows, 4, frozenset())
+    load = token_load(plain, False, torch.float32)
+    more = adapter_activation_bytes(lora, layer, load, frozenset())
     assert more > 0 and kept(lora) == kept(plain) + more
 
 

@@ -25,8 +25,8 @@ from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.validate import validate
-from automoe.planner.memory import RankMemory, plan_memory
-from automoe.planner.step_memory import LayerPlan, StagePlan
+from automoe.planner.memory import plan_memory
+from automoe.planner.step_memory import LayerPlan, RankMemory, StagePlan
 from automoe.planner.workspace import Workspace
 from automoe.verify.pool import RankPool
 from tests.planner.memory_cases import CASES, case
@@ -112,7 +112,9 @@ def kept_scaled(name: str, factor: float) -> Iterator[None]:
 
 
 MUTANTS: dict[str, Callable[[float], object]] = {}
-for _part in sorted(set(automoe.planner.memory.PARTS) - {"widened"}):  # tests/hf/test_packed_base.py has it to the byte
+for _part in sorted(
+    set(automoe.planner.step_memory.PARTS) - {"widened"}
+):  # tests/hf/test_packed_base.py has it to the byte
     MUTANTS[f"{_part} of a rank"] = lambda factor, name=_part: part_scaled(name, factor)
 for _part in ("norms", "attention", "ffn", "experts", "router"):
     MUTANTS[f"{_part} kept"] = lambda factor, name=_part: kept_scaled(name, factor)

@@ -13,8 +13,8 @@ from automoe.config.pipeline import pipeline_order, stages_of_ranks
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from automoe.model.params import SPECS, Param, count_params, stage_params
 from automoe.planner.activations import TokenLoad, layer_activation_bytes
-from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, RankMemory, plan_memory
-from automoe.planner.step_memory import local_numel
+from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, plan_memory
+from automoe.planner.step_memory import RankMemory, local_numel
 from automoe.planner.workspace import layer_workspaces
 from tests.support.configurations import quick_config
 

@@ -214,9 +214,7 @@ def test_the_reference_is_kept_and_known_again(
         load_hf(made.parts, folder / "reference")
         place = written.index(b"log_probs") + 20
         flipped = written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :]
-        unsealed = json.loads(flipped)
-        del unsealed["crc32"]
-        for damaged in (flipped, written[:-40], b"", b"[]", json.dumps(unsealed).encode()):
+        for damaged in (flipped, written[:-40], b"", b"[]"):
             file.write_bytes(damaged)
             assert torch.equal(made.reference().log_probs, first)
             assert "warning" in (said := capsys.readouterr().out) and "damaged" in said

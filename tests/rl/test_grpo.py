@@ -31,7 +31,7 @@ from automoe.errors import BackendError, ConfigError, DataError
 from automoe.hf.folder import write_settings
 from automoe.hf.write import to_hf
 from automoe.observe.metrics import read_metrics
-from automoe.rl.engine import Answer, TransformersEngine, check_gap
+from automoe.rl.engine import Answer, TransformersEngine, gaps_of
 from automoe.rl.engines import teacher_of
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.weights import WeightStream
@@ -228,7 +228,7 @@ def test_answers_stay_until_no_checkpoint_goes_on_with_them(tmp_path: Path) -> N
         rollouts = rollouts_of(tmp_path, [[1], [2]])
         rollouts._updates = 3
         for rollout in range(4):
-            rollouts.keep(rollout, "answers", [])
+            rollouts.once(rollout, "answers", list)
         kept = {(): 4, (8,): 2, (4, 8): 3, (8, 9): 2, (2,): 4, (12,): 0}
         for steps, number in kept.items():
             folder = tmp_path / f"checkpoints-{len(steps)}-{sum(steps)}"
@@ -236,7 +236,7 @@ def test_answers_stay_until_no_checkpoint_goes_on_with_them(tmp_path: Path) -> N
                 (folder / f"step-{step}").mkdir(parents=True)
                 (folder / f"step-{step}" / "manifest.json").write_text(json.dumps({"step": step}))
             for rollout in range(4):
-                rollouts.keep(rollout, "answers", [])
+                rollouts.once(rollout, "answers", list)
             rollouts.forget(folder)
             assert len([*(tmp_path / "rollouts").iterdir()]) == number, steps
 
@@ -324,10 +324,14 @@ def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: st
 def test_an_engine_with_other_weights_is_refused() -> None:
     """Rounding passes; weights of another step, experts in another order or NaN do not."""
     trainer = [-1.0 - 0.1 * n for n in range(20)]
-    assert check_gap([p + 0.02 * (-1) ** n for n, p in enumerate(trainer)], trainer, 0.1) == pytest.approx((0.02, 0.02))
+
+    def gaps(engine: list[float]) -> dict[str, float]:
+        return gaps_of([Answer([], engine[:7]), Answer([], engine[7:])], {"old_log_probs": [trainer]}, 0.1)
+
+    assert [*gaps([p + 0.02 * (-1) ** n for n, p in enumerate(trainer)]).values()] == pytest.approx([0.02, 0.02])
     for engine in ([p - 0.3 for p in trainer], trainer[::-1], [*trainer[1:], float("nan")]):
         with pytest.raises(BackendError, match="nats from the trainer's on average"):
-            check_gap(engine, trainer, 0.1)
+            gaps(engine)
 
 
 def engine_of_stale_weights(settings: Config) -> None:

@@ -177,7 +177,7 @@ def test_equal_rewards_have_no_advantage() -> None:
         (losses.dapo, {"mean": "samples"}, "the loss takes clip_high, clip_low, correction"),
         (losses.dapo, {"kl_coef": 0.1, "kl_kind": "k9"}, "kl_kind=k9: must be one of k1"),
         (losses.gspo, {"clip_low": "x"}, "clip_low=x: expected a number"),
-        (losses.dr_grpo, {}, "losses.dr_grpo.length: has no default"),
+        (losses.dr_grpo, {}, "losses.dr_grpo.length=0: is a divisor, and has no default"),
         (losses.dr_grpo, {"length": 0}, "length=0: is a divisor"),
         (losses.cispo, {"correction": "truncate"}, "losses.cispo.correction=truncate: expected a mapping"),
         (losses.distill_top_k, {"direction": "fwd"}, "direction=fwd: must be one of forward, reverse"),

@@ -20,6 +20,7 @@ import automoe
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.write import to_hf
+from automoe.rl.engine import Sampling
 from automoe.rl.sglang import ServedSGLang
 from automoe.rl.vllm import LocalVLLM, ServedVLLM
 from automoe.rl.weights import WeightStream
@@ -73,10 +74,10 @@ def test_a_server_reads_the_weights_and_is_asked_in_its_words(
 ) -> None:
     address, calls = server
     with one_rank("cpu"):
-        engine = kind(address, Config(model=model.config), [5], tmp_path)
+        engine = kind(address, Config(model=model.config), tmp_path)
         engine.update(WeightStream(model, 100_000))
         to_hf(model, tmp_path / "export", verify=False)
-        [[first, second]] = engine.sample([[1, 2]], 2, 6, 0.8, 11)
+        [[first, second]] = engine.sample([[1, 2]], Sampling(2, 6, 0.8, 11, [5]))
     ours, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("engine", "export"))
     assert ours.keys() == exported.keys() and all(torch.equal(ours[name], one) for name, one in exported.items())
     assert json.loads((tmp_path / "engine" / "config.json").read_text())["model_type"] == "qwen3_moe"
@@ -85,7 +86,10 @@ def test_a_server_reads_the_weights_and_is_asked_in_its_words(
     if kind is ServedVLLM:
         assert paths == ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/resume", "/v1/completions"]
         assert asked["/collective_rpc"]["kwargs"] == {"weights_path": str(tmp_path / "engine")}
-        assert asked["/v1/completions"] | {"n": 2, "seed": 11, "prompt": [1, 2]} == asked["/v1/completions"]
+        assert (
+            asked["/v1/completions"] | {"n": 2, "seed": 11, "prompt": [1, 2], "stop_token_ids": [5]}
+            == asked["/v1/completions"]
+        )
     else:
         assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation", *["/generate"] * 2]
         assert asked["/update_weights_from_disk"] == {"model_path": str(tmp_path / "engine"), "flush_cache": True}
@@ -98,7 +102,7 @@ def test_a_server_reads_the_weights_and_is_asked_in_its_words(
 def test_a_server_that_refuses_or_is_not_there_is_named(model: Any, server: Any, tmp_path: Path) -> None:
     address, _ = server
     with one_rank("cpu"):
-        engine = ServedVLLM(address, Config(model=model.config), [5], tmp_path)
+        engine = ServedVLLM(address, Config(model=model.config), tmp_path)
         with pytest.raises(BackendError, match="/broken/resume: 500"):
             engine.post("/broken/resume")
         engine.address = "http://127.0.0.1:9"
@@ -131,10 +135,10 @@ def test_an_answer_that_lacks_something_is_refused(
 ) -> None:
     """Too few answers would be compared with those to another prompt."""
     with one_rank("cpu"):
-        engine = kind("http://there", Config(model=model.config), [5], tmp_path)
+        engine = kind("http://there", Config(model=model.config), tmp_path)
         monkeypatch.setattr(engine, "post", lambda path, **content: WRONG[case])
         with pytest.raises(BackendError, match="http://there: (an answer|asked for)"):
-            engine.sample([[1, 2], [3]], 2, 6, 1.0, 1)
+            engine.sample([[1, 2], [3]], Sampling(2, 6))
 
 
 def test_what_speaks_no_http_is_named(model: Any, tmp_path: Path) -> None:
@@ -151,10 +155,10 @@ def test_what_speaks_no_http_is_named(model: Any, tmp_path: Path) -> None:
         Thread(target=answer, daemon=True).start()
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(BackendError, match="BadStatusLine.*mend recipe_args.engine"):
-            ServedVLLM(address, Config(model=model.config), [5], tmp_path).post("/resume")
+            ServedVLLM(address, Config(model=model.config), tmp_path).post("/resume")
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", __file__, "python_that_is_not_there"])
 def test_a_python_that_cannot_be_started_is_named(python: str, model: Any, tmp_path: Path) -> None:
     with one_rank("cpu"), pytest.raises(BackendError, match=f"engine={python}: .*Name a Python that has vLLM"):
-        LocalVLLM(python, Config(model=model.config), [5], tmp_path)
+        LocalVLLM(python, Config(model=model.config), tmp_path)

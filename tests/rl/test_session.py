@@ -18,7 +18,6 @@ import automoe
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, DataError
-from automoe.rl.batch import fill_rows
 from automoe.session import Counts, Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
@@ -113,15 +112,6 @@ def test_scores_have_the_gradients_of_whole_logits() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("room", [7, 20])
-def test_rows_take_every_sample_once_and_are_nearly_full(room: int) -> None:
-    lengths = [1 + 5 * number % 7 for number in range(50)]
-    rows = fill_rows(lengths, room)
-    assert sorted(item for row in rows for item in row) == list(range(50))
-    assert all(sum(lengths[item] for item in row) <= room for row in rows)
-    assert len(rows) <= 1.1 * sum(lengths) / room + 1
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -152,6 +142,7 @@ def wrong_batch(kind: str, rank: int = 1) -> list[Sample]:
         "short values": lambda: changed(2, values={"old_log_probs": [0.0] * 3}),
         "words": lambda: changed(2, values={"advantages": "high"}),
         "taken": lambda: changed(2, values={"places": [0.0] * 12}),
+        "taken by a row": lambda: [replace(s, values={**s.values, "labels": 1.0}) for s in batch_of()],
         "missing": lambda: without(batch_of(), 3, "old_log_probs"),
         "unequal": lambda: changed(3, values={"weights": 1.0}),
         "candidates": lambda: changed(4, candidates=[[1]] * 20),
@@ -182,6 +173,7 @@ WRONG = {
     "short values": ("sample 2", "field old_log_probs"),
     "words": ("sample 2", "field advantages"),
     "taken": ("sample 2", "field places", "another name than"),
+    "taken by a row": ("sample 0", "field labels", "another name than"),
     "missing": ("sample 3", "field old_log_probs", "missing"),
     "unequal": ("sample 3", "field weights"),
     "candidates": ("sample 4", "field candidates"),
@@ -194,7 +186,7 @@ WRONG = {
     "short routes": ("sample 4", "field routes", "[19, MoE layers, K]"),
     "on one rank": ("sample 5", "field tokens", "rank 1"),
     "NaN on one rank": ("sample 5", "field advantages", "finite", "rank 1"),
-    "fewer on one rank": ("rank 1", "5 samples", "rank 0 6"),
+    "fewer on one rank": ("sample 5", "rank 1", "or none"),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from automoe.checkpoint import store
 from automoe.errors import CheckpointError, DataError, SaveError
-from automoe.rl.engine import TransformersEngine
+from automoe.rl.engine import Sampling, TransformersEngine
 from automoe.rl.losses import dapo, grpo
 from automoe.rl.weights import WeightStream
 from automoe.session import open_session, save_at, store_at
@@ -145,11 +145,11 @@ def test_a_process_group_without_a_backend_of_the_cpu_is_refused(tmp_path: Path)
 def sizes_of_routes(run_dir: str) -> list[tuple[int, int, int]]:
     """Of each answer: its lines of routes, their numbers, and the bytes that hold them."""
     session = open_session([*SMALL, f"run_dir={run_dir}"])
-    engine = TransformersEngine(session.config, range(0, 64, 3), session.device)
+    engine = TransformersEngine(session.config, session.device)
     engine.update(WeightStream(session.state.model_parts, **engine.options))
     sizes = []
     for prompt in ([1, 2], [4, 5, 7, 8, 10]):
-        [answers] = engine.sample([prompt], 3, 9, 1.0, seed=0)
+        [answers] = engine.sample([prompt], Sampling(3, 9, stops=range(0, 64, 3)))
         for answer in answers:
             assert answer.routes is not None and len(answer.routes) == len(prompt) + len(answer.tokens) - 1
             sizes.append((len(answer.routes), answer.routes.numel(), answer.routes.untyped_storage().nbytes()))

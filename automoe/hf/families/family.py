@@ -115,15 +115,10 @@ class Family(Tier):
         """
         theirs = as_transformers(hf, self.model_type, path)
         for key, value in self.only.items():
-            theirs_value = getattr(theirs, key, value)
-            theirs_value = (
-                "silu" if key == "hidden_act" and theirs_value == "swish" else theirs_value
-            )
-            if theirs_value != value:
-                raise not_computed(
-                    path,
-                    f"{key}={theirs_value}, and {self.model_type} here computes only {key}={value}",
-                )
+            stated = getattr(theirs, key, value)
+            if stated != value and (key, stated) != ("hidden_act", "swish"):  # silu's other name
+                here = f"{self.model_type} here computes only {key}={value}"
+                raise not_computed(path, f"{key}={stated}, and {here}")
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {}
         for ours, spec in self._fields():
@@ -137,8 +132,7 @@ class Family(Tier):
                 except ConfigError as error:
                     raise TypeError(error.rule) from None
         for ours, value in (values | self.fixed).items():
-            group, _, name = ours.rpartition(".")
-            setattr(value_of(config, group) if group else config, name, value)
+            _set_value(config, ours, value)
         if self.dense:
             config.first_k_dense = config.num_layers
         with _readable("values of rotary embeddings that are not numbers", path):
@@ -166,38 +160,20 @@ class Family(Tier):
             fixed["first_k_dense"] = config.num_layers
         for ours, value in fixed.items():
             if value_of(config, ours) != value:
-                raise ConfigError(
-                    f"model.{ours}",
-                    value_of(config, ours),
-                    f"a {self.model_type} checkpoint can only have {value}",
-                    f"Set model.{ours}={value}, or export as another model.family",
-                )
+                said = f"a {self.model_type} checkpoint can only have {value}"
+                raise _not_exported(config, ours, said, value)
+        loads = f"transformers loads a {self.model_type} checkpoint only"
         for ours, least in self.least.items():
-            if config.num_moe_layers and (size := value_of(config, ours)) < least:
-                raise ConfigError(
-                    f"model.{ours}",
-                    size,
-                    f"transformers loads a {self.model_type} checkpoint only with {least} or more",
-                    f"Set model.{ours}={least} or more, or checkpoint.export_hf=false",
-                )
+            if config.num_moe_layers and value_of(config, ours) < least:
+                said = f"{least} or more"
+                raise _not_exported(config, ours, f"{loads} with {said}", said)
         hidden = config.hidden_size
         heads = config.attention.num_heads
-        if self.whole_heads and hidden % heads:
-            raise ConfigError(
-                "model.hidden_size",
-                hidden,
-                f"transformers loads a {self.model_type} checkpoint only if model.attention.num_heads divides it: "
-                f"{hidden} % {heads} = {hidden % heads}",
-                f"Nearest valid choice: model.hidden_size={hidden - hidden % heads or heads}, or "
-                "checkpoint.export_hf=false",
-            )
+        if self.whole_heads and (rest := hidden % heads):
+            said = f"{loads} if model.attention.num_heads divides it: {hidden} % {heads} = {rest}"
+            raise _not_exported(config, "hidden_size", said, hidden - rest or heads)
         if self.whole_heads and config.initializer_range > 1:
-            raise ConfigError(
-                "model.initializer_range",
-                config.initializer_range,
-                f"transformers loads a {self.model_type} checkpoint only with 1 or less",
-                "Set model.initializer_range=0.02, or checkpoint.export_hf=false",
-            )
+            raise _not_exported(config, "initializer_range", f"{loads} with 1 or less", 0.02)
         unread, written = (
             {key: value(config) if callable(value) else value for key, value in stated.items()}
             for stated in (UNREAD | self.unread, self.written)
@@ -227,14 +203,11 @@ class Family(Tier):
         stated = deepcopy(config)
         theirs = SimpleNamespace(name_or_path=self.model_type, **hf)
         for ours, spec in self._fields():
-            group, _, name = ours.rpartition(".")
-            value = spec.read(getattr(theirs, spec.key, spec.default), theirs)
-            setattr(value_of(stated, group) if group else stated, name, value)
+            _set_value(stated, ours, spec.read(getattr(theirs, spec.key, spec.default), theirs))
         for key in differing_values(config, stated, self):
-            said = value_of(stated, key)
-            rule = f"config.json of a {self.model_type} checkpoint would say {said}"
-            remedy = f"Set model.{key}={str(said).lower()}, or checkpoint.export_hf=false"
-            raise ConfigError(f"model.{key}", value_of(config, key), rule, remedy)
+            value = value_of(stated, key)
+            said = f"config.json of a {self.model_type} checkpoint would say {value}"
+            raise _not_exported(config, key, said, str(value).lower())
 
     def _fields(self) -> Iterator[tuple[str, Field]]:
         for ours, spec in self.fields.items():
@@ -245,14 +218,11 @@ class Family(Tier):
         max_positions = int(getattr(theirs, "max_position_embeddings", 4096))
         kind = params["rope_type"]
         partial = params.get("partial_rotary_factor", 1.0)
-        refused = ""
-        if kind not in ("default", "yarn", "llama3"):
-            refused = f"rope type {kind}"
-        elif not self.partial_rotary and partial not in (1, None):
-            refused = f"partial_rotary_factor {partial}"
-        if refused:
+        known = kind in ("default", "yarn", "llama3")
+        if not known or not (self.partial_rotary or partial in (1, None)):
+            stated = f"rope type {kind} and partial_rotary_factor {partial} for rotary embeddings"
             here = f"{self.model_type} here takes none, plain yarn or llama3"
-            raise not_computed(path, f"{refused} for rotary embeddings, and {here}")
+            raise not_computed(path, f"{stated}, and {here}")
         rope = RopeConfig(
             theta=float(params["rope_theta"]),
             original_seq_len=max_positions,
@@ -283,6 +253,11 @@ class Family(Tier):
                     over, under = (yarn_mscale(numbers["factor"], scale) for scale in both)
                     numbers["attention_factor"] = over / under
         return replace(rope, scaling=kind, original_seq_len=original, **numbers)
+
+
+def _not_exported(config: ModelConfig, key: str, rule: str, wanted: object) -> ConfigError:
+    remedy = f"Set model.{key}={wanted}, or checkpoint.export_hf=false"
+    return ConfigError(f"model.{key}", value_of(config, key), rule, remedy)
 
 
 @contextmanager
@@ -346,19 +321,11 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
 
     Keys that no layer uses are left out.
     """
-    scalings = {
-        "none": (),
-        "yarn": ("factor", "original_seq_len", *_YARN, "truncate", "attention_factor"),
-    }
-    scalings["llama3"] = ("original_seq_len", "mscale_all_dim", *_LLAMA3)
+    scaling = {"yarn": (*_YARN, "factor", "truncate", "attention_factor"), "llama3": _LLAMA3}
+    names = ["theta", "interleaved", "partial_rotary_factor", "scaling"]
+    if ours.rope.scaling != "none":
+        names += ["original_seq_len", "mscale_all_dim", *scaling[ours.rope.scaling]]
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
-    names = (
-        "theta",
-        "interleaved",
-        "partial_rotary_factor",
-        "scaling",
-        *scalings[ours.rope.scaling],
-    )
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
     if ours.first_k_dense == 0:
         keys.pop("intermediate_size", None)
@@ -377,10 +344,15 @@ def value_of(config: ModelConfig, key: str) -> Any:
     return attrgetter(key)(config)
 
 
-def layer_types(other: str) -> Field:
+def _set_value(config: ModelConfig, key: str, value: Any) -> None:
+    group, _, name = key.rpartition(".")
+    setattr(value_of(config, group) if group else config, name, value)
+
+
+def layer_types(other: str, default: Any = REQUIRED) -> Field:
     """Return the field that reads and writes ``layer_types`` as the interval of full attention.
 
-    All other layers are of the kind ``other``. Reading raises ``ConfigError`` if layers with full
+    All other layers are of the kind ``other``; if it is empty, there are none. Reading raises ``ConfigError`` if layers with full
     attention have no regular interval, or if a layer is of a third kind.
     """
 
@@ -390,29 +362,21 @@ def layer_types(other: str) -> Field:
         ]
 
     def read(layers: list[str], theirs: Any) -> int:
-        full = [layer for layer, kind in enumerate(layers) if kind == "full_attention"]
-        interval = full[0] + 1 if full else len(layers) + 1
-        expected = kinds(interval, len(layers))
-        if layers != expected:
-            odd = next(layer for layer in range(len(layers)) if layers[layer] != expected[layer])
-            raise not_computed(
-                theirs.name_or_path,
-                f"layer_types[{odd}]={layers[odd]}, and here one in every {interval} layers (the "
-                f"first is layer {interval - 1}) has full_attention, the others {other}",
-            )
+        interval = [*layers, "full_attention"].index("full_attention") + 1 if other else 1
+        pairs = zip(layers, kinds(interval, len(layers)), strict=True)
+        for layer, (kind, expected) in enumerate(pairs):
+            if kind != expected:
+                here = f"one in every {interval} layers has full_attention, the others {other or 'too'}"
+                said = f"layer_types[{layer}]={kind}, and here {here}"
+                raise not_computed(theirs.name_or_path, said)
         return interval
 
     return Field(
-        "layer_types", read=read, write=lambda interval, config: kinds(interval, config.num_layers)
+        "layer_types",
+        default,
+        read=read,
+        write=lambda interval, config: kinds(interval, config.num_layers),
     )
-
-
-def _read_full(layers: list[str], theirs: Any) -> int:
-    if odd := [kind for kind in layers if kind != "full_attention"]:
-        raise not_computed(
-            theirs.name_or_path, f"layers with {odd[0]}, and here all layers have full_attention"
-        )
-    return 1
 
 
 def named(words: str) -> dict[str, Field | str]:
@@ -434,14 +398,7 @@ COMMON_FIELDS = DENSE_FIELDS | named(
     "num_experts_per_token=num_experts_per_tok num_experts moe_intermediate_size"
 )
 # ``layer_types`` may name other kinds in families whose layers all have full attention here.
-FULL_ATTENTION = {
-    "attention.full_attention_interval": Field(
-        "layer_types",
-        (),
-        read=_read_full,
-        write=lambda interval, config: ["full_attention"] * config.num_layers,
-    )
-}
+FULL_ATTENTION = {"attention.full_attention_interval": layer_types("", default=())}
 # MoE layers as DeepSeek-V3 declares them; its leading dense layers are given by their number.
 GROUPED_MOE = (
     named("num_experts=n_routed_experts num_shared_experts=n_shared_experts")

@@ -212,7 +212,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     tensors = complete_headers(folder)
     check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
-    check_holds(folder, config, family.keys, tensors)
+    check_holds(folder, config, tensors)
     decodable(folder, whole, split(tensors, names, config, family.keys)[0])
     plain = {
         name: stored for key, stored in tensors.items() if (name := names.plain(key)) is not None

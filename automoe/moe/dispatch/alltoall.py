@@ -6,6 +6,8 @@ rank, M rows sent (T K without dropping), R rows received.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from automoe.moe.dispatch.base import DispatchGroup, RunExperts, sort_by_expert,
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
+@dataclass
 class AllToAllDispatcher:
     """Dispatcher that sends each chosen (token, expert) pair and its weight to the expert's rank.
 
@@ -20,9 +23,8 @@ class AllToAllDispatcher:
     gives that number.
     """
 
-    def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
-        self.num_experts = num_experts
-        self.ep = ep
+    num_experts: int
+    ep: DispatchGroup
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None

@@ -8,6 +8,8 @@ group, P ranks of the etp axis, E experts of this rank, H hidden.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, RunExperts
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
+@dataclass
 class ExpertTensorDispatcher:
     """Wrapper of ``dispatcher`` whose experts are sharded over the etp group.
 
@@ -23,9 +26,8 @@ class ExpertTensorDispatcher:
     and reduce-scatter would need padding).
     """
 
-    def __init__(self, dispatcher: Dispatcher, etp: DispatchGroup) -> None:
-        self.dispatcher = dispatcher
-        self.etp = etp
+    dispatcher: Dispatcher
+    etp: DispatchGroup
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None

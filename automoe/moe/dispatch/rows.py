@@ -91,52 +91,11 @@ def _packed(rows_TW: Tensor, words_MC: Tensor, source_B: Tensor, word_MC: Tensor
     return lines_BW
 
 
-class _Pack(torch.autograd.Function):
-    """Autograd function that packs rows of x and words into lines [B, H].
+class _Arrived(torch.autograd.Function):
+    """Autograd function that takes received lines apart into rows [B, H] and words [R, C].
 
-    ``source`` [B] is the row of x that each line holds, T for lines of words.
-    """
-
-    @staticmethod
-    def forward(ctx, x_TH, words_MC, source_B, word_MC):
-        ctx.save_for_backward(source_B, word_MC)
-        ctx.num_tokens = x_TH.shape[0]
-        ctx.dtype = words_MC.dtype
-        return _packed(x_TH, words_MC, source_B, word_MC)
-
-    @staticmethod
-    def backward(ctx, grad_BH):
-        source_B, word_MC = ctx.saved_tensors
-        grad_BH = grad_BH.contiguous()
-        return (
-            sum_rows(grad_BH, source_B, ctx.num_tokens),
-            _words(grad_BH, ctx.dtype)[word_MC],
-            None,
-            None,
-        )
-
-
-class _Unpack(torch.autograd.Function):
-    """Autograd function that returns received lines [B, H], and the weights that came among them."""
-
-    @staticmethod
-    def forward(ctx, lines_BH, word_RC, dtype: torch.dtype):
-        ctx.save_for_backward(word_RC)
-        return lines_BH.view_as(lines_BH), _words(lines_BH, dtype)[word_RC]
-
-    @staticmethod
-    def backward(ctx, grad_BH, grad_RC):
-        (word_RC,) = ctx.saved_tensors
-        # Experts read no lines of words, so these lines of the gradient are free to be overwritten.
-        grad_BH = grad_BH.contiguous()
-        _words(grad_BH, grad_RC.dtype)[word_RC] = grad_RC
-        return grad_BH, None, None
-
-
-class _ArrivedIn8Bits(torch.autograd.Function):
-    """Autograd function that decodes received lines into rows and words.
-
-    The backward sends the gradients back in lines of x's dtype.
+    x and words are those of the rows that this rank sent. The backward sends the gradients back, in
+    lines of x's dtype.
     """
 
     @staticmethod
@@ -148,12 +107,16 @@ class _ArrivedIn8Bits(torch.autograd.Function):
         ctx.save_for_backward(exchange.source_B, out.word_places(wide), into.word_places(wide))
         ctx.send = exchange.group.all_to_all
         ctx.splits = out.splits, into.splits
-        return decode_rows(lines_BW, hidden, x_TH.dtype), into.words(lines_BW, ctx.dtype)
+        words_RC = into.words(lines_BW, ctx.dtype)
+        if exchange.group.in_8_bits:
+            return decode_rows(lines_BW, hidden, x_TH.dtype), words_RC
+        return lines_BW.view_as(lines_BW), words_RC
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BH, grad_RC):
         source_B, word_MC, word_RC = ctx.saved_tensors
+        # Experts read no lines of words, so these lines of the gradient are free to be overwritten.
         grad_BH = grad_BH.contiguous()
         _words(grad_BH, ctx.dtype)[word_RC] = grad_RC
         grad_BH = ctx.send(grad_BH, *ctx.splits).contiguous()
@@ -186,10 +149,10 @@ class RowExchange:
         received: list[int],
     ) -> None:
         self.group = group
-        self.dtype, (num_tokens, hidden) = words_MC.dtype, x_TH.shape
+        num_tokens, hidden = x_TH.shape
         line_words, rest = divmod(hidden * x_TH.element_size(), words_MC.element_size())
         assert not rest, (
-            f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {self.dtype} words"
+            f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {words_MC.dtype} words"
         )
         if group.in_8_bits:
             # Encoded rows and gradients share one layout, so the narrower line limits the words.
@@ -200,25 +163,19 @@ class RowExchange:
         )
         self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
         self.source_B[self.out.row_M] = token_idx_M
-        self._given: tuple[Tensor, ...] = ()
-        if group.in_8_bits:
-            self._given = x_TH, words_MC
-            rows_TW = encode_rows(x_TH)
-            width = rows_TW.shape[1] * rows_TW.element_size() // words_MC.element_size()
-            places = self.out.word_places(width)
-            lines = _packed(rows_TW, words_MC.detach(), self.source_B, places)
-        else:
-            lines = _Pack.apply(x_TH, words_MC, self.source_B, self.out.word_MC)
+        rows_TW = encode_rows(x_TH) if group.in_8_bits else x_TH.detach()
+        width = rows_TW.shape[1] * rows_TW.element_size() // words_MC.element_size()
+        places = self.out.word_places(width)
+        lines = _packed(rows_TW, words_MC.detach(), self.source_B, places)
+        self._sent = x_TH, words_MC
         self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the lines [B, H] and the words [R, C] that have arrived. Call it once."""
-        lines, metadata = self.group.wait(self._lines), self._given
-        del self._lines, self._given
-        if metadata:
-            rows_BH, words_RC = _ArrivedIn8Bits.apply(*metadata, lines, self)
-            return keep_encoded(rows_BH, lines), words_RC
-        return _Unpack.apply(lines, self.into.word_MC, self.dtype)
+        lines, sent = self.group.wait(self._lines), self._sent
+        del self._lines, self._sent
+        rows_BH, words_RC = _Arrived.apply(*sent, lines, self)
+        return keep_encoded(rows_BH, lines) if self.group.in_8_bits else rows_BH, words_RC
 
 
 def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) -> Tensor:

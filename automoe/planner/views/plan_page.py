@@ -14,36 +14,25 @@ from automoe.config.frozen import dump_config
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.observe.page import MESH_CAPTION, picture, render
-from automoe.observe.summary import bytes_text, short_number
 from automoe.planner.plan import Plan
-from automoe.planner.views.plan_view import plan_tables
-from automoe.storage.files import replace_file, wrong_kind
+from automoe.planner.views.plan_view import RESULTS, plan_tables
+from automoe.storage.files import replace_file
 
 TEMPLATE_FILE = "plan_template.html"
 MARK = '<meta name="generator" content="automoe plan">'
 
 
 def check_page(path: Path) -> None:
-    """Check that a page can be written to ``path``.
+    """Refuse a path that holds something else than a plan's page.
 
     Raises:
-        ConfigError: the page cannot be written, or it would overwrite a file that is not a plan's
-            page.
+        ConfigError: the page would replace a file of another kind.
     """
-    if (kind := wrong_kind(path)) is not None:
-        name = f"{path}/plan.html" if kind == "a folder" else "plan.html"
-        raise ConfigError("html", str(path), f"it is {kind}", f"Write html={name}")
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-        raise ConfigError(
-            "html",
-            str(path),
-            "it exists and is not a page of a plan",
-            "Remove it, or give another name",
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(
-            "html", str(path), f"there is no folder {path.parent}", "Make it, or give another name"
-        )
+    if path.exists() and not (
+        path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:1000]
+    ):
+        rule = "it exists and is not a page of a plan"
+        raise ConfigError("html", str(path), rule, "Remove it, or give another name")
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
@@ -83,7 +72,12 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
         gpu=config.cluster.gpu,
         verdict=_verdict(config, plan),
         warnings=plan.warnings,
-        numbers=_numbers(config, plan),
+        numbers=[
+            (f"{name}, {meaning}", figure)
+            for table in tables
+            for name, figure, *_, meaning in _rows(table)
+            if name in RESULTS
+        ],
         pictures=made,
         facts=_rows(summary),
         tables=[_as_data(table) for table in tables],
@@ -107,41 +101,6 @@ def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
     if plan.uneven_needed > limit:
         return "running", "fits only at even load"
     return "done", "fits"
-
-
-def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
-    time = plan.time
-    limit = config.cluster.memory_bytes
-    saved = plan.checkpoint
-    low, high = map(short_number, time.band)
-    share = [f", {peak / limit:.0%}" if limit else "" for peak in (plan.needed, plan.uneven_needed)]
-    numbers = [
-        (f"tokens per second, {low} to {high}", short_number(time.tokens_per_second)),
-        ("seconds of a step", f"{time.seconds:.3g}"),
-        (
-            "parameters, active per token",
-            f"{short_number(plan.params.total)}, {short_number(plan.params.active)}",
-        ),
-        (
-            "needed memory per rank" + (", of the GPU's" if limit else ""),
-            bytes_text(plan.needed) + share[0],
-        ),
-        ("needed at twice the even load of experts", bytes_text(plan.uneven_needed) + share[1]),
-        ("a checkpoint", bytes_text(saved.bytes)),
-        (
-            "seconds to write it, training stands still",
-            f"{saved.write_seconds:.3g}, {saved.blocked_seconds:.3g}",
-        ),
-    ]
-    if time.mfu is not None:
-        numbers.insert(
-            2,
-            (
-                "MFU, with all of attention's matrix",
-                f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}",
-            ),
-        )
-    return numbers
 
 
 def _as_data(table: Table) -> dict[str, Any]:

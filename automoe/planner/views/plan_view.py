@@ -25,7 +25,7 @@ STAGES_WIDTH = 80  # Minimum width of the stages table, because a truncated numb
 
 Rows = Iterable[tuple[str, ...]]
 
-_BOLD = ("peak", "needed", "step", "MFU", "on the disk")  # rows of results
+RESULTS = ("peak", "needed", "step", "MFU", "on the disk")  # rows that stand out
 _MOMENTS = {
     "backward": "in a layer's backward pass",
     "loss": "with a micro-batch's loss",
@@ -160,7 +160,7 @@ def _recomputed(config: Config) -> str:
 def _table(title: str, columns: list[Column], rows: Rows) -> Table:
     table = titled_table(title, *columns)
     for row in rows:
-        table.add_row(*row, style="bold" if row[0] in _BOLD else "")
+        table.add_row(*row, style="bold" if row[0] in RESULTS else "")
     return table
 
 
