@@ -102,11 +102,14 @@ class Console:
         validates = record.get("val_loss") is not None
         every = self.config.observe.log_every
         first, since = self._first
-        if every:
-            due = step % every == 0
-        else:
-            silence = min(MAX_SILENCE_S, (now - since + left) / LINES)
-            due = steps - first < LINES or now - self._printed >= silence
+        due = (
+            step % every == 0
+            if every
+            else (
+                steps - first < LINES
+                or now - self._printed >= min(MAX_SILENCE_S, (now - since + left) / LINES)
+            )
+        )
         if not (self._lines == 0 or step == steps or validates or not finite or due):
             return
         self._printed = now
@@ -132,24 +135,22 @@ class Console:
         self._lines += 1
         self._row(f"{step}/{steps}", [text for _, text in cells], None if finite else "bold red")
         if validates:
-            indent = self._step_width
-            parts = []
+            text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{WIDTHS[0]}}"
             if (bits := record.get("val_bits_per_byte")) is not None:
-                parts.append(f"{float(bits):.3f} bits per byte")
-            has_perplexity = "val_perplexity" in record
-            if has_perplexity:
-                parts.append(f"perplexity {perplexity_text(record['val_loss'])}")
+                text += f"   {float(bits):.3f} bits per byte"
+            if "val_perplexity" in record:
+                text += f"   perplexity {perplexity_text(record['val_loss'])}"
             for heading, key in REWARDS.values():
                 if f"val_{key}" in record:
-                    parts.append(f"{heading} {float(record[f'val_{key}']):.3g}")
+                    text += f"   {heading} {float(record[f'val_{key}']):.3g}"
             if (averaged := record.get("val_loss_ema")) is not None:
-                parts.append(f"EMA {loss_text(averaged)}")
-            head = f"{'validation':>{indent}}{loss_text(record['val_loss']):>{WIDTHS[0]}}"
-            self._print("   ".join([head, *parts]), "bold green")
+                text += f"   EMA {loss_text(averaged)}"
+            self._print(text, "bold green")
             for name, loss in losses_by_source(record):
-                parts = [f"{'':>{indent}}{loss_text(loss):>{WIDTHS[0]}}"]
-                parts += [f"perplexity {perplexity_text(loss)}"] * has_perplexity
-                self._print("   ".join([*parts, name]), "green")
+                numbers = f"{loss_text(loss):>{WIDTHS[0]}}"
+                if "val_perplexity" in record:
+                    numbers += f"   perplexity {perplexity_text(loss)}"
+                self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:
         """Print a line between step lines, such as a saved checkpoint or a skipped spike."""
@@ -169,8 +170,9 @@ class Console:
         """Print each sample's ``prompt`` and the model's ``text``, one terminal line each."""
         for sample in samples:
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
-                text = text.replace("\n", "⏎")
-                shown = "".join(char if char.isprintable() else " " for char in text)
+                shown = "".join(
+                    char if char.isprintable() else " " for char in text.replace("\n", "⏎")
+                )
                 self._print(f"{'':>{self._step_width}}  {shown}"[:80].rstrip(), style)
         self.note(f"answered in {seconds_text(seconds)}")
 
@@ -201,11 +203,13 @@ class Console:
         step = record["step"]
         pace = float(record.get("step_seconds") or math.nan)
         # The first step is slow because of warm-up: its pace is used once and then forgotten.
-        if self._last is None:
-            self._first = (step, now)
-        else:
+        if self._last is not None:
             pace = (now - self._last[1]) / max(1, step - self._last[0])
-            self._pace = pace = 0.95 * (self._pace or pace) + 0.05 * pace
+            if self._pace is not None:
+                pace = 0.95 * self._pace + 0.05 * pace
+            self._pace = pace
+        else:
+            self._first = (step, now)
         self._last = (step, now)
         return pace * (self.config.train.steps - step)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine, TightLayoutEngine
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from automoe.storage.files import replace_file
 
@@ -54,18 +54,14 @@ RC: dict[Any, Any] = {
 
 
 def new_figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, plain: bool = False, **grid: Any
+    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and its axes in reading order, independent of pyplot's global state.
 
     Args:
         width, height: size in inches.
-        plain: the figure has nothing besides its axes, such as a colour bar; the layout then takes
-            half the time.
     """
-    layout = (
-        TightLayoutEngine(pad=1.0) if plain else ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
-    )
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
     figure = Figure(figsize=(width, height), layout=layout)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
 
