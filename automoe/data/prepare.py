@@ -261,17 +261,13 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
         )
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
-        unit = "document"
-        several = "documents"
-        others = "split"
-        counted = ", counting its end-of-text token,"
-        if data.is_chat:
-            unit = "pair" if data.is_preference else "conversation"
-            several = "samples"
-            others = "drop" if data.is_preference else "drop or truncate"
-            counted = ""
+        unit, several, others = "document", "documents", "split"
+        if data.is_preference:
+            unit, several, others = "pair", "samples", "drop"
+        elif data.is_chat:
+            unit, several, others = "conversation", "samples", "drop or truncate"
         raise DataError(
-            f"{corpus.where(too_long[0])}: a {unit} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
+            f"{corpus.where(too_long[0])}: a {unit} of {corpus.lengths[too_long[0]]} tokens does not fit "
             f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
             f"{len(corpus.lengths)} {several} do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
             f"train.seq_len, or set data.on_long={others}."
