@@ -221,9 +221,10 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
     }
     if corpus.trained is None:
         return PackedRows(corpus.tokens, starts, lengths, **options)
-    options |= {"trained": corpus.trained, "pack": config.data.chat.pack}
+    firsts = None
     if corpus.firsts is not None:
-        options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+        firsts = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+    options |= {"trained": corpus.trained, "firsts": firsts, "pack": config.data.chat.pack}
     return SampleRows(corpus.tokens, starts, lengths, **options)
 
 

@@ -195,8 +195,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     both = len(steps) > 1
     figure, axes = new_figure(WIDE if both else NARROW, height, columns=1 + both)
     load_NLE = relative_load(counts)
-    finite_N = np.isfinite(load_NLE)
-    mean_LE = np.where(finite_N, load_NLE, 0).sum(axis=0) / np.maximum(finite_N.sum(axis=0), 1)
+    mean_LE = relative_load(counts.sum(axis=0))
     # The colour scale is logarithmic around 1: twice and half the equal share are equally far away.
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
