@@ -283,7 +283,7 @@ class Loader:
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
     ) -> StepBatch:
         """Return rows ``indices`` of their ``sources``, [R] each, as a batch."""
-        rows = self._rows_of(split, 0).take(np.full(len(indices), -1))
+        rows = self._rows_of(split, sources[0]).take(np.full(len(indices), -1))
         for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
             if index >= 0:
                 self._rows_of(split, source).fill(rows, row, int(index))

@@ -73,13 +73,3 @@ def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
     figure.savefig(drawn, format="png", dpi=DPI, **options)
     replace_file(path, drawn.getvalue())
     return path
-
-
-def say_empty(axis: Axes, text: str) -> None:
-    """Write ``text`` in the middle of an empty plot, to explain why it is empty."""
-    axis.text(
-        0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11
-    )
-    axis.set(xticks=[], yticks=[])
-    axis.spines[:].set_visible(False)
-    axis.grid(False)

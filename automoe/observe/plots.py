@@ -19,17 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from automoe.config.schema import Config
 from automoe.observe.metrics import Curve, Records, read_metrics, series
-from automoe.observe.plot_style import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RC,
-    RED,
-    SEQUENTIAL,
-    new_figure,
-    save,
-    say_empty,
-)
+from automoe.observe.plot_style import BLUE, GREEN, ORANGE, RC, RED, SEQUENTIAL, new_figure, save
 from automoe.observe.summary import COMPARED, median, short_number
 
 # figure widths in inches
@@ -306,7 +296,7 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
     )
     _over_steps(loss, "Training loss", "nats per token")
     if not runs:
-        say_empty(loss, "no job trained a step")
+        loss.set_title("No job trained a step")
         return save(figure, directory / SWEEP_PLOT)
     colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
     for i, ((_, records), colour) in enumerate(zip(runs, colours, strict=True)):
