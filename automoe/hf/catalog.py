@@ -120,27 +120,24 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     missing = [key for key in wanted if key not in sources and key not in copies]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
-        key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
+        f"{key} is {list(sources[key].full_shape)}, not {list(shape)}"
+        for key, shape in wanted.items()
+        if key in sources and sources[key].full_shape != shape
     ]
     if HEAD in unexpected:
         remedy = (
             "config.json ties the output head to the embedding, and lm_head.weight has different numbers. Set "
             "tie_word_embeddings to false there: transformers also keeps both and does not tie them"
         )
-    kinds = ("tensors are missing", missing), ("are not the model's", unexpected)
-    if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
+    kinds = {
+        "tensors are missing": missing,
+        "are not the model's": unexpected,
+        "tensors differ from the model's in shape": wrong,
+    }
+    if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
             f"{len(wanted)} tensors: {'; '.join(problems)}. {remedy}"
-        )
-    if wrong:
-        shapes = [
-            f"{key} is {list(sources[key].full_shape)}, not {list(wanted[key])}"
-            for key in wrong[:4]
-        ]
-        raise CheckpointError(
-            f"{folder}: {len(wrong)} tensors differ from the model's in shape: {'; '.join(shapes)}. "
-            "Compare the model's configuration with its config.json"
         )
     if not config.tie_embeddings and HEAD in sources and hf.get("tie_word_embeddings"):
         notes.append(

@@ -129,19 +129,22 @@ def to_peft(
             )
         belongs = _belongs(config, lora, ranks)
 
+        first = _first_holder(parts)
+
         def write_stage() -> None:
-            first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
-            if ranks.rank == first:  # the lowest rank that holds these stages
+            if ranks.rank == first:
                 contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
                 save_file(contiguous, folder / f"stage-{first}.safetensors")
 
         ranks.all(write_stage)
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
-    if lora.base == "nf4":
-        text += "; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
-        text += "numbers, which are different: for the logits that were trained, export merged"
-    return text
+    if lora.base != "nf4":
+        return text
+    return (
+        f"{text}; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
+        "numbers, which are different: for the logits that were trained, export merged"
+    )
 
 
 def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
@@ -199,6 +202,11 @@ def gathered_adapters(parts: Parts) -> Tensors:
     }
 
 
+def _first_holder(parts: Parts) -> int:
+    """Return the lowest rank that holds these stages."""
+    return stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+
+
 def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, torch.Tensor]:
     """Return the adapters of all stages on every rank, on the CPU, under peft's names. Collective.
 
@@ -210,7 +218,7 @@ def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, t
     parts = as_parts(model)
     config, ranks = config_of(parts), Ranks()
     tensors = gathered_adapters(parts)
-    first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+    first = _first_holder(parts)
     everyone = ranks.all(lambda: tensors if ranks.rank == first else {})
     ours = {name: tensor for theirs in everyone for name, tensor in theirs.items()}
     keys = family_of(config).keys

@@ -30,7 +30,7 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece
-from automoe.hf.quantized import GROUP, dequantize_fp8, dequantize_int4, dequantize_mxfp4
+from automoe.hf.quantized import CODECS, GROUP, dequantize_fp8
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
@@ -45,7 +45,6 @@ DIRECT_BYTES = 64 << 20
 # If a row has fewer unwanted bytes than this, they are read along with the wanted columns: one call
 # per row would take as long as copying about this many bytes.
 GAP_BYTES = 8 << 10
-MAX_OPEN = 4  # files
 Span = tuple[int, int]  # half-open range
 
 
@@ -223,7 +222,7 @@ class ReadItem(NamedTuple):
     def wanted(self) -> Span:
         """Byte range of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
-        if self.source.encoding in ("mxfp4", "int4"):
+        if self.source.encoding in CODECS:
             half = GROUP // 2
             return left // GROUP * half, -(-right // GROUP) * half
         size = DTYPES[self.source.dtype].itemsize
@@ -282,7 +281,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
 
 
 class Reader:
-    """Reader of slices of a catalog's tensors, with at most ``MAX_OPEN`` files open at once.
+    """Reader of slices of a catalog's tensors, which keeps their files open.
 
     Attributes:
         bytes_read: bytes read from files so far.
@@ -369,8 +368,8 @@ class Reader:
         scale = self._rows(blocks, matrix, first, -(-end // height))
         if not fp8:
             start = left % GROUP
-            widen = dequantize_mxfp4 if item.source.encoding == "mxfp4" else dequantize_int4
-            return widen(data, scale)[:, start : start + right - left]
+            _, dequantize = CODECS[item.source.encoding]
+            return dequantize(data, scale)[:, start : start + right - left]
         if item.shard.base:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
         return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
@@ -395,8 +394,6 @@ class Reader:
 
         def read(part: memoryview, offset: int) -> int:
             if source.file not in self._open:
-                if len(self._open) == MAX_OPEN:
-                    os.close(self._open.pop(next(iter(self._open))))
                 self._open[source.file] = open_inside(self.catalog.folder, source.file)
             try:
                 return os.preadv(self._open[source.file], [part], offset)

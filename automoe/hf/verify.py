@@ -29,7 +29,7 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.as_transformers import without_warnings
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.folder import float32_copy, write_settings
+from automoe.hf.folder import write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.merge import adapters_of
@@ -298,7 +298,7 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     if all(source.encoding == "plain" for source in catalog.sources.values()):
         yield catalog.folder
         return
-    with TemporaryDirectory(prefix=float32_copy(catalog.folder), dir=catalog.folder.parent) as copy:
+    with TemporaryDirectory(prefix=".float32.", dir=catalog.folder) as copy:
         folder = Path(copy)
         keys, shards = family_of(config).keys, unread_shards(config)
         plan = plan_writes(shards, config, keys, torch.float32, source=catalog)
