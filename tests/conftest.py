@@ -43,7 +43,7 @@ settings.load_profile("automoe")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Up to 16 gloo ranks: ``ranks.run(fn, world_size, *args)`` returns one result a rank."""
-    pool = ImportedRanks(max_ranks=16)
+    pool = ImportedRanks()
     yield pool
     pool.close()
 
@@ -53,6 +53,16 @@ def trains() -> Iterator[None]:
     """Modules that the test calls itself count, as in the passes of a training step."""
     with training_pass():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without Python's garbage collector: it would look at every module that is imported, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -72,6 +82,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     What collecting leaves behind stays: Python's garbage collector need not look at it again and again.
     """
+    gc.collect()
     gc.freeze()
     if session.config.option.collectonly:
         return

@@ -89,10 +89,12 @@ class Comparison(NamedTuple):
     number: str
     operator: str
     choices: tuple[str, ...]
+    reader: Callable[[Scope], Any]
+    choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
         """Return what its words stand for."""
-        return [_meaning(word, self.key)(see) for word in self.choices]
+        return [read(see) for read in self.choice_readers]
 
     def holds(self, value: Any, choices: list[Any]) -> bool:
         """Return True if ``value`` on the left and ``choices`` on the right fulfil it."""
@@ -199,11 +201,11 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
             number, operator, words = sides
         key = subject or number.split(" ")[0]
         choices = tuple(words.split("|")) if words else ()
-        parts.append(Comparison(key, number, operator, choices))
+        readers = tuple(_meaning(word, key) for word in choices)
+        parts.append(Comparison(key, number, operator, choices, _reader(number), readers))
     return tuple(parts)
 
 
-@cache
 def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
     """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
     value: Any = _WORDS.get(word, word)
@@ -240,7 +242,10 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose conditions both hold, in order."""
     for rows in tables:
         for row in rows:
-            if all(part.holds(see(part.number), part.values(see)) for part in _both(*row[:2])):
+            for part in _both(row[0], row[1]):
+                if not part.holds(part.reader(see), part.values(see)):
+                    break
+            else:
                 yield row
 
 

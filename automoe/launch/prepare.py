@@ -106,10 +106,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
     ties = config.model.router.exact_ties
     ties |= "model.router.exact_ties" not in named and model.router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
+    model_keys = list(leaf_keys(ModelConfig, "model."))
     for key, value in named.items():
-        compared = (
-            _TELLING if key == "model" else [key] if key in leaf_keys(ModelConfig, "model.") else []
-        )
+        compared = _TELLING if key == "model" else {key}.intersection(model_keys)
         differing = []
         for name in compared:
             get = attrgetter(name.removeprefix("model."))

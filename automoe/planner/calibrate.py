@@ -363,11 +363,11 @@ def _collectives(
     import torch
     import torch.distributed as dist
 
-    from automoe.comm.collectives import ProcessGroupDispatch, wait_tensor
+    from automoe.comm.collectives import DispatchGroup, wait_tensor
 
     size = dist.get_world_size(group)
     here = dist.get_rank(group)
-    dispatch = ProcessGroupDispatch(group)
+    dispatch = DispatchGroup(group)
     part = torch.ones(num_bytes // 4 // size, device=device)
     whole = part.repeat(size)
     received = torch.empty_like(whole)

@@ -47,8 +47,9 @@ def test_convert_names_each_engine_in_a_line(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_table_has_keys_and_families_that_exist() -> None:
+    model = compose_config().model
     for families in IGNORED.values():
         for family, taken in families.items():
             assert family in FAMILIES
             for key in taken:
-                value_of(compose_config().model, key)
+                value_of(model, key)

@@ -70,7 +70,7 @@ def without_record(replayed: Trajectory) -> tuple[Trajectory, list[float]]:
     return replayed, shares
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_natural_routes_of_both_formats_change_no_bit(ranks: RankPool, natural, case: Case) -> None:
     one, forced = natural(case)
@@ -91,7 +91,7 @@ def foreign(case: Case, natural) -> list[torch.Tensor]:
     return forced
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_foreign_routes_mean_the_same_on_every_mesh(ranks: RankPool, natural, case: Case) -> None:
     """Biases stand still, and all else is equal at 1e-10."""

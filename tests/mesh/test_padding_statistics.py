@@ -51,7 +51,7 @@ def statistics(config: Config, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_stands_in_padding_changes_no_number_of_a_step(case: Case) -> None:
-    plain, *others = (statistics(case.config, seed) for seed in range(5))
+    plain, *others = (statistics(case.config, seed) for seed in range(3))
     assert plain["loss"] > 0 and plain["logits"].isfinite().all()
     for name, number in plain.items():
         for other in others:
