@@ -262,10 +262,13 @@ def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtyp
         hf_config._experts_implementation = "eager"
 
 
-def compare_with_dense(dense: Path, mixture: Path) -> float | None:
+def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | None:
     """Compare the logits of an upcycled checkpoint with its dense source's.
 
     transformers runs both in float32.
+
+    Args:
+        rounded: True if the mixture is written in a narrower dtype than the source's.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -281,9 +284,14 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
         _run_transformers(folder, tokens, configs[folder]) for folder in configs
     )
     why = (
-        ". In bfloat16 the mixture is rounded if the source was in float32, and its down projections if the "
-        "granularity is not a power of two: write it with --dtype float32, and round it with automoe convert"
+        ". If weights are in bfloat16 and the granularity is not a power of two, down "
+        "projections are rounded: write them with --dtype float32"
     )
+    if rounded:
+        why = (
+            ", since it was rounded from float32 to bfloat16: upcycle without --dtype, and round the "
+            "result with automoe convert --dtype bfloat16"
+        )
     return _relative_error(after, before, mixture, f"its logits are not those of {dense}", why)
 
 
