@@ -53,15 +53,15 @@ def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype
     settings.optim.algorithm = "muon" if dtype == "muon" else "adamw"
     if kept:
         settings.optim.master_weights, settings.optim.moments = kept
-    straight = run(ranks, settings, tmp_path / "run", until=4, save_at=[2])
-    assert_everything_moved(straight, 2)
-    resumed = run(ranks, settings, tmp_path / "run", until=4)
-    assert (straight.resumed_at, resumed.resumed_at) == (None, 2)
-    assert_equal_bits(resumed.states[2], straight.states[2])
-    assert resumed.losses == straight.losses[2:]
-    assert_equal_bits(resumed.states[4], straight.states[4])
-    assert resumed.counters == {step: straight.counters[step] for step in (2, 4)}
-    assert straight.counters[4]["loader"]["consumed_rows"] == 32
+    straight = run(ranks, settings, tmp_path / "run", until=6, save_at=[3])
+    assert_everything_moved(straight, 3)
+    resumed = run(ranks, settings, tmp_path / "run", until=6)
+    assert (straight.resumed_at, resumed.resumed_at) == (None, 3)
+    assert_equal_bits(resumed.states[3], straight.states[3])
+    assert resumed.losses == straight.losses[3:]
+    assert_equal_bits(resumed.states[6], straight.states[6])
+    assert resumed.counters == {step: straight.counters[step] for step in (3, 6)}
+    assert straight.counters[6]["loader"]["consumed_rows"] == 48
 
 
 @pytest.fixture(scope="module")
