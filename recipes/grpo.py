@@ -77,7 +77,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             rollout, part = divmod(state.step, updates)
 
             if rollout != drawn:
-                # answers of the weights as they are now
                 began = time.perf_counter()
                 with phase("sample", state.step + 1):
                     answers = sampled(engine, stream, rollouts, rollout, how, config)

@@ -95,10 +95,11 @@ train.global_batch_size: facts.micro_batches < facts.least |
 """, SINGLE="|".join(SINGLE), DIVIDED=_DIVIDED)
 _SIZES = table("""
 parallel.layers_per_stage: facts.sizes != facts.stages |
-    | one size per stage: mesh.pp * parallel.stages_per_rank = {facts.stages} stages, {facts.sizes} sizes | {facts.remedy}
-parallel.layers_per_stage: facts.least < 0 | | a stage cannot have {facts.least} layers | {facts.remedy}
-parallel.layers_per_stage: facts.empty | | every pipeline rank trains something, and the stages of rank {facts.rank} are all empty
+    | one size per stage: mesh.pp * parallel.stages_per_rank = {facts.stages} stages, {facts.sizes} sizes
     | {facts.remedy}
+parallel.layers_per_stage: facts.least < 0 | | a stage cannot have {facts.least} layers | {facts.remedy}
+parallel.layers_per_stage: facts.empty |
+    | every pipeline rank trains something, and the stages of rank {facts.rank} are all empty | {facts.remedy}
 parallel.layers_per_stage: facts.total != model.num_layers |
     | the sizes add up to {facts.total}, and model.num_layers is {model.num_layers} | {facts.remedy}
 """)

@@ -339,7 +339,7 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> D
     if not chosen.any():
         raise DataError(
             f"No document for the {split} split: {len(lengths)} documents, {int(lengths.sum())} tokens, "
-            f"data.val_fraction={val_fraction} (equal ones share a split). Add documents, raise data.max_bytes, or set data.val_fraction=0 "
-            "train.val_every=0, which trains on all."
+            f"data.val_fraction={val_fraction} (equal ones share a split). Add documents, raise data.max_bytes, or "
+            "set data.val_fraction=0 train.val_every=0, which trains on all."
         )
     return starts[chosen], lengths[chosen]

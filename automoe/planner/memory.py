@@ -222,8 +222,8 @@ def _pipeline_moments(
         sent = kept_sends * sum(each.received for each in stages)
         buffers = stage.border * (not stage.last) + sent
         yield replace(
-            now, micro_batches_in_flight=in_flight, unsharded_gradients=there, activations=num_bytes, gathered_weights=gathered,
-            receive_buffers=buffers,
+            now, micro_batches_in_flight=in_flight, unsharded_gradients=there, activations=num_bytes,
+            gathered_weights=gathered, receive_buffers=buffers,
         )  # fmt: skip
     whole = sum(stage.gradients for stage in stages)
     flat = max(
