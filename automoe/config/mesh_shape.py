@@ -174,11 +174,6 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int, ch
         below = num_ranks // unit * unit
         above = (num_ranks // unit + 1) * unit
         nearest = f"{below} or {above}" if below else above
-        smaller = []  # of each axis, the largest smaller size with which the ranks fill the mesh
-        for axis in ("pp", "dp_replicate", "cp", "tp"):
-            size = getattr(mesh, axis)
-            fits = [n for n in range(1, size) if num_ranks % (unit // size * n) == 0]
-            smaller += [f"mesh.{axis}={n}" for n in fits[-1:]]
         # A preset would choose other axes for another number.
         ranks = "" if chosen else f"launch.num_ranks to {nearest}, or "
         raise ConfigError(
@@ -186,9 +181,26 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int, ch
             -1,
             f"{num_ranks} ranks do not divide by pp*dp_replicate*cp*tp = "
             f"{mesh.pp}*{mesh.dp_replicate}*{mesh.cp}*{mesh.tp} = {unit}{chosen}",
-            f"Set {ranks}{' or '.join(smaller) or 'an axis'}",
+            f"Set {ranks}{_smaller_axes(mesh, num_ranks) or 'an axis'}",
         )
     return dp_shard
+
+
+def _smaller_axes(mesh: MeshConfig, num_ranks: int) -> str:
+    """Return, for each axis, its largest smaller size with which the ranks fill the mesh."""
+    choices = []
+    for axis in ("pp", "dp_replicate", "cp", "tp"):
+        for size in range(getattr(mesh, axis) - 1, 0, -1):
+            smaller = replace(mesh, preset="", **{axis: size})
+            if num_ranks % (smaller.pp * smaller.dp_replicate * smaller.cp * smaller.tp):
+                continue
+            try:
+                resolve_mesh(smaller, num_ranks)
+            except ConfigError:  # the experts' axes do not fold into it
+                continue
+            choices.append(f"mesh.{axis}={size}")
+            break
+    return " or ".join(choices)
 
 
 def _folding_error(

@@ -143,7 +143,7 @@ def test_a_directory_of_ones_own(tmp_path: Path) -> None:
         ("model=small_mixtrl", "model", "Did you mean model=small_mixtral?"),
         ("mesh.ep=1,2", "mesh.ep", "Add -m"),
         ("~train.steps", "train.steps", "cannot be deleted"),
-        ("+experiment=smoke", "--config-name", "multiple values for experiment"),
+        ("+experiment=smoke", "--config-name", "Multiple values for experiment"),
         ("+train.steps=3", "--config-name", "already at 'train.steps'"),
         ("hydra.run.dir=out", "hydra.run.dir", "set run_dir="),
         ("hydra/launcher=basic", "hydra/launcher", "set run_dir="),

@@ -25,7 +25,7 @@ def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 
     ("broken", "key", "said"),
     [
         (config(capacity_factor=-1.0), "moe.capacity_factor", "at least 0"),
-        (config(z_loss_coef=float("nan")), "moe.z_loss_coef", "at least 0"),
+        (config(z_loss_coef=float("nan")), "moe.z_loss_coef", "must be a finite number"),
         (config(micro_batch_balance_coef=float("inf")), "moe.micro_batch_balance_coef", "a finite number"),
         (config(router_jitter=1.0), "moe.router_jitter", "above 0"),
         (
