@@ -329,7 +329,9 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:  # The embedding of a checkpoint has a fixed number of rows.
-            remedy = f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
+            remedy = f"Set data.tokenizer={path} for the checkpoint's own, or to a smaller one"
+            if name == path:
+                remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
         raise ConfigError(
             "model.vocab_size",
             rows,
