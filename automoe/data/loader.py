@@ -20,7 +20,7 @@ from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
 from automoe.data.outlook import describe_length, describe_unlearned
-from automoe.data.packing import PackedRows
+from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
 
@@ -287,6 +287,7 @@ class Loader:
         for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
             if index >= 0:
                 self._rows_of(split, source).fill(rows, row, int(index))
+        self._check_ids(split, sources, indices, rows)
         num_bytes = self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE])
         tensors = {name: torch.from_numpy(array) for name, array in vars(rows).items()}
         pairs = self._pairs(split, sources, indices) if self.config.data.is_preference else None
@@ -312,3 +313,25 @@ class Loader:
         """Return ``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""
         corpus = self.corpora[source]
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
+
+    def _check_ids(
+        self, split: Split, sources: np.ndarray, indices: np.ndarray, rows: Rows
+    ) -> None:
+        """Raise ``DataError`` if an id has no row in the embedding.
+
+        A cache that was verified at the start may still be damaged while a job runs.
+        """
+        size = self.config.model.vocab_size
+        bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
+        for source, index in zip(sources[bad], indices[bad], strict=True):
+            packed = self._rows_of(split, source)
+            for document in packed.row_documents(int(index)):
+                start = int(packed.starts[document])
+                tokens = packed.tokens[start : start + int(packed.lengths[document])]
+                if (tokens >= size).any():
+                    at = int(np.argmax(tokens >= size))
+                    raise DataError(
+                        f"{self._where(source, start)}: token {at} of this document is id {tokens[at]}, and the "
+                        f"embedding ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is "
+                        "then rebuilt."
+                    )
