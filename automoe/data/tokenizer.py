@@ -333,17 +333,11 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     size = tokenizer.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
-<<<<<<< HEAD
         if path is not None:
             grows = tier_of(config.model).resizable
-            remedy = f"{remedy} (new rows start as its mean). " if grows else ""
-            remedy += f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
-=======
-        if path is not None:  # The embedding of a checkpoint has a fixed number of rows.
-            remedy = f"Set data.tokenizer={path} for the checkpoint's own, or to a smaller one"
-            if name == path:
-                remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
->>>>>>> w/data
+            remedy = f"{remedy} (new rows start as its mean), or " if grows else ""
+            own = "the one that the checkpoint was published with" if name == path else path
+            remedy += f"Set data.tokenizer={own}"
         raise ConfigError(
             "model.vocab_size",
             rows,
