@@ -69,7 +69,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
     from automoe.hf.write import convert_hf  # torch
 
     written = convert_hf(folder, out, **options)
-    return replace(written, checked=True, rounded=f"{written.dtype} where they were wider")
+    return replace(written, checked=True)
 
 
 if __name__ == "__main__":

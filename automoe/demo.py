@@ -109,12 +109,14 @@ def show_step(console: Console) -> bool:
     in_float64 = passes(config)[0]
     pool = RankPool(max_ranks=shape.world_size)
     try:
-        _title(
-            console, 1, "the same training step on one rank and on four, experts spread over all"
+        console.print(
+            "[bold]1. the same training step on one rank and on four, experts spread over all[/]"
         )
         right = verify_pass(in_float64, shape, pool)
         show_result(console, right)
-        _title(console, 2, f"again, and rank {FAULTY_RANK}'s gradients get lost in reduce-scatters")
+        console.print(
+            f"[bold]2. again, and rank {FAULTY_RANK}'s gradients get lost in reduce-scatters[/]"
+        )
         wrong = verify_pass(in_float64, shape, pool, broken_trajectory)
         show_result(console, wrong)
     finally:
@@ -166,11 +168,13 @@ def show_run(console: Console, folder: Path) -> bool:
 
     whole = folder / "whole"
     killed = folder / "killed"
-    _title(console, 3, f"a run of {STEPS} steps on two ranks, left alone")
+    console.print(f"[bold]3. a run of {STEPS} steps on two ranks, left alone[/]")
     console.print(f"[dim]automoe train run_dir={whole} {RUN}[/]", soft_wrap=True)
     with console.status("training"):  # on a terminal only
         expected = train(whole, f"{RUN} observe.report=false".split())
-    _title(console, 4, f"the same, killed with SIGKILL after step {KILLED_AFTER}, started again")
+    console.print(
+        f"[bold]4. the same, killed with SIGKILL after step {KILLED_AFTER}, started again[/]"
+    )
     with console.status("training, to be killed"):
         at = train_and_kill(killed, RUN.split(), KILLED_AFTER)
     console.print(f"killed after step {at}; the newest checkpoint is of step {SAVED_EVERY}")
@@ -188,10 +192,6 @@ def show_run(console: Console, folder: Path) -> bool:
             f"[green bold]EQUAL[/]  to the bit: {numbers:,} numbers of {len(got)} steps\n"
         )
     return not different and expected[-1]["loss"] < expected[0]["loss"] - 1
-
-
-def _title(console: Console, number: int, text: str) -> None:
-    console.print(f"[bold]{number}. {text}[/]")
 
 
 if __name__ == "__main__":

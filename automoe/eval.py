@@ -35,7 +35,7 @@ from automoe.errors import (
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.interop.lm_eval import guard_harness, in_time, rehearse
 from automoe.observe.metrics import jsonable
-from automoe.storage.files import explained, free_name
+from automoe.storage.files import explained, free_name, replace_file
 
 RESULTS = "eval.json"
 
@@ -101,7 +101,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     logger.handlers = [_Once(args.tasks)]
     logger.propagate = False
     with checkpoint_of(where) as folder:
-        out = _free(where, args.out)
+        _free(where, args.out)  # before the tasks run
         with _failing(args.tasks):
             tasks = load_tasks([spec.strip() for spec in args.tasks.split(",")])
         names = [leaf.task_name for task in tasks for leaf in _leaves(task)]
@@ -115,8 +115,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     print(make_table(scores))
     if scores.get("groups"):
         print(make_table(scores, "groups"))
-    with explained(out, "The table above has the numbers"), out.open("x") as file:
-        json.dump(jsonable(scores), file, indent=1, default=str)
+    out = _free(where, args.out)  # another evaluation may have written results since
+    with explained(out, "The table above has the numbers"):
+        replace_file(out, json.dumps(jsonable(scores), indent=1, default=str))
     print(f"results {out}")
     # The name of a number is METRIC,FILTER; a standard error that was not estimated is N/A.
     numbers = {
@@ -270,8 +271,8 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         rehearse(tokenizer, args.tasks, partial(run, bootstrap_iters=0))
         for leaf in leaves:
             for part in ("apply_filters", "process_results"):
-                what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
-                setattr(leaf, part, in_time(what, getattr(leaf, part)))
+                place = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
+                setattr(leaf, part, in_time(place, getattr(leaf, part)))
         scores = run(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.compose import DEFAULT_PRIMARY
-from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, LaunchError
@@ -69,10 +68,10 @@ def open_session(
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    checked, shape, device = resolved(config, world_size, config_name, config_dir)
+    checked, shape = resolved(config, world_size, config_name, config_dir)
     run_dir = Path(checked.run_dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    launch = replace(checked.launch, device=device)
+    device = checked.launch.device
     if dist.is_initialized():
         if "cpu:" not in (backends := dist.get_backend_config()):
             raise LaunchError(
@@ -82,11 +81,11 @@ def open_session(
         on = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     else:
         store = None if world_size > 1 else Path(tempfile.mkdtemp()) / "ranks"
-        on = init_ranks(launch, rank, world_size, local_rank, store)
+        on = init_ranks(checked.launch, rank, world_size, local_rank, store)
         global _opened
         _opened = True
     context = RunContext(rank, world_size, local_rank, on, run_dir)
-    return Session.open(replace(checked, launch=launch), shape, context, auxiliary_losses)
+    return Session.open(checked, shape, context, auxiliary_losses)
 
 
 def resolved(
@@ -94,8 +93,8 @@ def resolved(
     world_size: int,
     config_name: str = DEFAULT_PRIMARY,
     config_dir: str | os.PathLike[str] | None = None,
-) -> tuple[Config, MeshShape, Device]:
-    """Return the checked configuration of a session, its mesh and its device.
+) -> tuple[Config, MeshShape]:
+    """Return the checked configuration of a session, which names its device, and its mesh.
 
     Raises:
         ConfigError, LaunchError: as ``open_session``.
@@ -112,7 +111,7 @@ def resolved(
             f"the mesh holds {shape.world_size} ranks, and this session has {world_size}. Start the script under "
             f"torchrun with {shape.world_size} processes, or set another mesh"
         )
-    return checked, shape, device
+    return replace(checked, launch=replace(checked.launch, device=device)), shape
 
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
@@ -145,7 +144,7 @@ def load_from(session: Session, folder: Path) -> None:
         CheckpointError: there is none.
     """
     if store_at(session, folder).load_latest(session.state) is None:
-        raise CheckpointError(f"{folder} holds no state of a session. Correct the path")
+        raise CheckpointError(f"{folder} has no checkpoint of a session. Correct the path")
     session.zero_grad()
 
 

@@ -95,7 +95,7 @@ class AutomoeEngine(BaseEngine):
                 "optim.schedule=constant",
                 f"train.grad_clip={optimizer_config.clip_grad}",
             ]
-        self.config, self.shape, _ = resolved(overrides, dist.get_world_size())
+        self.config, self.shape = resolved(overrides, dist.get_world_size())
         if self.shape.dp_replicate > 1 < self.shape.dp_shard:
             rule = "verl knows one data-parallel axis"
             raise ConfigError("mesh.dp_replicate", self.shape.dp_replicate, rule, "Set it to 1")
@@ -174,7 +174,8 @@ class AutomoeEngine(BaseEngine):
             leaves[name] = torch.cat(shifted).float().to(offsets.device)
             leaves[name].requires_grad_(not forward_only)
             output[name] = torch.nested.nested_tensor_from_jagged(leaves[name], offsets)
-        tokens = torch.tensor([float(self._mask(data).sum())], device=self.session.device)
+        mask = data["loss_mask"].values() if data["loss_mask"].is_nested else data["loss_mask"]
+        tokens = torch.tensor([float(mask.sum())], device=self.session.device)
         if (group := self.get_data_parallel_group()) is not None:
             dist.all_reduce(tokens, group=group)
         tu.assign_non_tensor(data, sp_size=1, dp_size=self.shape.dp, batch_num_tokens=int(tokens))
@@ -184,10 +185,7 @@ class AutomoeEngine(BaseEngine):
                 loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
         if not forward_only:
             self._second_pass(loss, leaves, local_samples, options["temperature"])
-        detached = {
-            name: torch.nested.nested_tensor_from_jagged(leaf.detach(), offsets)
-            for name, leaf in leaves.items()
-        }
+        detached = {name: values.detach() for name, values in output.items()}
         outputs = [{"model_output": detached, "loss": loss.detach(), "metrics": metrics}]
         return postprocess_batch_func(outputs, [list(range(len(local_samples)))], data)
 
@@ -224,10 +222,6 @@ class AutomoeEngine(BaseEngine):
                 lines = read_vllm(routes[number][:-1].cpu(), self.config.model, len(tokens))
             samples.append(Sample(tokens, torch.arange(len(tokens)) > 0, routes=lines))
         return samples
-
-    def _mask(self, data: TensorDict) -> torch.Tensor:
-        mask = data["loss_mask"]
-        return mask.values() if mask.is_nested else mask
 
     def _of_dp_ranks(self, local_samples: list[Sample]) -> list[list[Sample]]:
         """Return the samples of every dp rank, on every rank."""

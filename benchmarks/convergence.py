@@ -396,7 +396,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from automoe.observe.plot_style import BLUE, GREEN, INK, MUTED, ORANGE, RC, RED, new_figure
 
     with rc_context(RC | {"svg.hashsalt": "automoe"}):
-        figure, (left, right) = new_figure(10, 4.2, columns=2, plain=True)
+        figure, (left, right) = new_figure(10, 4.2, columns=2)
         curves = [
             ("AdamW, one rank", "AdamW", ONE, {"color": BLUE}),
             ("AdamW, transformers' Trainer", "AdamW", TRAINER, {"color": INK, "linestyle": ":"}),

@@ -268,7 +268,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Bars of seconds by part, a bar a contender, balanced routing: a plot a model."""
     import matplotlib
 
-    from automoe.observe.plot_style import CELLS, GRID, INK, MUTED, RC, new_figure, save, say_empty
+    from automoe.observe.plot_style import CELLS, GRID, INK, MUTED, RC, new_figure, save
 
     colours = dict(zip(PARTS, (*CELLS, GRID, MUTED, INK, "#8aa0b5"), strict=True))
     models = report["models"]
@@ -277,7 +277,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for axis, (title, model) in zip(axes, models.items(), strict=True):
             axis.set_title(title)
             if "absent" in model:
-                say_empty(axis, model["absent"])
+                axis.axis("off")
+                axis.text(0.5, 0.5, model["absent"], color=MUTED, ha="center")
                 continue
             contenders = model["routings"]["balanced"]
             bottoms = [0.0] * len(contenders)

@@ -33,7 +33,9 @@ KEPT = (
 
 # A dense checkpoint, written once, and a mixture of experts that starts from it.
 DENSE = "model=small_llama mesh.pp=1 mesh.ep=1 train.steps=1 checkpoint.export_hf=true observe.report=false"
-UPCYCLED = "model.hf_path={dense} model.upcycle=true model.num_experts_per_token=2 optim.lr=1e-3 data=stdlib"
+# What a run from a checkpoint takes by default has changed, so it is named.
+NAMED = "data=stdlib optim.weight_decay=0.1 moe.seq_balance_coef=1e-3 moe.bias_update_rate=1e-2"
+UPCYCLED = f"model.hf_path={{dense}} model.upcycle=true model.num_experts_per_token=2 optim.lr=1e-3 {NAMED}"
 
 # name: what is typed behind `automoe train`
 CASES = {
@@ -78,7 +80,9 @@ CASES = {
     "dpo_lora": "--config-name dpo_small checkpoint=regular train.seq_len=512 lora.rank=4 mesh.tp=2 mesh.ep=2",
     "lora": "model=small_qwen3_moe lora.rank=4 lora.dropout=0.1 mesh.pp=2 mesh.ep=2",
     "lora_etp": "lora.rank=4 mesh.pp=1 mesh.tp=2 mesh.etp=2 mesh.ep=1",
-    "lora_nf4": "model.hf_path={dense} data=stdlib lora.rank=8 lora.base=nf4 mesh.pp=1 mesh.ep=1 train.dtype=bfloat16",
+    "lora_nf4": (
+        f"model.hf_path={{dense}} {NAMED} optim.lr=3e-3 lora.rank=8 lora.base=nf4 mesh.pp=1 mesh.ep=1 train.dtype=bfloat16"
+    ),
     "upcycled": f"{UPCYCLED} model.num_experts=8 model.moe_intermediate_size=512 mesh.pp=1 mesh.ep=4",
     "upcycled_lora": f"{UPCYCLED} model.num_experts=16 model.moe_intermediate_size=256 lora.rank=4 mesh.ep=2",
 }

@@ -124,7 +124,7 @@ def test_one_document_has_no_standard_error(
     assert "N/A" in said.out and "git" not in said.err
 
 
-def test_results_that_have_no_place_are_printed_first(
+def test_results_that_have_no_place_are_printed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of --out goes while the tasks run."""
@@ -140,7 +140,22 @@ def test_results_that_have_no_place_are_printed_first(
     monkeypatch.setattr(eval_module, "evaluate", gone)
     assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "2", "--out", str(out)) == 2
     said = capsys.readouterr()
-    assert "|letters" in said.out and f"error: {out}: No such file or directory" in said.err
+    assert "|letters" in said.out and f"error: --out={out}: its folder does not exist" in said.err
+
+
+def test_results_of_another_evaluation_stay(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended while the tasks ran."""
+    run = eval_module.evaluate
+    results = folder / "hf" / "eval.json"
+    results.unlink(missing_ok=True)
+
+    def overtaken(*args: Any) -> Any:
+        results.write_text("theirs")
+        return run(*args)
+
+    monkeypatch.setattr(eval_module, "evaluate", overtaken)
+    assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "2") == 0
+    assert results.read_text() == "theirs" and "letters" in (folder / "hf" / "eval.1.json").read_text()
 
 
 def test_a_group_in_a_file_of_its_own(folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+from torch.torch_version import TorchVersion
 
 from automoe.comm.agreement import for_all, worst
 from automoe.errors import CheckpointError, retried
@@ -150,9 +151,7 @@ def _read_index(path: Path) -> Metadata:
         ]
         # A file in the step's directory has a path of one part.
         outside = sorted(path for path in paths if path in ("", "..") or Path(path).name != path)
-        if metadata.version is not None and _numbers(metadata.version) > _numbers(
-            CURRENT_DCP_VERSION
-        ):
+        if TorchVersion(metadata.version or "0") > CURRENT_DCP_VERSION:
             raise CheckpointError(
                 f"has version {metadata.version} of torch's format, and torch {torch.__version__} reads "
                 f"{CURRENT_DCP_VERSION}. {_NEWER}"
@@ -183,7 +182,3 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(
             f"names {module}.{name}, which no checkpoint needs: it may be an attack. Nothing was run"
         )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]

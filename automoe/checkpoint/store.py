@@ -50,7 +50,7 @@ from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import CheckpointError, SaveError, retried
+from automoe.errors import CheckpointError, SaveError, listed, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
 from automoe.storage.files import explained, flush, set_aside
@@ -173,15 +173,14 @@ class CheckpointStore:
             # A save would replace older steps, so one of numbers that are not finite is refused.
             with phase("check_finite", state.step):
                 by_rank = self.ranks.all(lambda: not_finite(state))
-            if names := [
-                f"{name} on rank {rank}" for rank, bad in enumerate(by_rank) for name in bad[:2]
+            if bad := [
+                f"{name} on rank {rank}" for rank, names in enumerate(by_rank) for name in names
             ]:
-                where = f"{', '.join(names[:4])}, {sum(map(len, by_rank))} tensors in all"
                 raise SaveError(
-                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
-                    "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
+                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite "
+                    f"({listed(bad)}). Older checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
                 )
-            tensors = self._saved_tensors(state) | of_this_rank(rng_state())
+            tensors = tensors_of(state, frozen=self.base is None) | of_this_rank(rng_state())
             content = {
                 "step": state.step,
                 "counters": counters_of(state) | self.facts,
@@ -280,13 +279,12 @@ class CheckpointStore:
         finally:
             self._blocked_s += time.perf_counter() - started
 
-    def _saved_tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
-        """Return the tensors to save; frozen ones are left out if ``model.hf_path`` holds them."""
-        return tensors_of(state, frozen=self.base is None)
-
     @cached_property
     def base(self) -> str | None:
-        """Identity of ``model.hf_path`` if weights are frozen, else None. Collective."""
+        """Identity of ``model.hf_path`` if weights are frozen, else None. Collective.
+
+        Checkpoints leave out the frozen weights, which that checkpoint holds.
+        """
         config = self.config
         model = config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
@@ -408,7 +406,7 @@ class CheckpointStore:
                 generators = {name: here[name] for name in saved["names"] if name in here}
                 reader = StepReader(step_dir)
                 absent = optional_names(state) - reader.read_metadata().state_dict_metadata.keys()
-                tensors = self._saved_tensors(state)
+                tensors = tensors_of(state, frozen=self.base is None)
                 for name in absent & tensors.keys():
                     del tensors[name]
                 reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)

@@ -120,7 +120,10 @@ class _Sum(torch.autograd.Function):
 
 
 class _Group:
-    """A process group; tensors are gathered and scattered along ``dim``."""
+    """A process group, in which this rank has the number ``rank``.
+
+    Tensors are gathered and scattered along ``dim``, differentiably.
+    """
 
     dim = 0
 
@@ -130,9 +133,11 @@ class _Group:
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """Gather x, of equal size on all ranks, in their order; gradients are reduce-scattered."""
         return all_gather(x, self.dim, self.group)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum the ranks' terms and return this rank's shard; gradients are all-gathered."""
         return reduce_scatter(x, self.dim, self.group)
 
 
@@ -164,10 +169,16 @@ def communicator(group: dist.ProcessGroup | None) -> Communicator:
     return SINGLE_RANK if group is None else GroupCommunicator(group)
 
 
-class ProcessGroupDispatch(_Group):
-    """``automoe.moe.dispatch.base.DispatchGroup`` over a process group.
+class DispatchGroup(_Group):
+    """Group that dispatchers send tokens over, split on dim 0.
 
-    Copies of a model share it, because a process group cannot be copied.
+    Exchanges of rows are differentiable, and may return before their data has arrived: call
+    ``wait`` if anything other than torch reads the data. Copies of a model share a group, because a
+    process group cannot be copied.
+
+    Attributes:
+        in_8_bits: rows are sent to the experts in 8 bits (``automoe.moe.dispatch.wire``); results
+            and gradients are not.
     """
 
     def __init__(self, group: dist.ProcessGroup, in_8_bits: bool = False) -> None:
@@ -175,15 +186,21 @@ class ProcessGroupDispatch(_Group):
         self.in_8_bits = in_8_bits
 
     def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
+        """Send ``input_splits[r]`` rows to rank r and receive ``output_splits[r]`` from it.
+
+        Gradients are sent back.
+        """
         return torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
+        """Send n counts to each rank and return n from each rank: [P n] int64 -> [P n]."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         return received
 
     def wait(self, x: Tensor) -> Tensor:
+        """Return ``x`` once its data has arrived."""
         return wait_tensor(x)
 
-    def __deepcopy__(self, memo: dict) -> ProcessGroupDispatch:
+    def __deepcopy__(self, memo: dict) -> DispatchGroup:
         return self

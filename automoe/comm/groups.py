@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,23 +20,7 @@ _DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")
 _CONTEXT = "mesh_cp"
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Number of this rank's process groups, and the time and memory that opening them took.
-
-    ``num_bytes`` is GPU memory outside of torch's allocator.
-    """
-
-    count: int
-    seconds: float
-    num_bytes: int
-
-    def __str__(self) -> str:
-        memory = f", {self.num_bytes / 2**30:.2f} GiB of the GPU" if self.num_bytes else ""
-        return f"{self.count} process groups open in {self.seconds:.2f} s{memory}"
-
-
-def open_groups(exchanges_heads: bool = False) -> Opened:
+def open_groups(exchanges_heads: bool = False) -> str:
     """Make each group's connections now, by a sum of ones over each of its backends. Collective.
 
     Backends connect with their first collective, which would otherwise be in the middle of a step
@@ -46,6 +29,10 @@ def open_groups(exchanges_heads: bool = False) -> Opened:
 
     Args:
         exchanges_heads: all-to-alls run over cp as well (``mesh_shape.exchanges_heads``).
+
+    Returns:
+        A line with the number of groups, and the time and GPU memory (outside of torch's allocator)
+        that opening them took.
 
     Raises:
         RuntimeError: a group's sum differs from its number of ranks.
@@ -72,9 +59,9 @@ def open_groups(exchanges_heads: bool = False) -> Opened:
                     f"{total:.0f} of the {group.size()} ranks of {group.group_desc} answered"
                 )
     seconds = time.perf_counter() - began
-    return Opened(
-        len(process_groups()), seconds, max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0
-    )
+    used = max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0
+    memory = f", {used / 2**30:.2f} GiB of the GPU" if used else ""
+    return f"{len(process_groups())} process groups open in {seconds:.2f} s{memory}"
 
 
 def set_timeouts(seconds: float) -> None:

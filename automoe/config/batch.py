@@ -53,8 +53,9 @@ def steps_for(train: TrainConfig, rows: float) -> int:
     """Return the steps, at least one, whose global batches hold ``rows`` rows."""
     left, steps = max(1, ceil(rows)), 0
     for batch in _ramp(train):
-        if left > 0:
-            left, steps = left - batch, steps + 1
+        if left <= 0:
+            break
+        left, steps = left - batch, steps + 1
     return steps + max(0, ceil(left / train.global_batch_size))
 
 

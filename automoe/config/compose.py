@@ -238,7 +238,8 @@ def _named(value: Any, names: Any) -> Any:
     if isinstance(value, dict):
         return {key: _named(value[key], names[key]) for key in value}
     if isinstance(value, list):
-        return list(map(_named, value, names))
+        same = len(value) == len(names)  # else a variable's text has further items
+        return list(map(_named, value, names)) if same else value
     return FromEnvironment(value, names)
 
 

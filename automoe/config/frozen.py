@@ -47,9 +47,6 @@ GOES_ON = (
 LENGTH = ("train.steps", "train.epochs")  # may grow; without epochs the steps count
 # Keys that decide which tensors a checkpoint has, besides those of the model.
 TENSORS = "lora.rank lora.targets train.freeze train.trainable optim.algorithm".split()
-# Keys that must also stay where another run starts from a checkpoint: the model and the order of its
-# rows. With fewer steps nothing may be left to train.
-_FIXED = [*TENSORS, *LENGTH, "model", "data", "train.seq_len", "train.seed"]
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
@@ -219,11 +216,6 @@ def goes_on(key: str, then: Any, now: Any) -> bool:
     """Return True if training may resume with ``key`` changed from ``then`` to ``now``."""
     longer = key in LENGTH and isinstance(then, (int, float)) and (now > then or not now)
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
-
-
-def is_fixed(key: str) -> bool:
-    """Return True if no run can start from the checkpoint of a run with another value of ``key``."""
-    return key in _FIXED or key.split(".")[0] in _FIXED
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 from automoe.config.paths import user_path
@@ -91,22 +90,12 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     match = _ID.fullmatch(spec)
     if match is None or user_path(key, spec).exists():
         return spec
-    from huggingface_hub import HfApi
-
     name, revision, commit = match.groups()
     if not (revision or commit):
         if Path(name.partition("/")[0]).is_dir():
             return spec
         if (before := id_and_commit(earlier_commit)) is not None and before[0] == name:
             commit = before[1]
-            with contextlib.suppress(Exception):  # the Hub may be out of reach
-                newest = HfApi().model_info(name, timeout=SILENT_S).sha
-                if newest and newest != commit:
-                    print(
-                        f"note: {key}={name} is at commit {newest[:12]} now; this run stays at {commit[:12]}. For "
-                        f"the newer one set {key}={name}@{newest}, or start over with checkpoint.resume=never",
-                        file=sys.stderr,
-                    )
     folder = download(key, name, commit or revision or "main", _SMALL)
     if not (
         commit or (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file()
@@ -127,7 +116,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     Raises:
         ConfigError: as ``pinned``.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import FileMetadataError
 
     options: dict[str, Any] = {
@@ -156,9 +145,6 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     # A commit never changes, and huggingface_hub has compared the folder with the list.
     if cached and len(revision) == 40 and listing.is_file():
         return cached
-    text = f"waiting for {constants.ENDPOINT}: {name}@{revision}"
-    timer = Timer(SILENT_S, print, [text], {"file": sys.stderr})
-    timer.start()
     try:
         HfApi().model_info(name, revision=revision, timeout=SILENT_S)
         folder = Path(snapshot_download(name, **options))
@@ -172,8 +158,6 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         note = f"note: {cached} is used as it is: the Hub did not say which files the model has"
         print(f"{note} ({one_line(error)})", file=sys.stderr)
         return cached
-    finally:
-        timer.cancel()
 
 
 def bound_waits() -> None:
@@ -207,7 +191,7 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
 
     Raises ``ValueError`` for a damaged list.
     """
-    with contextlib.suppress(AttributeError, LookupError, TypeError):
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
         files = parse_json(read_file(listing))["files"]
         return {name: int(facts["size"]) for name, facts in files.items()}
     raise ValueError(f"{listing} is not a list of a commit's files. Delete it")

@@ -26,21 +26,24 @@ from automoe.config.shipped import load_file, working_directory_last
 from automoe.errors import ConfigError
 
 # Functions that every rank calls, all of them and not one by name: see automoe.run.hooks.
-RUN_POINTS = {
-    "run.start": "a function of the automoe.run.run.Run, called before the first step",
-    "run.step": "a function of the Run and the step's record, which returns a dictionary of more numbers, or None",
-    "run.save": "a function of the Run and the folder of a checkpoint that was saved",
-    "run.finish": "a function of the Run, called after the last step and the export",
-}
-# What may be registered under each key; docs/extend.md has examples.
-KINDS = {
-    "model.family": "automoe.hf.families.family.Family whose model_type is the name",
-    "moe.dispatcher": "a function of num_experts and a moe.dispatch.base.DispatchGroup that returns a Dispatcher",
-    "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits",
-    "data.kind": "automoe.data.corpora.Source",
-    "train.loss": "automoe.model.loss.Loss: a function of single tokens' losses and LossInputs",
-    **RUN_POINTS,
-}
+RUN_POINTS = (
+    "run.start",  # a function of the automoe.run.run.Run, called before the first step
+    # a function of the Run and the step's record, which returns a dictionary of more numbers, or None
+    "run.step",
+    "run.save",  # a function of the Run and the folder of a checkpoint that was saved
+    "run.finish",  # a function of the Run, called after the last step and the export
+)
+# Keys under which something may be registered; docs/extend.md has examples.
+KINDS = (
+    "model.family",  # automoe.hf.families.family.Family whose model_type is the name
+    # a function of num_experts and a moe.dispatch.base.DispatchGroup that returns a Dispatcher
+    "moe.dispatcher",
+    # a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits
+    "moe.experts",
+    "data.kind",  # automoe.data.corpora.Source
+    "train.loss",  # automoe.model.loss.Loss: a function of single tokens' losses and LossInputs
+    *RUN_POINTS,
+)
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
 # Found as plugins are, since the trainer imports nothing of their rooms: the family of classes of transformers, and
 # other packages' kernels.

@@ -39,9 +39,10 @@ _ORDERED = {"<": lt, "<=": le, ">": gt, ">=": ge}
 _OPERATORS = ("==", "!=", "has", "outside", *_ORDERED)
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
-# A setting of the model in a remedy, with the number beside it and what leads to the next one.
+# A setting of the model in a remedy, with the number beside it and what leads to the next one. The vocabulary alone
+# may be larger than the checkpoint's.
 _OF_MODEL = re.compile(
-    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
+    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path|vocab_size)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
     r"(?:, or |$)"
 )
 # What a user wants or has: it is not advised to change for the sake of another key.
@@ -89,10 +90,12 @@ class Comparison(NamedTuple):
     number: str
     operator: str
     choices: tuple[str, ...]
+    reader: Callable[[Scope], Any]
+    choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
         """Return what its words stand for."""
-        return [_meaning(word, self.key)(see) for word in self.choices]
+        return [read(see) for read in self.choice_readers]
 
     def holds(self, value: Any, choices: list[Any]) -> bool:
         """Return True if ``value`` on the left and ``choices`` on the right fulfil it."""
@@ -199,11 +202,11 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
             number, operator, words = sides
         key = subject or number.split(" ")[0]
         choices = tuple(words.split("|")) if words else ()
-        parts.append(Comparison(key, number, operator, choices))
+        readers = tuple(_meaning(word, key) for word in choices)
+        parts.append(Comparison(key, number, operator, choices, _reader(number), readers))
     return tuple(parts)
 
 
-@cache
 def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
     """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
     value: Any = _WORDS.get(word, word)
@@ -240,7 +243,10 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose conditions both hold, in order."""
     for rows in tables:
         for row in rows:
-            if all(part.holds(see(part.number), part.values(see)) for part in _both(*row[:2])):
+            for part in _both(row[0], row[1]):
+                if not part.holds(part.reader(see), part.values(see)):
+                    break
+            else:
                 yield row
 
 
@@ -313,6 +319,8 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
             value = (
                 attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
             )
+            if config.model.hf_path is not None:
+                remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
                 remedy = "The checkpoint model.hf_path has these sizes"
                 remedy += f": set {rest}" if rest else ", so name another one"

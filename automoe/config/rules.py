@@ -92,8 +92,8 @@ def number_rows(config: Config) -> Iterator[Row]:
     see = Scope(config, config.mesh)
     for key in leaf_keys():
         value = attrgetter(key)(config)
-        infinite = isinstance(value, float) and not isfinite(value)
-        yield key, infinite, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
+        if isinstance(value, float) and not isfinite(value):
+            yield key, True, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
     yield from refused(see, _EXTENSION)
     for least, keys in _AT_LEAST.items():
         for key in keys.split():

@@ -192,7 +192,9 @@ class ModelConfig:
     # hf_path is a dense model, and experts start as copies or equal parts of its FFNs
     # (docs/upcycle.md)
     upcycle: bool = False
-    vocab_size: int = 264  # rows of the embedding; at least the number of the tokenizer's ids
+    # rows of the embedding; at least the number of the tokenizer's ids. More than a checkpoint has:
+    # new rows start as the mean of its rows
+    vocab_size: int = 264
     hidden_size: int = 256
     num_layers: int = 4
     # modules for multi-token prediction after the last layer; 0: none (docs/mtp.md)

@@ -94,21 +94,14 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
             names file and line.
     """
     left = data.max_bytes
-    some = False
     records = read_files(paths, lambda path: _records(path, data), data.path is None)
     for file, path, line, record in records:
         reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
         conversations, prompt = reader.read(record)
         if left is not None:
             left -= sum(num_bytes(message) for messages in conversations for message in messages)
-            if left < 0 and not some:
-                raise DataError(
-                    f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first "
-                    "conversation. Raise it"
-                )
             if left < 0:
                 return
-        some = True
         tools = reader.tools(record)
         args = reader.args(record)
         for messages in conversations:

@@ -21,7 +21,7 @@ from automoe.storage.guarded import doing
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _MOST_BYTES = 1 << 28  # of a rendered conversation
 # name, argument and value of a tool call that is rendered to find out how a template writes calls
-PROBE = "probe_name", "probe_key", "probe value"
+PROBE = "probe_name", "probe_key", "7040961"
 # Noncharacters of Unicode. ``TEXT`` goes into the name of a special token that must stay text, and
 # ``_TOKEN`` before a name that the template writes as a token.
 TEXT, _TOKEN = "\ufdd0", "\ufdd1"

@@ -313,21 +313,17 @@ class ChatTemplate(ChatRenderer):
             args: the conversation's arguments of the template, as JSON.
         """
         render = partial(self._render, tools=None, args=json.loads(args))
-
-        def texts(said: str) -> tuple[str, str]:
-            answer = {"role": "assistant", "content": said}
-            if calls:
-                answer = calling("", {PROBE[1]: PROBE[2] + said})
-            messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
-            more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
-            return render(messages), render(more)
-
+        answer = {"role": "assistant", "content": PROBE[2]}
+        if calls:
+            answer = calling("", {PROBE[1]: PROBE[2]})
         try:
-            (through, more), (other, other_more) = texts("a"), texts("b")
+            messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
+            through = render(messages)
+            more = render([*messages, {"role": "tool" if calls else "user", "content": "x"}])
         except Exception:  # A template may require an id, or another order of roles.
-            through = more = other = other_more = ""
-        tail = through[num_shared(through, other) + 1 :]
-        inside = more[num_shared(more, other_more) + 1 :]
+            through = more = ""
+        tail = through.partition(PROBE[2])[2]
+        inside = more.partition(PROBE[2])[2]
         in_both = tail[: num_shared(tail, inside)]
         end = self._end_of_last_special(in_both) or self._end_of_last_special(tail)
         opener = more.removeprefix(through).lstrip() if more != through else ""

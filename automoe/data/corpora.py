@@ -312,7 +312,9 @@ def _parsed(text: str) -> Any:
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:
         check_depth(value)
-    if "\\ud" in text.lower():  # an escape that may be half of a surrogate pair, which is no text
+    if (
+        "\\ud" in text or "\\uD" in text
+    ):  # an escape that may be half of a surrogate pair, which is no text
         json.dumps(value, ensure_ascii=False).encode()
     return value
 

@@ -283,17 +283,12 @@ class Loader:
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
     ) -> StepBatch:
         """Return rows ``indices`` of their ``sources``, [R] each, as a batch."""
-        arrays = {}
-        for source in np.unique(sources):
-            packed = self._rows_of(split, source)
-            places = np.flatnonzero(sources == source)
-            rows = packed.take(indices[places])
-            for name, array in vars(rows).items():
-                arrays.setdefault(name, np.empty((len(indices), array.shape[1]), array.dtype))[
-                    places
-                ] = array
-        num_bytes = self.tokenizer.num_bytes(arrays["labels"][arrays["labels"] != IGNORE])
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        rows = self._rows_of(split, sources[0]).take(np.full(len(indices), -1))
+        for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
+            if index >= 0:
+                self._rows_of(split, source).fill(rows, row, int(index))
+        num_bytes = self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE])
+        tensors = {name: torch.from_numpy(array) for name, array in vars(rows).items()}
         pairs = self._pairs(split, sources, indices) if self.config.data.is_preference else None
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row, pairs=pairs)
 

@@ -11,6 +11,8 @@ from automoe.config.schema import Config, tokenizer_of
 from automoe.data.prepare import TokenCorpus
 from automoe.data.tokenizer import Tokenizer, tokenizer_beside
 from automoe.errors import listed
+from automoe.hf.families.registry import read_hf_config
+from automoe.hf.wrapper import text_config
 from automoe.model.adapters import is_trained
 from automoe.model.params import model_params
 
@@ -49,21 +51,25 @@ def describe_unlearned(
         for param in model_params(model)
         if param.spec.part in ("embedding", "head") and not is_trained(param.name, config)
     ]
-    known = (
-        model.random_weights or config.data.is_synthetic or tokenizer_of(config) == model.hf_path
-    )
-    theirs = None if known or not frozen else tokenizer_beside(model.hf_path)
-    if theirs is None:
+    if not frozen or model.random_weights or config.data.is_synthetic or model.hf_path is None:
+        return
+    known = text_config(read_hf_config(model.hf_path)).get("vocab_size", model.vocab_size)
+    theirs = None if tokenizer_of(config) == model.hf_path else tokenizer_beside(model.hf_path)
+    if theirs is None and known >= model.vocab_size:
         return
     seen = np.zeros(model.vocab_size, np.bool_)
     for corpus in corpora:
         part = corpus.tokens[:_MOST]
         seen[part if corpus.trained is None else part[corpus.trained[:_MOST]]] = True
-    new = [n for n in np.flatnonzero(seen).tolist() if not tokenizer.shares(n, theirs)]
+    new = [
+        number
+        for number in np.flatnonzero(seen).tolist()
+        if number >= known or (theirs and not tokenizer.shares(number, theirs))
+    ]
     if new:
         yield (
-            f"warning: {len(new)} tokens are trained and cannot be learned, since the tokenizer of {model.hf_path} "
-            f"does not have them and their rows of {listed(frozen)} are frozen: "
+            f"warning: {len(new)} tokens are trained and cannot be learned, since {model.hf_path} does not know them "
+            f"and their rows of {listed(frozen)} are frozen: "
             f"{listed(tokenizer.decode([n]) for n in new)}. Set train.trainable=[{','.join(frozen)}], or train all "
             "weights (lora.rank=0, train.freeze=[])"
         )

@@ -77,14 +77,13 @@ class PackedRows:
         shape = (len(indices), self.seq_len)
         rows = Rows(**{name: np.full(shape, fill, np.int64) for name, fill in padding.items()})
         for row in np.flatnonzero(indices >= 0):
-            self._fill(rows, row, *self._pieces(int(indices[row])))
+            self.fill(rows, row, int(indices[row]))
         return rows
 
-    def _fill(self, rows: Rows, row: int, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Write pieces of documents, [P] starts in ``tokens`` and lengths, to a row.
-
-        They may have one token more than the row, which is its last label.
-        """
+    def fill(self, rows: Rows, row: int, index: int) -> None:
+        """Write row ``index`` of the endless sequence to row ``row`` of ``rows``, which is padding."""
+        # Pieces may have one token more than the row, which is its last label.
+        starts, lengths = self._pieces(index)
         place = np.arange(lengths.sum())
         document = np.repeat(np.arange(len(lengths)), lengths)
         position = place - (np.cumsum(lengths) - lengths)[document]

@@ -125,7 +125,9 @@ def open_corpus(
         content=facts["content"],
         text_bytes=facts["text_bytes"],
         firsts=columns[4].astype(np.int64) if data.is_preference else None,
-        trained=np.memmap(entry / "trained.bin", np.bool_, "r") if template else None,
+        trained=np.memmap(entry / "trained.bin", np.bool_, "r")
+        if template and len(tokens)
+        else None,
         chat=facts.get("chat"),
     )
 
@@ -221,9 +223,10 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
     }
     if corpus.trained is None:
         return PackedRows(corpus.tokens, starts, lengths, **options)
-    options |= {"trained": corpus.trained, "pack": config.data.chat.pack}
+    firsts = None
     if corpus.firsts is not None:
-        options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+        firsts = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+    options |= {"trained": corpus.trained, "firsts": firsts, "pack": config.data.chat.pack}
     return SampleRows(corpus.tokens, starts, lengths, **options)
 
 
@@ -261,17 +264,13 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
         )
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
-        unit = "document"
-        several = "documents"
-        others = "split"
-        counted = ", counting its end-of-text token,"
-        if data.is_chat:
-            unit = "pair" if data.is_preference else "conversation"
-            several = "samples"
-            others = "drop" if data.is_preference else "drop or truncate"
-            counted = ""
+        unit, several, others = "document", "documents", "split"
+        if data.is_preference:
+            unit, several, others = "pair", "samples", "drop"
+        elif data.is_chat:
+            unit, several, others = "conversation", "samples", "drop or truncate"
         raise DataError(
-            f"{corpus.where(too_long[0])}: a {unit} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
+            f"{corpus.where(too_long[0])}: a {unit} of {corpus.lengths[too_long[0]]} tokens does not fit "
             f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
             f"{len(corpus.lengths)} {several} do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
             f"train.seq_len, or set data.on_long={others}."
@@ -340,7 +339,7 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> D
     if not chosen.any():
         raise DataError(
             f"No document for the {split} split: {len(lengths)} documents, {int(lengths.sum())} tokens, "
-            f"data.val_fraction={val_fraction} (equal ones share a split). Add documents, or set data.val_fraction=0 "
+            f"data.val_fraction={val_fraction} (equal ones share a split). Add documents, raise data.max_bytes, or set data.val_fraction=0 "
             "train.val_every=0, which trains on all."
         )
     return starts[chosen], lengths[chosen]

@@ -13,7 +13,6 @@ import numpy as np
 
 from automoe.data.corpora import Document
 from automoe.data.tokenizer import BATCH, PIECE, Tokenizer
-from automoe.errors import DataError
 from automoe.storage.guarded import doing
 
 
@@ -67,9 +66,6 @@ def tokenise_documents(
     """Write each document's tokens, followed by EOS, and the table; return the corpus's facts.
 
     Short documents are encoded together, long ones in pieces.
-
-    Raises:
-        DataError: the tokenizer returns an id beyond its own vocabulary.
     """
     batch = []
     chars = 0
@@ -125,15 +121,8 @@ class _DocumentWriter(CorpusWriter):
 
     def _add(self, document: Document, encoded: Iterable[np.ndarray], text_hash: Any) -> None:
         """Write a document whose ids come in pieces; its hash is complete after the last piece."""
-        size = self.tokenizer.vocab_size
         length = 0
         for ids in chain(encoded, [np.array([self.tokenizer.eos_id])]):
-            if (largest := int(ids.max(initial=0))) >= size:
-                raise DataError(
-                    f"{place_of(self.paths[document.file], document.line)}: the tokenizer makes "
-                    f"id {largest} of this text, and says that its {size} ids end at {size - 1}. "
-                    "Copy its files again."
-                )
             self.write(self.file, ids.astype(self.dtype))
             length += len(ids)
         self.end(length, text_hash, document.file, document.line)

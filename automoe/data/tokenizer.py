@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
+from automoe.config.tier import tier_of
 from automoe.data.tokenizer_files import (
     byte_lengths,
     check_files,
@@ -295,8 +294,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
     """Return the tokenizer in a checkpoint's folder; None without one that can be read."""
+    # transformers would make one without a token from config.json alone.
+    files = (*_VOCAB_FILES, "tokenizer.json", "tiktoken.model")
+    if weights is None or not any(is_there(local_folder(weights), name) for name in files):
+        return None
     try:
-        return load_tokenizer(str(weights)) if weights is not None else None
+        return load_tokenizer(str(weights))
     except ConfigError:
         return None
 
@@ -330,8 +333,10 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     size = tokenizer.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
-        if path is not None:  # The embedding of a checkpoint has a fixed number of rows.
-            remedy = f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
+        if path is not None:
+            grows = tier_of(config.model).resizable
+            remedy = f"{remedy} (new rows start as its mean). " if grows else ""
+            remedy += f"Set data.tokenizer={path}, or to the tokenizer that the checkpoint was published with"
         raise ConfigError(
             "model.vocab_size",
             rows,
@@ -358,16 +363,20 @@ def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> i
     return None
 
 
-@contextmanager
-def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that loads a tokenizer's folder by ``transformers``, without the Hub.
+def _by_transformers(folder: Path, tokenizer: str, rule: str, remedy: str) -> Any:
+    """Load a tokenizer's folder by ``transformers``, without the Hub.
 
-    Errors of the block become a ``ConfigError`` with ``rule`` and ``remedy``.
+    Raises:
+        ConfigError: with ``rule`` and ``remedy``; the folder has no fast tokenizer.
     """
     from transformers import AutoTokenizer
 
     try:
-        yield partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        loaded.backend_tokenizer  # noqa: B018  # a slow tokenizer has none
+        return loaded
     except Exception as error:  # the folder's content may make transformers raise any error
         raise ConfigError(
             "data.tokenizer", tokenizer, f"{rule} ({one_line(error)})", remedy
@@ -380,9 +389,8 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
         "Point data.tokenizer at a directory with a tokenizer.json (save_pretrained of a fast "
         "tokenizer writes one), or set data.tokenizer=byte."
     )
-    with _transformers(str(directory), rule, remedy) as load:
-        loaded = load(str(directory))
-        return loaded.backend_tokenizer, {key: getattr(loaded, key) for key in SPECIAL_IDS}
+    loaded = _by_transformers(directory, str(directory), rule, remedy)
+    return loaded.backend_tokenizer, {key: getattr(loaded, key) for key in SPECIAL_IDS}
 
 
 # ---------------------------------------------------------------- chat templates
@@ -442,5 +450,4 @@ def load_for_templates(tokenizer: str) -> Any:
     """
     rule = "transformers, which renders conversations, cannot load it"
     folder = _BYTE_FILES if tokenizer == "byte" else local_folder(tokenizer)
-    with _transformers(tokenizer, rule, "Copy the tokenizer's files again") as load:
-        return load(str(folder))
+    return _by_transformers(folder, tokenizer, rule, "Copy the tokenizer's files again")

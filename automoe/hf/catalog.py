@@ -6,7 +6,7 @@ Headers are read and checked once, on one rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from automoe.hf.headers import (
     without_collection,
 )
 from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_tensors, mtp_copies
-from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of
+from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of, text_config
 from automoe.storage.foreign import is_there
 
 _NONE = StoredTensor("", "", (), 0, 0)  # stands for scales that a tensor lacks
@@ -111,8 +111,12 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             "save_pretrained(save_original_format=False)"
         )
     keys = keys.fitting(sources)
-    wanted = hf_tensors(config, keys)
+    # A model may have more rows of the vocabulary than its checkpoint, and never fewer.
+    rows = min(text_config(hf).get("vocab_size", config.vocab_size), config.vocab_size)
+    wanted = hf_tensors(replace(config, vocab_size=rows), keys)
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
+    if new := config.vocab_size - rows:
+        notes.append(f"{new:,} new rows of the vocabulary start as the mean of its {rows:,}")
     beside, left = _without_codes(folder, beside, encoding)
     notes += [*said_of({key: stored.num_bytes for key, stored in beside.items()}), *left]
     # Files may lack the copies of embedding and head in modules for multi-token prediction.
@@ -120,27 +124,24 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     missing = [key for key in wanted if key not in sources and key not in copies]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
-        key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
+        f"{key} is {list(sources[key].full_shape)}, not {list(shape)}"
+        for key, shape in wanted.items()
+        if key in sources and sources[key].full_shape != shape
     ]
     if HEAD in unexpected:
         remedy = (
             "config.json ties the output head to the embedding, and lm_head.weight has different numbers. Set "
             "tie_word_embeddings to false there: transformers also keeps both and does not tie them"
         )
-    kinds = ("tensors are missing", missing), ("are not the model's", unexpected)
-    if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
+    kinds = {
+        "tensors are missing": missing,
+        "are not the model's": unexpected,
+        "tensors differ from the model's in shape": wrong,
+    }
+    if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
             f"{len(wanted)} tensors: {'; '.join(problems)}. {remedy}"
-        )
-    if wrong:
-        shapes = [
-            f"{key} is {list(sources[key].full_shape)}, not {list(wanted[key])}"
-            for key in wrong[:4]
-        ]
-        raise CheckpointError(
-            f"{folder}: {len(wrong)} tensors differ from the model's in shape: {'; '.join(shapes)}. "
-            "Compare the model's configuration with its config.json"
         )
     if not config.tie_embeddings and HEAD in sources and hf.get("tie_word_embeddings"):
         notes.append(

@@ -76,27 +76,19 @@ def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tup
             for key, value in _INT4_READ.items()
             if said.get(key) != value
         ]
-        if wrong:
-            raise CheckpointError(
-                f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
-                f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
-            )
-        return "int4", FP8_BLOCK
-    if method != "fp8":
-        raise CheckpointError(
-            f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
-            f"compressed-tensors (INT4) can be read. {BASE}"
-        )
-    block = stated.get("weight_block_size")
-    sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
-    known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
-    if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):
-        raise CheckpointError(
-            f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
-            f"weight_block_size={block}, and FP8 is read only as e4m3 with scales per "
-            f"block, such as [128, 128]. {BASE}"
-        )
-    return "fp8", (sizes[0], sizes[1])
+        if not wrong:
+            return "int4", FP8_BLOCK
+        odd = f"of compressed-tensors has {listed(wrong)}, and only INT4 with one scale per {GROUP} numbers of a row"
+    elif method == "fp8":
+        block = stated.get("weight_block_size")
+        sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
+        known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+        if known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
+            return "fp8", (sizes[0], sizes[1])
+        odd = f"has fmt={stated.get('fmt')} and weight_block_size={block}, and FP8 only as e4m3 with scales per block"
+    else:
+        odd = f"has quant_method={method}, and only fp8, mxfp4 and compressed-tensors (INT4)"
+    raise CheckpointError(f"{folder}/config.json: quantization_config {odd} can be read. {BASE}")
 
 
 def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
@@ -180,17 +172,18 @@ def split(
     projection that joins their two inputs. A surplus layer without this projection is kept among
     the model's tensors, so that the files of a larger model are refused.
     """
-    modules = ("mtp.",)
+    modules = ["mtp."]
     for key in tensors:
         if key.endswith(".eh_proj.weight"):
-            match = re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", names.plain(key) or "")
-            if match and int(match[2]) not in config.all_layers:
-                modules += (match[1],)
+            layer = re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", names.plain(key) or "")
+            if layer and int(layer[1]) not in config.all_layers:
+                modules.append(f"model.layers.{layer[1]}.")
+    beside_model = tuple(modules)
     ignored = re.compile("|".join(keys.unread))
     text, beside = {}, {}
     for key, stored in tensors.items():
         name = names.plain(key)
-        if name is None or name.startswith(modules) or (keys.unread and ignored.search(name)):
+        if name is None or name.startswith(beside_model) or (keys.unread and ignored.search(name)):
             beside[key] = stored
         else:
             text[name] = stored

@@ -68,11 +68,10 @@ class Written:
         text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 2**20:,.1f} MiB in {files}"
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
-            dtype = str(self.dtype).removeprefix("torch.")
             if self.error is None:
-                text += f"; equal bit for bit to {weights} as {dtype}"
+                text += f"; equal bit for bit to {weights} in the files' dtypes"
             else:
-                text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off, the rest as {dtype}"
+                text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off"
         if self.logits_error is not None:
             text += f", logits equal to transformers' within {self.logits_error:.0e}"
         if self.dense_error is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +124,7 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         held.callback(lock.unlink, missing_ok=True)
         restore_folder(path)
         check_target(path, overwrite)
-        # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
-        for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
-            remove_folder(left)
+        remove_folder(folder)
         folder.mkdir()
         held.callback(remove_folder, folder)
 
@@ -140,11 +137,6 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         ranks.lead(begin, again=False)
         yield folder
         ranks.lead(commit, again=False)
-
-
-def float32_copy(folder: Path) -> str:
-    """Return the prefix of the names of temporary float32 copies of a quantized folder."""
-    return f".{folder.name}."
 
 
 def write_settings(

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
-from automoe.errors import CheckpointError, ConfigError, listed, retried
+from automoe.errors import CheckpointError, listed, retried
+from automoe.hf.families.as_transformers import damaged
 from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, SCALE_SUFFIX, Encoding, Shape
 from automoe.model.params import count_params
 from automoe.storage.files import explained, named
@@ -297,7 +298,7 @@ def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
             ``check_numbers``.
     """
     if (count := max(config.num_layers, config.num_experts)) > MANY:
-        raise _too_large(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
+        raise damaged(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
     if tensors:
         check_numbers(folder, count_params(config).total, tensors)
 
@@ -318,16 +319,7 @@ def check_numbers(folder: Path, params: int, tensors: Contents) -> None:
         math.prod(stored.shape) * per_word.get(stored.dtype, 1) for stored in tensors.values()
     )
     if params > 2 * numbers:
-        raise _too_large(folder, f"a model of {params:,} numbers, and its files hold {numbers:,}")
-
-
-def _too_large(folder: Path, content: str) -> ConfigError:
-    return ConfigError(
-        "model.hf_path",
-        folder,
-        f"its config.json has {content}",
-        "Copy the checkpoint's own config.json",
-    )
+        raise damaged(folder, f"a model of {params:,} numbers, and its files hold {numbers:,}")
 
 
 def missing_files(folder: Path) -> list[str]:

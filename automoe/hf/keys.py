@@ -189,6 +189,11 @@ class KeyMap:
         """True if one tensor holds the gates and ups of all experts."""
         return " [E" in self.row(GATE_UP)
 
+    @property
+    def transposed(self) -> bool:
+        """True if matrices of experts are stored with rows and columns exchanged (GPT-OSS)."""
+        return " [E H" in self.row(GATE_UP)
+
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the layout of the files that hold the tensors ``keys``."""
         for layout in self.layouts:

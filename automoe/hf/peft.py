@@ -33,7 +33,7 @@ from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, weightless
+from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config, weightless
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import model_params
@@ -93,6 +93,10 @@ def to_peft(
         raise ConfigError(
             "model.hf_path", None, "an adapter needs a checkpoint", "Export the merged model"
         )
+    known = text_config(read_hf_config(config.hf_path)).get("vocab_size", config.vocab_size)
+    if known < config.vocab_size:
+        rule = f"{config.hf_path} has {known} rows, and an adapter does not hold the new ones"
+        raise ConfigError("model.vocab_size", config.vocab_size, rule, "Export it merged")
     if config.num_mtp_layers:
         raise ConfigError(
             "model.num_mtp_layers", config.num_mtp_layers, NO_MODULES, "Export it merged"
@@ -129,19 +133,22 @@ def to_peft(
             )
         belongs = _belongs(config, lora, ranks)
 
+        first = _first_holder(parts)
+
         def write_stage() -> None:
-            first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
-            if ranks.rank == first:  # the lowest rank that holds these stages
+            if ranks.rank == first:
                 contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
                 save_file(contiguous, folder / f"stage-{first}.safetensors")
 
         ranks.all(write_stage)
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
-    if lora.base == "nf4":
-        text += "; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
-        text += "numbers, which are different: for the logits that were trained, export merged"
-    return text
+    if lora.base != "nf4":
+        return text
+    return (
+        f"{text}; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
+        "numbers, which are different: for the logits that were trained, export merged"
+    )
 
 
 def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
@@ -199,6 +206,11 @@ def gathered_adapters(parts: Parts) -> Tensors:
     }
 
 
+def _first_holder(parts: Parts) -> int:
+    """Return the lowest rank that holds these stages."""
+    return stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+
+
 def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, torch.Tensor]:
     """Return the adapters of all stages on every rank, on the CPU, under peft's names. Collective.
 
@@ -210,7 +222,7 @@ def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, t
     parts = as_parts(model)
     config, ranks = config_of(parts), Ranks()
     tensors = gathered_adapters(parts)
-    first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+    first = _first_holder(parts)
     everyone = ranks.all(lambda: tensors if ranks.rank == first else {})
     ours = {name: tensor for theirs in everyone for name, tensor in theirs.items()}
     keys = family_of(config).keys

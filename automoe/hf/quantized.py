@@ -155,8 +155,12 @@ def _joined(codes: Tensor) -> Tensor:
     return (codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2)
 
 
+# For each encoding with scales per group: the codec of a matrix.
+CODECS = {"mxfp4": (quantize_mxfp4, dequantize_mxfp4), "int4": (quantize_int4, dequantize_int4)}
+
+
 def to_codes(
-    numbers: Tensor, encoding: Encoding, old_parts: tuple[Tensor, ...] = ()
+    numbers: Tensor, encoding: Encoding, old_parts: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
@@ -196,10 +200,8 @@ def from_codes(parts: Sequence[Tensor], encoding: Encoding) -> Tensor:
 def _encode_rows(
     matrix: Tensor, encoding: Encoding, old_parts: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    if encoding == "mxfp4":
-        (codes, scales), dequantize = quantize_mxfp4(matrix), dequantize_mxfp4
-    else:
-        (codes, scales), dequantize = quantize_int4(matrix), dequantize_int4
+    quantize, dequantize = CODECS[encoding]
+    codes, scales = quantize(matrix)
     if not old_parts:
         return codes, scales
     old, old_scales = old_parts[0].reshape(codes.shape), old_parts[1]

@@ -28,9 +28,9 @@ from automoe.config.convert import written
 from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
-from automoe.hf.headers import StoredTensor, without_collection
+from automoe.hf.headers import EMBEDDING, HEAD, StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece
-from automoe.hf.quantized import GROUP, dequantize_fp8, dequantize_int4, dequantize_mxfp4
+from automoe.hf.quantized import CODECS, GROUP, dequantize_fp8
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
@@ -45,7 +45,6 @@ DIRECT_BYTES = 64 << 20
 # If a row has fewer unwanted bytes than this, they are read along with the wanted columns: one call
 # per row would take as long as copying about this many bytes.
 GAP_BYTES = 8 << 10
-MAX_OPEN = 4  # files
 Span = tuple[int, int]  # half-open range
 
 
@@ -93,9 +92,10 @@ def load_hf(
     Collective, unless ``catalog`` (of the same directory) is given.
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
-    buffers that a checkpoint does not hold are initialised. Numbers are converted to each
-    parameter's dtype. Block-FP8, MXFP4 and INT4, as declared in config.json's
-    ``quantization_config``, are dequantized while they are read.
+    buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
+    become the mean of its own. Numbers are converted to each parameter's dtype. Block-FP8, MXFP4
+    and INT4, as declared in config.json's ``quantization_config``, are dequantized while they are
+    read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
@@ -117,6 +117,11 @@ def load_hf(
         shards = [shard for shard in everything if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
+        sources, rows = reader.catalog.sources, config_of(parts).vocab_size
+        grown = [
+            key for key in (EMBEDDING, HEAD) if key in sources and sources[key].shape[0] < rows
+        ]
+        means = ranks.lead(lambda: dict(map(reader.mean_row, grown))) if grown else {}
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
             items = reader.plan(direct)
@@ -136,6 +141,9 @@ def load_hf(
                         packed.copy_(pack_nf4(matrix.local.to(packed.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
+                if shard.name in means:
+                    mean, known = means[shard.name]
+                    shard.local[max(0, known - shard.start[0]) :] = mean
             _check_copies(reader, [shard for shard in everything if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
@@ -223,7 +231,7 @@ class ReadItem(NamedTuple):
     def wanted(self) -> Span:
         """Byte range of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
-        if self.source.encoding in ("mxfp4", "int4"):
+        if self.source.encoding in CODECS:
             half = GROUP // 2
             return left // GROUP * half, -(-right // GROUP) * half
         size = DTYPES[self.source.dtype].itemsize
@@ -282,7 +290,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
 
 
 class Reader:
-    """Reader of slices of a catalog's tensors, with at most ``MAX_OPEN`` files open at once.
+    """Reader of slices of a catalog's tensors, which keeps their files open.
 
     Attributes:
         bytes_read: bytes read from files so far.
@@ -311,9 +319,26 @@ class Reader:
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in self.catalog.keys.pieces(shard.name, shard.shape, experts):
-                if item := _read_item(shard, piece, self.catalog.sources[piece.key]):
+                source = self.catalog.sources[piece.key]
+                if source.shape[:1] < piece.shape[:1]:  # the model's vocabulary is larger
+                    piece = piece._replace(size=source.shape)
+                if item := _read_item(shard, piece, source):
                     items.append(item)
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
+
+    def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
+        """Return our name of embedding or head, the float64 mean of its stored rows, and their number.
+
+        Rows are added in order, so that threads do not change a bit.
+        """
+        name, (rows, columns) = key.removeprefix("model."), self.catalog.sources[key].shape
+        whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
+
+        def add(_item: ReadItem, numbers: Tensor, _place: Tensor) -> None:
+            total.add_(numbers.double().cumsum(0)[-1])
+
+        self.visit(self.plan([LocalShard(name, whole, whole, (0, 0))]), add)
+        return name, (total / rows, rows)
 
     def fill(self, items: Iterable[ReadItem]) -> None:
         """Copy every item into its place.
@@ -369,8 +394,8 @@ class Reader:
         scale = self._rows(blocks, matrix, first, -(-end // height))
         if not fp8:
             start = left % GROUP
-            widen = dequantize_mxfp4 if item.source.encoding == "mxfp4" else dequantize_int4
-            return widen(data, scale)[:, start : start + right - left]
+            _, dequantize = CODECS[item.source.encoding]
+            return dequantize(data, scale)[:, start : start + right - left]
         if item.shard.base:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
         return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
@@ -395,8 +420,6 @@ class Reader:
 
         def read(part: memoryview, offset: int) -> int:
             if source.file not in self._open:
-                if len(self._open) == MAX_OPEN:
-                    os.close(self._open.pop(next(iter(self._open))))
                 self._open[source.file] = open_inside(self.catalog.folder, source.file)
             try:
                 return os.preadv(self._open[source.file], [part], offset)

@@ -281,16 +281,12 @@ class Transfer:
 
 def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[Tensor, ...]:
     new, old = item.target, source and source.sources.get(item.key)
-    if not (
-        source and old and old.scales and new.scales and new.encoding != "fp8"
-        and (old.encoding, old.scales.dtype) == (new.encoding, new.scales.dtype)
-    ):  # fmt: skip
-        return to_codes(tensor, new.encoding)
-    old_parts = (
-        bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape)
-        for part in (old, old.scales)
-    )
-    return to_codes(tensor, new.encoding, tuple(old_parts))
+    old_parts = []
+    if source and old and old.scales and new.scales and new.encoding != "fp8":
+        if (old.encoding, old.scales.dtype) == (new.encoding, new.scales.dtype):
+            for part in (old, old.scales):
+                old_parts.append(bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape))
+    return to_codes(tensor, new.encoding, old_parts)
 
 
 def bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:

@@ -29,7 +29,7 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.as_transformers import without_warnings
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.folder import float32_copy, write_settings
+from automoe.hf.folder import write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.merge import adapters_of
@@ -262,10 +262,13 @@ def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtyp
         hf_config._experts_implementation = "eager"
 
 
-def compare_with_dense(dense: Path, mixture: Path) -> float | None:
+def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | None:
     """Compare the logits of an upcycled checkpoint with its dense source's.
 
     transformers runs both in float32.
+
+    Args:
+        rounded: True if the mixture is written in a narrower dtype than the source's.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -281,9 +284,14 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
         _run_transformers(folder, tokens, configs[folder]) for folder in configs
     )
     why = (
-        ". In bfloat16 the mixture is rounded if the source was in float32, and its down projections if the "
-        "granularity is not a power of two: write it with --dtype float32, and round it with automoe convert"
+        ". If weights are in bfloat16 and the granularity is not a power of two, down "
+        "projections are rounded: write them with --dtype float32"
     )
+    if rounded:
+        why = (
+            ", since it was rounded from float32 to bfloat16: upcycle without --dtype, and round the "
+            "result with automoe convert --dtype bfloat16"
+        )
     return _relative_error(after, before, mixture, f"its logits are not those of {dense}", why)
 
 
@@ -298,7 +306,7 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     if all(source.encoding == "plain" for source in catalog.sources.values()):
         yield catalog.folder
         return
-    with TemporaryDirectory(prefix=float32_copy(catalog.folder), dir=catalog.folder.parent) as copy:
+    with TemporaryDirectory(prefix=".float32.", dir=catalog.folder) as copy:
         folder = Path(copy)
         keys, shards = family_of(config).keys, unread_shards(config)
         plan = plan_writes(shards, config, keys, torch.float32, source=catalog)

@@ -100,10 +100,10 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
         {key: value for key, value in part.items() if key not in _RESTATED}
         for part in (base, base[TEXT])
     )
-    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
-    if tied.items() <= text_config(base).items():
-        tied = {}
-    return outer | tied | {TEXT: inner | tied}
+    stated = text_config(base)
+    keys = [key for key in ("tie_word_embeddings", "vocab_size") if key in stated]
+    changed = {key: text[key] for key in keys if text[key] != stated[key]}
+    return outer | changed | {TEXT: inner | changed}
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:

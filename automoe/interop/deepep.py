@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 from automoe.comm.discard_outputs import discard
 from automoe.errors import BackendError, import_backend
 from automoe.moe.dispatch.base import RunExperts, run_choices
@@ -34,7 +34,9 @@ V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 # Bytes of a number in the widest rows: gradients and results are bfloat16 if tokens are in 8 bits.
 _WIDE = 2
 NUM_SMS = 20  # of both versions: v2's own estimate divides by an RDMA bandwidth that may read zero
-_buffers: list[Any] = []  # buffers of this process; every rank makes them in the same order
+# Buffers of this process, which every rank makes in the same order. One that has grown too small is
+# kept too, since handles in flight refer to it.
+_buffers: list[Any] = []
 
 
 # Called with a function that makes the current stream wait for an exchange that has been started.
@@ -65,7 +67,7 @@ class Received:
     handle: Any
 
 
-def dispatcher(num_experts: int, ep: ProcessGroupDispatch) -> DeepEPDispatcher:
+def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
     """Return the dispatcher ``moe.dispatcher=deepep`` over ``ep``, of ``num_experts`` experts."""
     finish = TURNS.finish if isinstance(ep, OverlappedDispatch) else None
     return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
@@ -88,15 +90,6 @@ def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> Token
         if hasattr(deep_ep, "ElasticBuffer")
         else BufferExchange(deep_ep, group, finish)
     )
-
-
-def _kept(buffer: Any) -> Any:
-    """Keep ``buffer`` until ``close_deepep`` and return it.
-
-    A buffer that has grown too small is kept too, since handles in flight refer to it.
-    """
-    _buffers.append(buffer)
-    return buffer
 
 
 def close_deepep() -> None:
@@ -129,6 +122,16 @@ class TokenExchange:
         self._group = group
         self._finish = finish
         self._buffer: Any = None
+        self._sizes: tuple[int, ...] = ()
+
+    def _grown(self, *sizes: int) -> Any:
+        """Return a buffer with room for ``sizes``; all ranks of a group grow theirs at once."""
+        before = self._sizes or (0,) * len(sizes)
+        if any(new > old for new, old in zip(sizes, before, strict=True)):
+            self._sizes = tuple(map(max, sizes, before))
+            self._buffer = self._make_buffer(*self._sizes)
+            _buffers.append(self._buffer)
+        return self._buffer
 
     def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Call ``function``, wait for its event and return its other results."""
@@ -163,10 +166,9 @@ class BufferExchange(TokenExchange):
             )
         super().__init__(deep_ep, group, finish)
         self._size = size
-        self._row_bytes = 0
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
-        buffer = self._buffer_for(_WIDE * hidden_size(x_TH))
+        buffer = self._grown(_WIDE * hidden_size(x_TH))
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             topk_ids_TK, num_experts
         )
@@ -182,24 +184,19 @@ class BufferExchange(TokenExchange):
         )
         return Received(x_RH, topk_ids_RK, weights_RK, counts, (buffer, handle))
 
-    def _buffer_for(self, row_bytes: int) -> Any:
-        if row_bytes > self._row_bytes:
-            buffer_class = self._deep_ep.Buffer
-            buffer_class.set_num_sms(NUM_SMS)
-            configs = [
-                buffer_class.get_dispatch_config(self._size),
-                buffer_class.get_combine_config(self._size),
-            ]
-            nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
-            # A build for one node only has no RDMA hint to give, and needs no such buffer.
-            rdma = (
-                max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs)
-                if self._size > 8
-                else 0
-            )
-            self._buffer = _kept(buffer_class(self._group, nvlink, rdma, explicitly_destroy=True))
-            self._row_bytes = row_bytes
-        return self._buffer
+    def _make_buffer(self, row_bytes: int) -> Any:
+        buffer_class = self._deep_ep.Buffer
+        buffer_class.set_num_sms(NUM_SMS)
+        configs = [
+            buffer_class.get_dispatch_config(self._size),
+            buffer_class.get_combine_config(self._size),
+        ]
+        nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
+        # A build for one node only has no RDMA hint to give, and needs no such buffer.
+        rdma = 0
+        if self._size > 8:
+            rdma = max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs)
+        return buffer_class(self._group, nvlink, rdma, explicitly_destroy=True)
 
 
 class ElasticExchange(TokenExchange):
@@ -207,11 +204,10 @@ class ElasticExchange(TokenExchange):
 
     _later = "async_with_compute_stream"
     _options = {"num_sms": NUM_SMS}
-    _sizes = (0, 0, 0)
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
-        sizes = topk_ids_TK.shape[0], hidden_size(x_TH), topk_ids_TK.shape[1]
-        buffer = self._buffer_for(sizes, topk_ids_TK.device)
+        num_tokens, top_k = topk_ids_TK.shape
+        buffer = self._grown(num_tokens, hidden_size(x_TH), top_k)
         x_RH, topk_ids_RK, weights_RK, handle = self._call(
             buffer.dispatch,
             x_TH,
@@ -226,26 +222,18 @@ class ElasticExchange(TokenExchange):
             x_RH, topk_ids_RK, weights_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle)
         )
 
-    def _buffer_for(self, sizes: tuple[int, int, int], device: torch.device) -> Any:
-        """Return a buffer with room for (T, H, K).
-
-        All ranks of a group have the same T, so all of them grow at once.
-        """
-        if any(new > old for new, old in zip(sizes, self._sizes, strict=True)):
-            tokens, hidden, top_k = (max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            # ElasticBuffer takes the group's NCCL communicator, which is null before the group's
-            # first collective (DeepEP#726).
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-            made = self._deep_ep.ElasticBuffer(
-                self._group,
-                num_max_tokens_per_rank=tokens,
-                hidden=hidden,
-                num_topk=top_k,
-                explicitly_destroy=True,
-            )
-            self._buffer = _kept(made)
-            self._sizes = (tokens, hidden, top_k)
-        return self._buffer
+    def _make_buffer(self, num_tokens: int, hidden: int, top_k: int) -> Any:
+        # ElasticBuffer takes the group's NCCL communicator, which is null before the group's first
+        # collective (DeepEP#726).
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        return self._deep_ep.ElasticBuffer(
+            self._group,
+            num_max_tokens_per_rank=num_tokens,
+            hidden=hidden,
+            num_topk=top_k,
+            explicitly_destroy=True,
+        )
 
 
 class _Dispatch(torch.autograd.Function):

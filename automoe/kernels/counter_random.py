@@ -28,12 +28,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
-    return x ^ _shift_right(x, 31)
-
-
 # Streams of routed experts keep the names that the parameters had before 0.7, so that a seed still
 # gives the same first weights.
 _STREAM_NAMES = {
@@ -58,7 +52,10 @@ def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
 
     ``key`` is a stream, or one stream for each index.
     """
-    return _mix((index + 1) * _signed(GOLDEN_GAMMA) + key)
+    x = (index + 1) * _signed(GOLDEN_GAMMA) + key
+    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
+    return x ^ _shift_right(x, 31)
 
 
 def normal_at(index: Tensor, name: str, seed: int) -> Tensor:

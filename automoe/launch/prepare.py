@@ -106,10 +106,14 @@ def settle(config: Config, overrides: list[str]) -> Config:
     ties = config.model.router.exact_ties
     ties |= "model.router.exact_ties" not in named and model.router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
+    grown = replace(model, vocab_size=max(model.vocab_size, config.model.vocab_size))
+    # A whole ``Config`` that was settled before names nothing, and has the checkpoint's model.
+    if grown != model and ("model.vocab_size" in named or grown == config.model):
+        _check_growth(config, model)
+        model = grown
+    model_keys = list(leaf_keys(ModelConfig, "model."))
     for key, value in named.items():
-        compared = (
-            _TELLING if key == "model" else [key] if key in leaf_keys(ModelConfig, "model.") else []
-        )
+        compared = _TELLING if key == "model" else {key}.intersection(model_keys)
         differing = []
         for name in compared:
             get = attrgetter(name.removeprefix("model."))
@@ -210,6 +214,20 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
     if family_of(checkpoint).mscale and not stated and _MSCALES.isdisjoint(named):
         numbers |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return replace(asked, original_seq_len=original, **numbers)
+
+
+def _check_growth(config: Config, there: ModelConfig) -> None:
+    """Refuse more rows of the vocabulary than the checkpoint has where they would be lost."""
+    rule = f"the checkpoint model.hf_path={there.hf_path} has {there.vocab_size}, and "
+    if not tier_of(there).resizable:
+        rule += "a class of transformers takes it from config.json"
+        remedy = "Grow it there first: resize_token_embeddings and save_pretrained"
+    elif config.lora.rank and config.lora.export == "adapter":
+        rule += "an adapter does not hold the new rows"
+        remedy = "Set lora.export=merged"
+    else:
+        return
+    raise ConfigError("model.vocab_size", config.model.vocab_size, rule, remedy)
 
 
 def missing_data(config: Config) -> ConfigError | None:

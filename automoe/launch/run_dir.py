@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automoe.checkpoint.steps import FOLDER, committed_steps
-from automoe.config.frozen import (
-    CONFIG_FILE,
-    describe,
-    differences,
-    flat,
-    goes_on,
-    is_fixed,
-    read_mapping,
-)
+from automoe.config.frozen import CONFIG_FILE, describe, differences, flat, goes_on, read_mapping
 from automoe.config.schema import Config
 from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words
 from automoe.storage.files import named, read_file, wrong_kind
@@ -145,14 +137,12 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
             if saved or not done
             else "holds a finished run and no checkpoint of it"
         )
-        there = ""
-        if saved and not any(map(is_fixed, refused)):
-            there = f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)"
         raise ConfigError(
             "run_dir",
             run_dir,
             f"{differing}: {describe(refused)}",
-            f"Set them back, name another run_dir{there}, or {over}",
+            "Set them back, name another run_dir (checkpoint.resume=DIR begins it from a checkpoint of the same model, "
+            f"data and length), or {over}",
         )
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
 

@@ -40,7 +40,7 @@ _WAITS = "wait_for_ranks"
 _GIVES_WAY = "wait_for_turn"
 _BACKWARD = "merged_backward"
 NOWHERE = "the interpreter"  # place of a thread that is in no code but libraries
-_PARENT = f"{Path(__file__).parents[2]}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
 
@@ -355,7 +355,7 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
         self = frame.f_locals.get("self")
         if hasattr(self, "named_modules"):
             modules.append(self)
-        inside = path.removeprefix(_PARENT)  # shorter for a file of the package
+        inside = path.replace(_PACKAGE, "automoe/")  # shorter for a file of the package
         if inside != path or not any(part in path for part in _NOT_A_PLACE):
             place = f"{inside}:{frame.f_lineno} in {frame.f_code.co_name}"
             communicates = frame.f_code.co_name == _WAITS

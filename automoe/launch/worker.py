@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -48,10 +47,12 @@ class Outlet:
     attributes are those of the first stream.
 
     Args:
-        lost: function of the reason why the last stream did not take a text.
+        lost: function that is called with the error and the text that the last stream did not take.
     """
 
-    def __init__(self, *streams: TextIO, lost: Callable[[str], object] = str) -> None:
+    def __init__(
+        self, *streams: TextIO, lost: Callable[[OSError, str], None] = lambda *_: None
+    ) -> None:
         self._streams = [show_everything(stream) for stream in streams]
         self._lost = lost
 
@@ -61,7 +62,7 @@ class Outlet:
                 stream.write(text)
             except OSError as error:
                 if stream is self._streams[-1]:
-                    self._lost(in_words(error))
+                    self._lost(error, text)
         return len(text)
 
     def flush(self) -> None:
@@ -189,17 +190,22 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     except OSError as error:
         print(f"warning: rank {rank} has no log: {in_words(error)}", file=terminal, flush=True)
         log = open(os.devnull, "w")
+    told = []
 
-    @cache  # of many losses the first of its kind is told
-    def lost(reason: str) -> None:
-        with suppress(OSError):
-            print(f"warning: {path}: {reason}: output is lost", file=terminal, flush=True)
+    def lost(error: OSError, text: str) -> None:
+        if not told:
+            told.append(error)
+            loss = f"{len(text):,} bytes could not be written, and later output may be lost too"
+            with suppress(OSError):
+                print(f"warning: {path}: {error.strerror}: {loss}", file=terminal, flush=True)
 
     os.dup2(log.fileno(), 2)
     sys.stderr = Outlet(sys.stderr, lost=lost)
-    if rank != 0:
+    if rank == 0:
+        sys.stdout = Outlet(sys.stdout, log, lost=lost)
+    else:
         os.dup2(log.fileno(), 1)
-    sys.stdout = Outlet(sys.stdout, *[log] * (rank == 0), lost=lost)
+        sys.stdout = Outlet(sys.stdout, lost=lost)
     faulthandler.enable(log)
 
 

@@ -6,7 +6,7 @@ J = 2I (gate and up). For a single product: N output and K input features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,14 @@ def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """Multiply as ``torch.nn.functional.grouped_mm``; in float64 one product after the other.
 
     a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything.
-    a [M, R] and b [R, N] give [E, M, N].
+    a [M, R] and b [R, N] give [E, M, N]. A rank may have no rows, which kernels need not accept.
     """
-    return (
-        one_by_one(a, b, offsets_E)
-        if a.dtype == torch.float64
-        else F.grouped_mm(a, b, offs=offsets_E)
-    )
+    if not a.numel():
+        sizes = (len(offsets_E), len(a)) if b.dim() == 2 else (len(a),)
+        return a.new_zeros(*sizes, b.shape[-1])
+    if a.dtype == torch.float64:
+        return one_by_one(a, b, offsets_E)
+    return F.grouped_mm(a, b, offs=offsets_E)
 
 
 def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
@@ -127,14 +128,6 @@ class _GroupedExperts(torch.autograd.Function):
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         low_Rr = None
-        if gather_idx_R.shape[0] == 0:
-            # This rank has no token. Kernels need not accept empty operands, but the backward still
-            # runs.
-            act_RI = x_TH.new_empty(0, down_proj_EHI.shape[-1])
-            saved = down.scales(act_RI, down_proj_EHI, offsets_E)
-            empty = x_TH.new_empty(0)
-            ctx.save_for_backward(*args, empty, low_Rr, x_scales, up_scales, *saved)
-            return x_TH.new_empty(0, x_TH.shape[1])
         wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
         gate_up_RJ = up.output(rows_RH, wide_EJH, offsets_E, x_scales, up_scales)
         del wide_EJH
@@ -169,14 +162,12 @@ class _GroupedExperts(torch.autograd.Function):
         a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
         up, down = ctx.products
         mm, scale = up.mm, ctx.scale
-        needed = ctx.needs_input_grad[6:]  # frozen weights need none
+        # False for frozen weights, and for x if no earlier layer is trained
+        x_needs, _, _, _, up_needs, down_needs, up_bias_needs, down_bias_needs, *_ = (
+            ctx.needs_input_grad[6:]
+        )
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
-        if gather_idx_R.shape[0] == 0:
-            up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
-            if ctx.sums is not None:  # all ranks must reduce the same gradients
-                ctx.sums.find("gate_up_proj"), ctx.sums.find("down_proj")
-            return *[None] * 6, *zero_gradients(args, needed)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
         wide_EHI = unpack(down_proj_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype)
@@ -192,10 +183,9 @@ class _GroupedExperts(torch.autograd.Function):
         grad_a13 = grad_b13 = grad_a2 = grad_b2 = grad_x_TH = None
         sums = ctx.sums
         # If tokens need no gradient, none is sent that a deferred product could overlap with.
-        travels = needed[0]
         if sums is not None:
-            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, travels)
-        elif needed[5]:
+            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, x_needs)
+        elif down_needs:
             grad_down_proj = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
@@ -205,14 +195,14 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b2 = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(scale)
         del act_RI, grad_act_RI
         if down_proj_bias_EH is not None:
-            if needed[7]:
+            if down_bias_needs:
                 grad_down_bias = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
             bias_grad_RH = grad_out_RH * repeat_by_expert(
                 down_proj_bias_EH, offsets_E, grad_out_RH.shape[0]
             )
             grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
             del bias_grad_RH
-        if needed[6]:
+        if up_bias_needs:
             grad_gate_up_bias = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
@@ -221,14 +211,14 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         if sums is not None:
-            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, travels)
-        elif needed[4]:
+            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, x_needs)
+        elif up_needs:
             rows_RH = x_TH.index_select(0, gather_idx_R)
             grad_gate_up_proj = up.grad_weight(
                 grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
             )
             del rows_RH
-        if needed[0]:  # False if no earlier layer is trained
+        if x_needs:
             wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
             grad_rows_RH = up.grad_input(
                 grad_gate_up_RJ, wide_EJH, offsets_E, grad_scales, up_scales
@@ -239,17 +229,6 @@ class _GroupedExperts(torch.autograd.Function):
         grad_weights = grad_gate_up_proj, grad_down_proj, grad_gate_up_bias, grad_down_bias
         grad_adapters = grad_a13, grad_b13, grad_a2, grad_b2
         return *[None] * 6, grad_x_TH, None, None, grad_probs_R, *grad_weights, *grad_adapters
-
-
-def zero_gradients(args: Iterable[Tensor | None], needed: Iterable[bool]) -> list[Tensor | None]:
-    """Return zero gradients of the arguments of an expert function that computed no row.
-
-    All ranks must reduce the same gradients, so a rank without rows contributes zeros.
-    """
-    return [
-        None if arg is None or not need else torch.zeros_like(arg)
-        for arg, need in zip(args, needed, strict=True)
-    ]
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:

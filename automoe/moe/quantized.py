@@ -143,6 +143,8 @@ def grouped_product(a: Quantized, b: Quantized, offsets_E: Tensor, dtype: torch.
         offsets_E: int32, end of each expert's rows or columns. Over columns no expert is empty, and
             lines end at the offsets.
     """
+    if not a.codes.numel():  # a rank without rows
+        return torch.zeros(0, b.codes.shape[-2], dtype=dtype, device=a.codes.device)
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         columns = dequantize(b).to(wide).transpose(-2, -1)

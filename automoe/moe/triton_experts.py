@@ -15,7 +15,7 @@ from automoe.kernels.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.kernels.served import check_served
 from automoe.kernels.tiling import row_tiles
 from automoe.moe.expert_weights import ExpertWeights
-from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
+from automoe.moe.grouped_mm import grouped_mm_experts, repeat_by_expert, sum_by_expert
 
 # Only Hopper and datacenter Blackwell have the 227 KB of shared memory that the blocks need.
 _CAPABILITIES = (9, 10)
@@ -43,6 +43,9 @@ def triton_experts(
         BackendError: tensors are on the CPU, or of another dtype.
     """
     check_served(x_TH, "moe.experts", "grouped_mm")
+    if not gather_idx_R.numel():  # an empty grid is an error; the backward still runs
+        rows = x_TH, gather_idx_R, offsets_E, probs_R
+        return grouped_mm_experts(*rows, weights, activation)
     return _TritonExperts.apply(activation, x_TH, gather_idx_R, offsets_E.int(), probs_R, *weights)
 
 
@@ -58,23 +61,14 @@ class _TritonExperts(torch.autograd.Function):
         ctx.clamp = (
             (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
         )
-        if gather_idx_R.numel() == 0:  # an empty grid is an error; the backward still runs
-            pre_RJ = x_TH.new_empty(0, 2 * down_proj_EHI.shape[2])
-            out_RH = x_TH.new_empty(0, x_TH.shape[1])
-        else:
-            tiles = row_tiles(offsets_E, gather_idx_R.numel())
-            pre_RJ, act_RI = launches.gather_up_activate(
-                x_TH,
-                gather_idx_R,
-                gate_up_proj_E2IH,
-                gate_up_proj_bias_E2I,
-                probs_R,
-                tiles,
-                ctx.clamp,
-            )
-            out_RH = launches.rows_times_weights(
-                "down", act_RI, down_proj_EHI, tiles, down_proj_bias_EH, probs_R
-            )
+        tiles = row_tiles(offsets_E, gather_idx_R.numel())
+        up = gate_up_proj_E2IH, gate_up_proj_bias_E2I
+        pre_RJ, act_RI = launches.gather_up_activate(
+            x_TH, gather_idx_R, *up, probs_R, tiles, ctx.clamp
+        )
+        out_RH = launches.rows_times_weights(
+            "down", act_RI, down_proj_EHI, tiles, down_proj_bias_EH, probs_R
+        )
         ctx.save_for_backward(*args, pre_RJ)
         return out_RH
 
@@ -84,8 +78,6 @@ class _TritonExperts(torch.autograd.Function):
         *args, pre_RJ = ctx.saved_tensors
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH = args[4:]
-        if gather_idx_R.numel() == 0:
-            return None, *zero_gradients(args, ctx.needs_input_grad[1:])
         grad_out_RH = grad_out_RH.contiguous()
         tiles = row_tiles(offsets_E, gather_idx_R.numel())
         grad_pre_RJ, act_RI, shares = launches.grad_down_activate(

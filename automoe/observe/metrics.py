@@ -196,9 +196,6 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._num_steps = num_steps
         try:
             replace_json(self.run_dir / ENVIRONMENT_FILE, describe_environment())
-            for name in (METRICS_FILE, LOAD_FILE) if resume_step is not None else ():
-                # Test that both files open before one of them is truncated.
-                os.close(_open(self.run_dir / name))
             metrics = self.run_dir / METRICS_FILE
             self._metrics = AppendLog(metrics, resume_step, warn, every_step=True)
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn)

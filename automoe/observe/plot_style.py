@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine, TightLayoutEngine
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from automoe.storage.files import replace_file
 
@@ -54,18 +54,14 @@ RC: dict[Any, Any] = {
 
 
 def new_figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, plain: bool = False, **grid: Any
+    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and its axes in reading order, independent of pyplot's global state.
 
     Args:
         width, height: size in inches.
-        plain: the figure has nothing besides its axes, such as a colour bar; the layout then takes
-            half the time.
     """
-    layout = (
-        TightLayoutEngine(pad=1.0) if plain else ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
-    )
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
     figure = Figure(figsize=(width, height), layout=layout)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
 
@@ -77,13 +73,3 @@ def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
     figure.savefig(drawn, format="png", dpi=DPI, **options)
     replace_file(path, drawn.getvalue())
     return path
-
-
-def say_empty(axis: Axes, text: str) -> None:
-    """Write ``text`` in the middle of an empty plot, to explain why it is empty."""
-    axis.text(
-        0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11
-    )
-    axis.set(xticks=[], yticks=[])
-    axis.spines[:].set_visible(False)
-    axis.grid(False)

@@ -19,17 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from automoe.config.schema import Config
 from automoe.observe.metrics import Curve, Records, read_metrics, series
-from automoe.observe.plot_style import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RC,
-    RED,
-    SEQUENTIAL,
-    new_figure,
-    save,
-    say_empty,
-)
+from automoe.observe.plot_style import BLUE, GREEN, ORANGE, RC, RED, SEQUENTIAL, new_figure, save
 from automoe.observe.summary import COMPARED, median, short_number
 
 # figure widths in inches
@@ -131,7 +121,7 @@ def _loss(records: Records) -> Figure:
     validation = series(records, "val_loss")
     bits = series(records, "val_bits_per_byte")
     ratios = [2, 1] if len(bits[0]) else [1]
-    figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), plain=True, width_ratios=ratios)
+    figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), width_ratios=ratios)
     _over_steps(axes[0], "Loss", "nats per token")
     _line(axes[0], training, BLUE, "training")
     for axis, curve in zip(axes, (validation, bits), strict=False):
@@ -167,7 +157,7 @@ def _curves(
         logarithmic: use a logarithmic axis if the range of the values is above a factor of 20.
         smooth: show the trend of a long curve.
     """
-    figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
+    figure, (axis,) = new_figure(NARROW, 3.1)
     _over_steps(axis, title, unit)
     values = np.zeros(0)
     for (key, label), colour in zip(labels.items(), COLOURS, strict=False):
@@ -195,8 +185,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     both = len(steps) > 1
     figure, axes = new_figure(WIDE if both else NARROW, height, columns=1 + both)
     load_NLE = relative_load(counts)
-    finite_N = np.isfinite(load_NLE)
-    mean_LE = np.where(finite_N, load_NLE, 0).sum(axis=0) / np.maximum(finite_N.sum(axis=0), 1)
+    mean_LE = relative_load(counts.sum(axis=0))
     # The colour scale is logarithmic around 1: twice and half the equal share are equally far away.
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
@@ -258,12 +247,14 @@ def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True
     """
     steps, values = curve
     finite = np.isfinite(values)
-    shown = np.where(finite, values, np.nan)
+    steps_shown, shown = steps, np.where(finite, values, np.nan)
     if smooth and finite.sum() >= 60:
         axis.plot(steps, shown, color=colour, alpha=0.35, linewidth=0.9)
         label = f"{label}, smoothed"
-        shown = _trend(shown)
-    axis.plot(steps, shown, color=colour, marker=_marker(steps), label=label)
+        parts = np.array_split(np.flatnonzero(finite), 40)
+        steps_shown = [steps[part].mean() for part in parts]
+        shown = np.array([values[part].mean() for part in parts])
+    axis.plot(steps_shown, shown, color=colour, marker=_marker(steps), label=label)
     if not finite.all():
         bottom = np.full((~finite).sum(), 0.02)
         place = axis.get_xaxis_transform()
@@ -272,19 +263,6 @@ def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True
 
 def _marker(steps: np.ndarray) -> str | None:
     return "o" if len(steps) < 3 else None
-
-
-def _trend(values: np.ndarray) -> np.ndarray:
-    """Return the centred running mean of the finite values over a twentieth of the run."""
-    half = max(2, len(values) // 40)
-    known = np.isfinite(values)
-    places = np.arange(len(values))
-    low = np.maximum(places - half, 0)
-    high = np.minimum(places + half + 1, len(values))
-    sums = np.cumsum([np.where(known, values, 0.0), known], axis=1)
-    sums = np.insert(sums, 0, 0.0, axis=1)
-    total, count = sums[:, high] - sums[:, low]
-    return total / np.maximum(count, 1)
 
 
 def _legend(axis: Axes) -> None:
@@ -318,7 +296,7 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
     )
     _over_steps(loss, "Training loss", "nats per token")
     if not runs:
-        say_empty(loss, "no job trained a step")
+        loss.set_title("No job trained a step")
         return save(figure, directory / SWEEP_PLOT)
     colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
     for i, ((_, records), colour) in enumerate(zip(runs, colours, strict=True)):

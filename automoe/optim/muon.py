@@ -193,7 +193,14 @@ class Muon(torch.optim.AdamW):
         matrices = [m for m in matrices if self._parameters[m.parameter][1].grad is not None]
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
         mine = {matrix: updates[matrix.parameter][matrix.place] for matrix in matrices}
-        whole = _orthogonalize_all(self._bring(matrices, mine))
+        whole: dict[_Matrix, Tensor] = {}  # those that this rank owns
+        pairs = [(matrix, rank) for matrix in matrices for rank in matrix.senders]
+        for (matrix, rank), block in self._exchange(pairs, lambda matrix, _: mine[matrix]):
+            if matrix not in whole:
+                shape = self._parameters[matrix.parameter][1].shape[-2:]
+                whole[matrix] = block.new_empty(shape)
+            whole[matrix][matrix.parts[rank]] = block
+        whole = _orthogonalize_all(whole)
 
         def part(matrix: _Matrix, rank: int) -> Tensor:
             return whole[matrix][matrix.parts[rank]]
@@ -216,19 +223,6 @@ class Muon(torch.optim.AdamW):
         momentum.add_(gradient)
         update = gradient.add(momentum, alpha=group["momentum"])
         return update.to(self._dtype or update.dtype)
-
-    def _bring(
-        self, matrices: Sequence[_Matrix], mine: dict[_Matrix, Tensor]
-    ) -> dict[_Matrix, Tensor]:
-        """Send blocks to their owners; return the whole matrices that this rank owns."""
-        whole: dict[_Matrix, Tensor] = {}
-        pairs = [(matrix, rank) for matrix in matrices for rank in matrix.senders]
-        for (matrix, rank), block in self._exchange(pairs, lambda matrix, _: mine[matrix]):
-            if matrix not in whole:
-                shape = self._parameters[matrix.parameter][1].shape[-2:]
-                whole[matrix] = block.new_empty(shape)
-            whole[matrix][matrix.parts[rank]] = block
-        return whole
 
     def _exchange(
         self, pairs: Sequence[_Pair], block_of: Callable[..., Tensor], back: bool = False

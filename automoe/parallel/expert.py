@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 from automoe.config.plugins import look_up, registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.config.tier import tier_of
@@ -34,7 +34,7 @@ from automoe.parallel.overlap import OverlappedDispatch
 
 
 def _hierarchical(
-    num_experts: int, ep: ProcessGroupDispatch, gpus_per_node: int, timeout: timedelta | None
+    num_experts: int, ep: DispatchGroup, gpus_per_node: int, timeout: timedelta | None
 ) -> Dispatcher:
     groups = node_levels(ep.group, gpus_per_node, timeout)
     return HierarchicalDispatcher(num_experts, [type(ep)(group, ep.in_8_bits) for group in groups])
@@ -146,7 +146,7 @@ class ExpertStyle(ParallelStyle):
         make = dispatchers[dispatcher]
         if make is _hierarchical:
             make = partial(make, gpus_per_node=gpus_per_node, timeout=timeout)
-        exchange = OverlappedDispatch if overlap else ProcessGroupDispatch
+        exchange = OverlappedDispatch if overlap else DispatchGroup
         # Layers share a dispatcher, because groups and buffers are costly.
         self._over_ep = cache(lambda group, number: make(number, exchange(group, in_8_bits)))
         self._in_8_bits = in_8_bits
@@ -187,7 +187,7 @@ class ExpertStyle(ParallelStyle):
         if "ep" in meshes:
             dispatcher = self._over_ep(meshes["ep"].get_group(), local.num_experts)
         if "etp" in meshes:
-            etp = ProcessGroupDispatch(meshes["etp"].get_group(), self._in_8_bits)
+            etp = DispatchGroup(meshes["etp"].get_group(), self._in_8_bits)
             dispatcher = ExpertTensorDispatcher(dispatcher, etp)
         return dispatcher
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,8 @@ class Meshes:
     moe: DeviceMesh
     fsdp: DeviceMesh
     expert_fsdp: DeviceMesh
-    timeout: timedelta | None = None  # timeout of every group made here; None: torch's default
+    timeout: timedelta | None  # timeout of every group made here; None: torch's default
+    stage: dist.ProcessGroup | None  # the ranks of this rank's pipeline stage; None: it is alone
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along ``axis``; None if the axis has one rank."""
@@ -52,20 +52,8 @@ class Meshes:
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group of this stage's ranks, which share a micro-batch; None if alone.
-
-        Collective over the world when first called.
-        """
-        return self._stage_group
-
-    @cached_property
-    def _stage_group(self) -> dist.ProcessGroup | None:
-        axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
-        if len(axes) < 2:
-            return self.group(axes[0]) if axes else None
-        size = self.shape.world_size // self.shape.pp
-        first = size * self.coordinate("pp")
-        return _make_group("stage", list(range(first, first + size)), self.timeout)
+        """Return the group of this stage's ranks, which share a micro-batch; None if alone."""
+        return self.stage
 
     def pipeline_group(self) -> dist.ProcessGroup:
         """Return the group along pp; with pp = 1 a new one of this rank alone."""
@@ -147,9 +135,13 @@ def build_meshes(
     if timeout is not None:
         for group in fsdp.get_all_groups():  # torch itself made the group of a flattened axis
             set_group_timeout(timeout, group)
-    meshes = Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
-    meshes.stage_group()  # here, as its first call is collective and later ones are not in one order
-    return meshes
+    axes = [axis for axis in DEFAULT_AXES if axis != "pp" and getattr(shape, axis) > 1]
+    stage = default[axes[0]].get_group() if axes else None
+    if len(axes) > 1:
+        size = shape.world_size // shape.pp
+        first = dist.get_rank() // size * size
+        stage = _make_group("stage", list(range(first, first + size)), timeout)
+    return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout, stage)
 
 
 def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:

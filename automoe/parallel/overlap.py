@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 
 T = TypeVar("T")
 
@@ -55,7 +55,6 @@ class Turns:
         self._done = [False, False]
         self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
         self._errors: list[BaseException] = []
-        results: list[Any] = [None, None]
         threads = torch.get_num_threads()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
@@ -69,24 +68,24 @@ class Turns:
             return first()
 
         thread = threading.Thread(
-            target=self._body, args=(0, in_new_thread, results), name=BACKWARD_THREAD, daemon=True
+            target=self._body, args=(0, in_new_thread), name=BACKWARD_THREAD, daemon=True
         )
         thread.start()
         self._wake[0].release()
         try:
-            self._body(1, second, results)
+            result = self._body(1, second)
             thread.join()
         finally:
             self._turn = None
         if self._errors:
             self._waiting.clear()
             raise self._errors[0]
-        return results[1]
+        return result
 
-    def _body(self, me: int, function: Callable[[], object], results: list[Any]) -> None:
+    def _body(self, me: int, function: Callable[[], object]) -> Any:
         try:
             self.wait_for_turn(me)
-            results[me] = function()
+            return function()
         except _OtherPassFailed:
             pass
         except BaseException as error:
@@ -165,7 +164,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, input_splits, output_splits, ctx.group), None, None, None
 
 
-class OverlappedDispatch(ProcessGroupDispatch):
+class OverlappedDispatch(DispatchGroup):
     """Dispatch group that lets another micro-batch's pass run while its all-to-alls travel."""
 
     def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:

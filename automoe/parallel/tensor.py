@@ -10,20 +10,11 @@ extra communication.
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import find_spec
 from automoe.parallel.mesh import Meshes
-
-
-def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) -> None:
-    """Make parameter ``name`` a DTensor, sharded on each axis of ``mesh`` by one of ``dims``."""
-    placements = [Shard(dim) for dim in dims]
-    whole = getattr(module, name)
-    sharded = distribute_tensor(whole.data, mesh, placements, src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(sharded, whole.requires_grad))
 
 
 def apply_tensor_parallel(model: CausalLM, meshes: Meshes) -> None:
@@ -35,7 +26,7 @@ def apply_tensor_parallel(model: CausalLM, meshes: Meshes) -> None:
     if mesh is None:
         return
     assert model.backend.pg_collection.sequence.num_ranks == mesh.size(), "built for another mesh"
-    for name, _ in list(model.named_parameters()):
+    for name, whole in list(model.named_parameters()):
         spec = find_spec(name)
         if (
             spec is None
@@ -44,4 +35,6 @@ def apply_tensor_parallel(model: CausalLM, meshes: Meshes) -> None:
         ):
             continue
         path, _, last = name.rpartition(".")
-        shard_parameter(model.get_submodule(path), last, mesh, spec.tp)
+        sharded = distribute_tensor(whole.data, mesh, [Shard(spec.tp)], src_data_rank=None)
+        parameter = nn.Parameter(sharded, whole.requires_grad)
+        model.get_submodule(path).register_parameter(last, parameter)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from automoe.config.batch import plan_batch
@@ -175,13 +175,10 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     speeds = []
     for point in range(POINTS):
         intensity = bench.first * 2**point
-        side = (
-            round(intensity * size / (1 - intensity * size / (2 * bench.rows)) / 8) * 8
-        )  # [rows, side] x [side, side]
-        rows, weight = (made(n, side) for n in (bench.rows, side))
-        speeds.append(
-            2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight)
-        )
+        side = round(intensity * size / (1 - intensity * size / (2 * bench.rows)) / 8) * 8
+        rows, weight = made(bench.rows, side), made(side, side)
+        seconds = bench.seconds(partial(torch.mm, rows, weight))
+        speeds.append(2 * bench.rows * side**2 / seconds)
     if device.type == "cuda" and not peak:
         from automoe.observe.peak_flops import peak_flops
 
@@ -263,13 +260,14 @@ def usual(bench: Bench, layers: int) -> Config:
     """Return a configuration whose layers have matmuls as large as those that are timed alone."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
-    sizes = {
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_experts": 8,
-        "moe_intermediate_size": bench.expert,
-    }
-    model = ModelConfig(family="mixtral", attention=attention, **sizes)  # type: ignore[arg-type]
+    model = ModelConfig(
+        family="mixtral",
+        attention=attention,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_experts=8,
+        moe_intermediate_size=bench.expert,
+    )
     return _config(bench, model, 2 * bench.seq)
 
 
@@ -363,11 +361,11 @@ def _collectives(
     import torch
     import torch.distributed as dist
 
-    from automoe.comm.collectives import ProcessGroupDispatch, wait_tensor
+    from automoe.comm.collectives import DispatchGroup, wait_tensor
 
     size = dist.get_world_size(group)
     here = dist.get_rank(group)
-    dispatch = ProcessGroupDispatch(group)
+    dispatch = DispatchGroup(group)
     part = torch.ones(num_bytes // 4 // size, device=device)
     whole = part.repeat(size)
     received = torch.empty_like(whole)
@@ -394,14 +392,10 @@ def fit_link(seconds: dict[float, float]) -> list[float]:
 
     Each point counts by its relative error, so that small messages count as much as large ones.
     """
-    weights = {sent: took**-2 for sent, took in seconds.items()}
-    total = sum(weights.values())
-    mean_sent = sum(weight * sent for sent, weight in weights.items()) / total
-    mean_took = sum(weights[sent] * took for sent, took in seconds.items()) / total
-    both = sum(w * (sent - mean_sent) * (seconds[sent] - mean_took) for sent, w in weights.items())
-    spread = sum(weight * (sent - mean_sent) ** 2 for sent, weight in weights.items())
-    each = max(both / spread, 1e-15)
-    return [max(mean_took - each * mean_sent, 0.0), 1 / each]
+    slope, intercept = np.polyfit(
+        [*seconds], [*seconds.values()], 1, w=[1 / took for took in seconds.values()]
+    )
+    return [max(float(intercept), 0.0), 1 / max(float(slope), 1e-15)]
 
 
 def cluster_values(
@@ -467,9 +461,7 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
     if gpu == "cpu":
-        info = Path("/proc/cpuinfo")
-        match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-        gpu = match[1].strip() if match else platform.processor() or platform.machine()
+        gpu = platform.processor() or platform.machine()
     lines = [
         f"# Measured by automoe plan calibrate=true on {datetime.date.today()}: {with_what},",
         f"# {gpu}, {num_cores()} cores{threads}, {bench.dtype}.",

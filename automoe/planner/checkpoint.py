@@ -186,11 +186,7 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
             yield _sharded(f"{name}.{param.name}", param, mesh, size)
         if param.trained and sizes.num_moments(param) == 2:
             yield _Tensor(f"optimizer.step.{param.name}", 4, 4, 1, ranks)
-        matrix = (
-            param.part in ("attention", "dense_ffn", "shared_experts", "routed_experts")
-            and param.multiplies
-        )
-        if config.train.fp8 == "delayed" and matrix:
+        if config.train.fp8 == "delayed" and param.spec.fp8:
             yield _Tensor(f"model.{param.name}.history", HISTORY_BYTES, HISTORY_BYTES, 1, ranks)
     for layer in layers[stage]:
         if layer >= model.first_k_dense:

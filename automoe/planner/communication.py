@@ -29,11 +29,7 @@ class Group:
 
         All groups of an axis have this placement if the node size is divisible by the mesh axes.
         """
-        if size * stride <= gpus_per_node:
-            return cls(size, 1, stride)
-        if stride >= gpus_per_node:
-            return cls(size, size, stride)
-        return cls(size, -(-size * stride // gpus_per_node), stride)
+        return cls(size, min(size, -(-size * stride // gpus_per_node)), stride)
 
     @property
     def off_node(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -40,9 +40,12 @@ class Pass:
 
     def copy(self) -> Pass:
         """Return an equal pass to which other parts may be added."""
-        parts, sent = dict(self.parts), dict(self.communication)
-        rest = self.idle, self.weights, self.experts, dict(self.again)
-        return Pass(self.compute, parts, sent, *rest)
+        return replace(
+            self,
+            parts=dict(self.parts),
+            communication=dict(self.communication),
+            again=dict(self.again),
+        )
 
     @property
     def seconds(self) -> float:
@@ -68,11 +71,11 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     """Return the assumed expert rows of the busiest rank, relative to the mean of all ranks."""
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
-    if moe.capacity_factor:
-        busy = (
-            moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
-        )
-    return busy if mesh.ep > 1 else 1.0
+    if mesh.ep == 1:
+        return 1.0
+    if moe.capacity_factor and moe.pad_to_capacity:
+        return moe.capacity_factor
+    return min(busy, max(1.0, moe.capacity_factor or busy))
 
 
 def key_of(config: Config) -> str:

@@ -13,7 +13,6 @@ from itertools import combinations
 from typing import Any
 
 from automoe.config.mesh_shape import MeshShape, largest_divisor
-from automoe.config.recompute import FULL
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.planner.candidate import Candidate, first_that_fits, ladder
@@ -78,7 +77,7 @@ def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy
     near += [now.changed(**each) for alternatives in _settings(now) for each in alternatives]
     alone = [candidate for candidate in near if _legal(candidate)]
     everywhere = now.changed(parallel={"recompute_layers": None})
-    alone += map(everywhere.with_recompute, [*ladder(config), *_without_moe(config)])
+    alone += map(everywhere.with_recompute, ladder(config))
     singles = [remedy(candidate) for candidate in alone if candidate.needed < now.needed]
     singles.sort(key=lambda candidate: -candidate.tokens_per_second)
     best = _fastest(everywhere)
@@ -105,23 +104,10 @@ def _fastest(now: Candidate) -> Candidate | None:
         index = first_that_fits(candidates)
         if index is None:
             continue
-        remedies_made = [candidates[index]]
-        if index > len(rungs) - 4:
-            remedies_made += map(candidate.with_recompute, _without_moe(now.config))
-        for each in remedies_made:
-            if each.speed > most and each.fits:
-                best = each
-                most = each.speed
+        if candidates[index].speed > most:
+            best = candidates[index]
+            most = best.speed
     return best
-
-
-def _without_moe(config: Config) -> list[list[str] | str]:
-    """Return all recomputable modules except ``moe``, whose recomputation adds a dispatch.
-
-    This choice helps if attention's memory alone is too large.
-    """
-    names = [names for names in ladder(config) if names != FULL][-1]
-    return [[name for name in names if name != "moe"]] if "moe" in names else []
 
 
 def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:

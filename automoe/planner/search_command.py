@@ -55,15 +55,8 @@ class Question:
 
 def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split ``argv`` into the values of the planner's own keys and all other words."""
-    words = {}
-    rest = []
-    for word in argv:
-        key, equals, value = word.partition("=")
-        if equals and key in OWN:
-            words[key] = value
-        else:
-            rest.append(word)
-    return words, rest
+    typed = [word for word in argv if "=" in word and word.partition("=")[0] in OWN]
+    return dict(word.split("=", 1) for word in typed), [word for word in argv if word not in typed]
 
 
 def question_of(words: dict[str, str]) -> Question | None:
@@ -76,7 +69,6 @@ def question_of(words: dict[str, str]) -> Question | None:
     exports, fewest = "export" in words, kind == "fewest_gpus"
     asks = kind or measures
     for key, broken, rule, remedy in (
-        ("html", words.get("html") == "", "a page needs a name", "Write html=plan.html"),
         ("export", exports and words["export"] != "torchtitan", "a plan is exported for torchtitan",
          "Write export=torchtitan"),
         ("export", exports and words.keys() & {"search", CALIBRATE}, "only a plan is exported, not a search",
@@ -140,12 +132,11 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     console = Console(highlight=False)
     with progress() as tell:
         rank = partial(search, device=device, fixed=fixed, tell=tell)
-        result = _find(question, config, rank)
-    best = result[-1][1]
+        config, best = _find(question, config, rank)
     if as_json:
         print(json.dumps({"found": [_as_dict(candidate) for candidate in best.found]}, indent=2))
     elif best.found:
-        print_search(result[-1][0], best, console)
+        print_search(config, best, console)
     if not best.found:
         if as_json:  # stdout holds only the JSON object
             console = Console(stderr=True, highlight=False)
@@ -162,27 +153,26 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 
 def _find(
     question: Question, config: Config, look: Callable[[Config, int], Search]
-) -> list[tuple[Config, Search]]:
-    """Run the searches that a question needs and return them in order; the last is the answer."""
+) -> tuple[Config, Search]:
+    """Search until the question is answered; return the last configuration and its result."""
     if question.kind == "fewest_gpus":
-        made: list[tuple[Config, Search]] = []
-        world = 1
-        least = least_ranks(config)
-        while world <= MAX_GPUS and not (made and made[-1][1].found):
-            if world >= min(least, MAX_GPUS):
-                made.append((config, look(config, world)))
-            world *= 2
-        return made
+        least = min(least_ranks(config), MAX_GPUS)
+        for world in (2**n for n in range(MAX_GPUS.bit_length()) if 2**n >= least):
+            result = look(config, world)
+            if result.found:
+                break
+        return config, result
     assert question.world is not None
-    made = [(config, look(config, question.world))]
-    if key := GROWN.get(question.kind):
-        most = MAX_TOKENS if key == "seq_len" else config.train.global_batch_size
-        while made[-1][1].found and (size := 2 * getattr(made[-1][0].train, key)) <= most:
-            larger = changed(config, train={key: size})
-            made.append((larger, look(larger, question.world)))
-        if len(made) > 1 and not made[-1][1].found:
-            made.pop()
-    return made
+    result = look(config, question.world)
+    key = GROWN.get(question.kind)
+    most = MAX_TOKENS if key == "seq_len" else config.train.global_batch_size
+    while key and result.found and (size := 2 * getattr(config.train, key)) <= most:
+        larger = changed(config, train={key: size})
+        other = look(larger, question.world)
+        if not other.found:
+            break
+        config, result = larger, other
+    return config, result
 
 
 def least_ranks(config: Config) -> float:
@@ -231,8 +221,7 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     """Write ``OUT/mesh/NAME.yaml`` and return the ``automoe train`` command that uses it.
 
     Raises:
-        ConfigError: a different file exists at the path, or the preset does not compose to the
-            found configuration.
+        ConfigError: a different file exists at the path.
     """
     name = f"found_{args.config_name}_{best.mesh.world_size}"
     folder = question.folder
@@ -245,20 +234,13 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         others = (text for text in typed if key_of(text) != f"train.{key}")
         typed = [*others, f"train.{key}={getattr(best.config.train, key)}"]
     composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
-    if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
-        raise ConfigError(
-            "mesh",
-            name,
-            f"{path} exists, but {args.config_name} sets other sizes after it",
-            "In that file, move - mesh: null after _self_ in its defaults",
-        )
     for section in values:
         ours = asdict(getattr(best.config, section))
         theirs = asdict(getattr(composed, section))
         typed += [
             f"{section}.{key}={json.dumps(ours[key])}"
             for key in values[section]
-            if ours[key] != theirs[key] and section != "mesh"
+            if ours[key] != theirs[key]
         ]
     if best.mesh.world_size != (composed.launch.num_ranks or best.mesh.world_size):
         typed.append(f"launch.num_ranks={best.mesh.world_size}")

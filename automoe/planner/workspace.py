@@ -55,10 +55,6 @@ class Workspace:
     recompute: float = 0.0
     temporaries: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.recompute + self.temporaries - self.done
-
 
 def layer_workspaces(
     model: ModelConfig,
@@ -87,34 +83,29 @@ def layer_workspaces(
     kept_now = nothing if all_again else now
     routed = layer >= model.first_k_dense
     residual = load.number_bytes * load.tokens * model.hidden_size
-    workspaces = []
+    parts = []  # bytes freed by now, computed again, and temporary
     width = model.shared_width if routed else model.intermediate_size
     if width:
         again = dropped.get("shared_experts" if routed else "mlp", 0.0)
         ffn = load.number_bytes * (2 * load.tokens * width + ffn_numbers) + 2 * residual
-        workspaces.append(Workspace(0.0, read + all_again + again, ffn))
+        parts.append((0.0, read + again, ffn))
     gone = 0.0
     if routed:
         # On a CPU the shared experts' backward is over by now; on CUDA a second stream may run it
         # at the same time.
         gone = kept_now["ffn"] * load.on_cpu
         experts = _experts_temporaries(model, load, expert_numbers) + residual * (1 + bool(width))
-        workspaces.append(_used_up(gone, read + dropped.get("moe", 0.0), all_again, experts))
+        parts.append((gone, read + dropped.get("moe", 0.0), experts))
     gone = (
         sum(kept_now.get(part, 0.0) for part in ("ffn", "experts", "router"))
         + kept_now["norms"] / 2
     )
     again = dropped.get("core_attn", 0.0)
-    workspaces.append(
-        _used_up(gone, read + again, all_again, _attention_temporaries(model, load) + residual)
-    )
-    return workspaces
-
-
-def _used_up(gone: float, again: float, all_again: float, temporaries: float) -> Workspace:
-    # In a fully recomputed layer, the freed activations were recomputed ones, not kept ones.
-    used = gone if all_again else 0.0
-    return Workspace(gone - used, again + all_again - used, temporaries)
+    attention = _attention_temporaries(model, load) + residual
+    parts.append((gone, read + again, attention))
+    if all_again:  # what is freed was recomputed, not kept
+        return [Workspace(0.0, again + all_again - gone, work) for gone, again, work in parts]
+    return [Workspace(*part) for part in parts]
 
 
 def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: int) -> float:

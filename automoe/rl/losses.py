@@ -12,7 +12,7 @@ positions of this rank, K scored ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, get_type_hints
@@ -99,8 +99,7 @@ def sum_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
 
     The result has no gradient.
     """
-    x_BS = torch.where(trained(inputs), x_BS.detach(), 0.0)
-    sums_BD = inputs.sum_by_document(x_BS)
+    sums_BD = inputs.sum_by_document(torch.where(trained(inputs), x_BS.detach(), 0.0))
     doc_ids = torch.zeros_like(inputs.labels) if inputs.doc_ids is None else inputs.doc_ids
     return sums_BD.gather(1, doc_ids.clamp_min(0))
 
@@ -138,10 +137,8 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
     The share of answers of which a mask drops a token is reported by the answer's length.
     """
-    values = inputs.given
-    log_w_BS = torch.where(
-        trained(inputs), values["old_log_probs"] - values["sampler_log_probs"], 0.0
-    )
+    log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
+    log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
     if correction.level != "token":
         over = sum_of_sample if correction.level == "sequence" else mean_of_sample
         log_w_BS = over(log_w_BS, inputs)
@@ -280,24 +277,23 @@ def policy_loss(
 
     Args:
         mean: how the losses of tokens are averaged, as ``finish`` names it.
-        reads: the samples' values that the function needs.
-        metrics: what it reports besides ``METRICS``.
+        reads, metrics: the samples' values that it needs, and what it reports besides ``METRICS``.
         fixed: True if callers may not ask for another mean.
     """
 
     def decorate(of_tokens: Callable[..., Tensor]) -> Any:
-        own, shared = _options_of(of_tokens), _options_of(finish)
+        special, shared = _options_of(of_tokens), _options_of(finish)
         if fixed:
             del shared["mean"]
 
         @wraps(of_tokens)
         def loss(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-            own_options = {name: options.pop(name) for name in own.keys() & options.keys()}
-            loss_BS = of_tokens(nll_BS, inputs, **own_options)
+            taken = {name: options.pop(name) for name in special.keys() & options.keys()}
+            loss_BS = of_tokens(nll_BS, inputs, **taken)
             return finish(loss_BS, nll_BS, inputs, **{"mean": mean} | options)
 
         facts = {"reads": reads, "metrics": (*METRICS, *metrics), "mean": mean}
-        vars(loss).update(facts, options=shared | own)
+        vars(loss).update(facts, options=shared | special)
         return loss
 
     return decorate
@@ -307,6 +303,38 @@ def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
     """Return the types of a function's parameters without those that every loss has."""
     hints = get_type_hints(function)
     return {name: hints[name] for name in hints.keys() - {"loss_BS", "nll_BS", "inputs", "return"}}
+
+
+def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if a loss that ``policy_loss`` made cannot run with these options."""
+    if not callable(loss):
+        raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
+    known: Mapping[str, Any] | None = getattr(loss, "options", None)
+    if known is None:
+        return
+    key = f"losses.{loss.__name__}"
+    for name, value in options.items():
+        if name not in known:
+            rule = f"the loss takes {', '.join(sorted(known))}"
+            raise ConfigError(f"{key}.{name}", value, rule, "Correct the option's name")
+        converted(known[name], value, f"{key}.{name}")
+    if (length := options.get("length", 0 if loss.mean == "length" else 1)) < 1:  # type: ignore[attr-defined]
+        rule = "is a divisor, and has no default"
+        raise ConfigError(f"{key}.length", length, rule, "Give 1 or more")
+
+
+def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the samples' values that a loss reads with these options."""
+    names = {*getattr(loss, "reads", ())}
+    if options.get("correction") is not None:
+        names |= {"old_log_probs", "sampler_log_probs"}
+    if options.get("max_drift") is not None:
+        names |= {"advantages", "old_log_probs"}
+    if options.get("kl_coef"):
+        names.add("ref_log_probs")
+        if options.get("kl_kind") == "k3_weighted":
+            names.add("old_log_probs")
+    return tuple(sorted(names))
 
 
 # ---------------------------------------------------------------- losses

@@ -106,7 +106,8 @@ class Rollouts:
 
         Every rank calls ``make``, if a run like this one has not written it yet.
         """
-        file, facts = self._file(rollout, name), self._facts(rollout)
+        file = self._folder / f"{name}-{rollout + 1:08d}.json"
+        facts = f"{self._drawn_by} {self._history.get(str(rollout), '')}"
         content = self._ranks.lead(lambda: self._read(file, facts))
         if content is not None:
             return content
@@ -156,12 +157,6 @@ class Rollouts:
                     file.unlink()
 
         self._ranks.lead(remove)
-
-    def _file(self, rollout: int, name: str) -> Path:
-        return self._folder / f"{name}-{rollout + 1:08d}.json"
-
-    def _facts(self, rollout: int) -> str:
-        return f"{self._drawn_by} {self._history.get(str(rollout), '')}"
 
     def _read(self, file: Path, facts: str) -> Any:
         try:

@@ -41,7 +41,7 @@ from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
 from automoe.rl.batch import Batch, Packed, check_batch, pack
-from automoe.rl.loss_options import check_options, values_read
+from automoe.rl.losses import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import first_weights
@@ -317,7 +317,7 @@ class Session:
             skip_zero=True,
             balances=None if self.auxiliary_losses else False,
         )
-        self._pending, self._pending_tokens = None, 0
+        self.zero_grad()
         return update
 
     def count(self, batch: Batch) -> Counts:

@@ -58,7 +58,7 @@ def open_run(
         # Printed here and not in a recipe, which could leave it out.
         record.note_wrapped(cast(Loader, state.loader).describe())
         if context.world_size > 1:
-            record.note(str(open_groups(exchanges_heads(config, shape))))
+            record.note(open_groups(exchanges_heads(config, shape)))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
         call_hooks("run.start", run)
         yield run

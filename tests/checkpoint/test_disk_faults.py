@@ -155,7 +155,7 @@ def test_a_state_that_is_not_finite_is_not_saved(ranks: RankPool, text: Path, tm
     assert first == second
     for step, said in enumerate(first[:2], 1):
         assert f"the checkpoint of step {step} was not saved: its numbers are not finite (" in said
-        assert "on rank 1, 1 tensors in all)" in said and said.endswith("Training goes on")
+        assert "on rank 1)" in said and said.endswith("Training goes on")
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["LATEST", "step-3"]
 
 

@@ -172,11 +172,11 @@ def test_bad_utf8_and_empty_files_are_named(tmp_path: Path) -> None:
         read(tmp_path / "none")
 
 
-def test_a_limit_below_the_first_conversation_is_refused(tmp_path: Path) -> None:
+def test_a_limit_below_the_first_conversation_is_refused(tmp_path: Path, make: Make) -> None:
     path = write_chat(tmp_path / "a.parquet.jsonl", [ASKED, ASKED])  # JSON lines by its last ending
     data = DataConfig(kind="chat", path=str(path), max_bytes=1)
-    with pytest.raises(DataError, match=r"a\.parquet\.jsonl:1: data\.max_bytes=1 leaves nothing of the first"):
-        list(read_conversations(data, [path]))
+    with pytest.raises(DataError, match=r"No document for the train split: 0 documents.*raise data\.max_bytes"):
+        Loader(replace(make(), data=replace(make().data, path=str(path), max_bytes=1)), 0, 1)
     data.max_bytes = sum(len(message["content"]) for message in ASKED)
     assert len(list(read_conversations(data, [path]))) == 1
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from automoe.comm.tokens import IGNORE, StepBatch
-from automoe.config.frozen import is_fixed
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.data.prepare import split_documents
@@ -187,7 +186,6 @@ def test_moved_data_is_not_changed_data(config, tmp_path):
 
 def test_other_settings_are_refused_by_name(config, byte_level_dir):
     _, state = steps(config, 1)
-    assert all(is_fixed(key) for key in state["fingerprint"] if "." in key), "a run of others cannot start from it"
     for change, message in [
         (("train", "seed", 1), r"train\.seed was 0, is 1\. Restore"),
         (("train", "seq_len", 128), r"train\.seq_len was 256, is 128\. Restore"),

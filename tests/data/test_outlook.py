@@ -71,6 +71,25 @@ def test_a_new_token_whose_rows_are_frozen_is_named(kind: str, tmp_path: Path, m
         assert warning not in said(one, tmp_path)
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_tokens_of_rows_that_the_checkpoint_lacks_are_named(beside: bool, tmp_path: Path) -> None:
+    """Whether its folder has the larger tokenizer itself, or none to compare with."""
+    source, other = tmp_path / "source", with_a_token_more(tmp_path / "other")
+    save_small_hf("qwen3_moe", source, other_sizes={"vocab_size": 294})
+    if beside:
+        with_a_token_more(source)
+    path = write_chat(tmp_path / "chats.jsonl", [messages("a?", "<|more|>"), messages("2+2?", "4")])
+    tokenizer = None if beside else str(other)
+    data = DataConfig(kind="chat", path=str(path), tokenizer=tokenizer, on_long="error", val_fraction=0.0)
+    data.chat.template = str(other / "chat_template.jinja")
+    model = replace(model_config_from_hf(source), vocab_size=304)
+    config = Config(model=model, data=data, train=TrainConfig(seq_len=64, val_every=0), lora=LoraConfig(rank=2))
+    found = said(config, tmp_path)
+    assert "1 tokens are trained and cannot be learned" in found and "frozen: <|more|>." in found
+    rows = ["embed_tokens.weight", "lm_head.weight"]
+    assert "cannot be learned" not in said(replace(config, train=replace(config.train, trainable=rows)), tmp_path)
+
+
 def test_the_length_of_a_run_is_said_and_train_epochs_sets_it(tmp_path: Path) -> None:
     path = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", f"{n}!") for n in range(40)])
     chat = ChatConfig(template="plain", pack=False)

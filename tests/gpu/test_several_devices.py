@@ -90,7 +90,7 @@ def opened(mesh: dict[str, int], device: str) -> list[tuple[str, int, float, flo
     """Of each group of a mesh, opened as a run does it: name, size, sum of ones, sum of ranks, gloo's threads, timeout."""
     shape = resolve_mesh(MeshConfig(**mesh), None)
     build_meshes(shape, torch.device(device), TIMEOUT).stage_group()
-    assert open_groups().count == len(process_groups())
+    assert int(open_groups().split()[0]) == len(process_groups())
     found = []
     for group in process_groups():
         values = torch.tensor([1.0, dist.get_rank()], device=device)

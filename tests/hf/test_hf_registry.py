@@ -133,7 +133,7 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
         (DSV3 | {"scoring_func": "softmax"}, ["scoring_func=softmax", "scoring_func=sigmoid"]),
         (QWEN2_57B | {"decoder_sparse_step": 2}, ["mlp_only_layers=[] and decoder_sparse_step=2"]),
         (QWEN2_57B | {"mlp_only_layers": [27]}, ["mlp_only_layers=[27]"]),
-        (QWEN2_57B | {"use_sliding_window": True}, ["layers with sliding_attention", "full_attention"]),
+        (QWEN2_57B | {"use_sliding_window": True}, ["=sliding_attention", "full_attention"]),
         (QWEN3_30B | {"use_sliding_window": True, "sliding_window": 8}, ["sliding_window=8", "sliding_window=None"]),
         (QWEN3_30B | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5", "qwen3_moe"]),
         (LLAMA31_8B | {"attention_bias": True}, ["attention_bias=True", "llama"]),

@@ -147,10 +147,7 @@ def test_a_terminal_sees_a_bar_and_a_log_sees_none(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     load_hf(model, tmp_path / "checkpoint", progress=True)
     shown = screen.getvalue()
-    # The bytes of the files, all of them arrived; how fast depends on the machine.
-    assert "reading checkpoint" in shown and "/s" in shown
-    total = f"{bytes_of(tmp_path / 'checkpoint') / 1000:.1f}"
-    assert f"{total}/{total} kB" in shown
+    assert "reading checkpoint" in shown and "100%" in shown  # all bytes of the files arrived
     screen.truncate(0)
     load_hf(model, tmp_path / "checkpoint")
     assert screen.getvalue() == ""

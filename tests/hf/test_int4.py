@@ -253,8 +253,8 @@ def test_transformed_or_sparse_codes_are_refused(key: str, int4: tuple[Path, dic
 def test_other_kinds_of_compressed_tensors_are_refused(int4: tuple[Path, dict[str, torch.Tensor]]) -> None:
     for change, says in (
         ({"format": "nvfp4-pack-quantized"}, "NVFP4 of compressed-tensors"),
-        ({"config_groups": {"a": GROUP, "b": GROUP}}, "config_groups=2, not one"),
-        ({"config_groups": {}}, "config_groups=0, not one"),
+        ({"config_groups": {"a": GROUP, "b": GROUP}}, "config_groups=2, not 1"),
+        ({"config_groups": {}}, "config_groups=0, not 1"),
         ({"config_groups": {"a": GROUP | {"input_activations": {"num_bits": 8}}}}, "input_activations={'num_bits': 8}"),
     ):
         declare(int4[0], STATED | change)

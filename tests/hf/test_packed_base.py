@@ -119,7 +119,7 @@ def test_what_leaves_is_what_was_trained_beside_nf4(name: str, tmp_path: Path) -
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     written = to_hf(model, tmp_path / "merged")
     assert written.checked and written.logits_error < 1e-5
-    assert "equal bit for bit to the weights as float32" in str(written)
+    assert "equal bit for bit to the weights in the files' dtypes" in str(written)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     assert off(logits(theirs), expected) < 1e-5
     lora = LoraConfig(4, 6.0, targets=targets, base="nf4")

@@ -256,7 +256,7 @@ def saved(run_dir: str) -> tuple[str, list[dict[str, torch.Tensor]]]:
     for name in ("../up", "", ".."):
         with pytest.raises(ConfigError, match="names a folder"):
             client.save_state(name)
-    with pytest.raises(AutomoeError, match="holds no state"):
+    with pytest.raises(AutomoeError, match="has no checkpoint"):
         client.load_state(run_dir)
     return path, weights
 

@@ -26,52 +26,28 @@ from automoe.config.schema import (
 )
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.toys import DEEPSEEK, QWEN3, SIZES, VOCAB
 from tests.support.trajectories import run_trajectory
 
-ROWS, SEQ_LEN, VOCAB = 8, 16, 48
+ROWS, SEQ_LEN = 8, 16
 STEPS = 3
 
-_SIZES = dict(vocab_size=VOCAB, hidden_size=16, num_experts=8, moe_intermediate_size=8)
-# Weights much larger than a trainer's, so that routing is uneven and no gradient drowns in rounding.
-_SIZES |= dict(initializer_range=0.3)
-
 MODELS = {
-    "deepseek": ModelConfig(
-        family="deepseek_v3",
+    "deepseek": replace(
+        DEEPSEEK,
         num_layers=5,
-        first_k_dense=1,
-        intermediate_size=24,
-        num_experts_per_token=3,
-        num_shared_experts=1,
-        attention=AttentionConfig(
-            kind="mla",
-            num_heads=2,
-            num_kv_heads=2,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
-            v_head_dim=6,
-        ),
         rope=RopeConfig(
             interleaved=True, scaling="yarn", factor=4.0, original_seq_len=8, mscale=1.0, mscale_all_dim=1.0
         ),
-        router=RouterConfig(score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5),
-        **_SIZES,
+        router=replace(DEEPSEEK.router, routed_scaling_factor=2.5),
     ),
-    "qwen3": ModelConfig(
-        family="qwen3_moe",
-        num_layers=4,
-        num_experts_per_token=3,
-        attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True),
-        **_SIZES,
-    ),
+    "qwen3": QWEN3,
     "mixtral": ModelConfig(
         family="mixtral",
         num_layers=4,
         num_experts_per_token=2,
         attention=AttentionConfig(kind="gqa", num_heads=2, num_kv_heads=1, head_dim=8),
-        **_SIZES,
+        **SIZES,
     ),
 }
 # Sinks, biases, a window of 5 every other layer, a limit that some gates and ups exceed.
@@ -95,7 +71,7 @@ MODELS["gpt-oss"] = ModelConfig(
     ),
     rope=RopeConfig(scaling="yarn", factor=4.0, original_seq_len=8, truncate=False),
     router=RouterConfig(softmax_after_topk=True, logit_bias=True),
-    **_SIZES,
+    **SIZES,
 )
 # Three delta nets, one gated attention of which half a head turns; norms around one; a gated shared expert.
 MODELS["qwen3-next"] = ModelConfig(
@@ -120,7 +96,7 @@ MODELS["qwen3-next"] = ModelConfig(
         linear_value_head_dim=4,
     ),
     rope=RopeConfig(partial_rotary_factor=0.5),
-    **_SIZES,
+    **SIZES,
 )
 # Projections of delta nets split as in Qwen3.5.
 MODELS["qwen3.5"] = replace(
@@ -149,7 +125,7 @@ MODELS["qwen2"] = ModelConfig(
     shared_expert_gate=True,
     attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True),
     router=RouterConfig(norm_topk_prob=False),
-    **_SIZES,
+    **SIZES,
 )
 # Half of each head turns; biases and normalised queries and keys; sigmoid scores of one group.
 MODELS["glm"] = ModelConfig(
@@ -162,7 +138,7 @@ MODELS["glm"] = ModelConfig(
     attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True),
     rope=RopeConfig(theta=50.0, partial_rotary_factor=0.5),
     router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
-    **_SIZES,
+    **SIZES,
 )
 # Queries and keys normed over all heads, which tp spreads; half of each head turns.
 MODELS["minimax"] = ModelConfig(
@@ -174,7 +150,7 @@ MODELS["minimax"] = ModelConfig(
     ),
     rope=RopeConfig(theta=50.0, partial_rotary_factor=0.5),
     router=RouterConfig(score="sigmoid", expert_bias=True),
-    **_SIZES,
+    **SIZES,
 )
 # The same norms, biases, and a bound that some queries, keys and values exceed.
 MODELS["olmoe"] = ModelConfig(
@@ -193,7 +169,7 @@ MODELS["olmoe"] = ModelConfig(
         clip_qkv=0.8,
     ),
     router=RouterConfig(norm_topk_prob=False),
-    **_SIZES,
+    **SIZES,
 )
 # One and two modules for multi-token prediction; the last ones read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
@@ -231,7 +207,7 @@ MODELS["llama"] = ModelConfig(
     intermediate_size=24,
     attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6),
     rope=RopeConfig(scaling="llama3", factor=4.0, original_seq_len=16),
-    **_SIZES,
+    **SIZES,
 )
 MODELS["qwen3-dense"] = replace(
     MODELS["llama"],

@@ -13,7 +13,6 @@ from automoe.config.schema import (
     AttentionConfig,
     Config,
     MeshConfig,
-    ModelConfig,
     MoEConfig,
     ParallelConfig,
     RouterConfig,
@@ -21,20 +20,14 @@ from automoe.config.schema import (
 )
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.toys import QWEN3, VOCAB
 from tests.support.trajectories import run_trajectory
 
-ROWS, SEQ_LEN, VOCAB, STEPS = 4, 16, 48, 2
-
-MODEL = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=VOCAB,
-    hidden_size=16,
+ROWS, SEQ_LEN, STEPS = 4, 16, 2
+MODEL = replace(
+    QWEN3,
     num_layers=2,
-    num_experts=8,
-    num_experts_per_token=3,
-    moe_intermediate_size=8,
     num_shared_experts=1,
-    initializer_range=0.3,
     attention=AttentionConfig(kind="gqa", num_heads=2, num_kv_heads=2, head_dim=6),
 )
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import BackendError
@@ -125,7 +125,7 @@ def dispatched(kind: str, routing: str, tokens_per_rank: list[int], *top_ks: int
         levels = node_levels(dist.group.WORLD, int(per_node), None)
         assert [dist.get_world_size(group) for group in levels] == {1: [4], 2: [2, 2], 4: [4]}[int(per_node)]
     for seed, top_k, in_8_bits in product(range(3), top_ks, (False, True)):
-        groups = [ProcessGroupDispatch(group, in_8_bits) for group in levels]
+        groups = [DispatchGroup(group, in_8_bits) for group in levels]
         if kind == "hierarchical":
             dispatcher = HierarchicalDispatcher(E, groups)
         else:

@@ -49,11 +49,8 @@ def test_the_table_fits_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     facts = {"objective": 2.34567, "tokens_per_second": 12345.6, "seconds": 101.26, "default": "pp2 x dp_shard2"}
-    facts |= {"measured": SIDE, "predicted": SIDE | {"tokens_per_second": 9876.5, "balance": 1.0}}
     print_sweep([record("a", **facts, moe="pp2 x ep2"), record("b", "skipped", reason="mesh.ep=3: [1] must divide 4")])
     said = capsys.readouterr().out
-    for text in ("12.3k, 9.88k", "12.3%, 12.3%", "1.50 GiB, 1.50 GiB", "1.10, 1.00"):
-        assert said.count(text) == 1
     table, _, reason = said.partition(f"{KEYS} skipped: ")
     assert reason.strip() == "mesh.ep=3: [1] must divide 4"
     assert max(map(len, table.splitlines())) <= columns

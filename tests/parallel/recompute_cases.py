@@ -16,56 +16,12 @@ from automoe.comm.discard_outputs import _Recompute
 from automoe.comm.recompute import is_recomputing, recompute_contexts
 from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import (
-    AttentionConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    MoEConfig,
-    ParallelConfig,
-    RouterConfig,
-    TrainConfig,
-)
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.verify.trajectory import Batches, Trajectory
+from tests.support.toys import VOCAB
 from tests.support.trajectories import run_trajectory
 
-STEPS, ROWS, SEQ_LEN, VOCAB = 3, 8, 16, 48
-
-# Every kind of layer and region: dense and MoE, MLA, shared experts, groups, a bias.
-DEEPSEEK = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=16,
-    num_layers=4,
-    first_k_dense=1,
-    intermediate_size=24,
-    num_experts=8,
-    num_experts_per_token=3,
-    moe_intermediate_size=8,
-    num_shared_experts=1,
-    initializer_range=0.3,
-    attention=AttentionConfig(
-        kind="mla",
-        num_heads=2,
-        num_kv_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-    ),
-    router=RouterConfig(score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True),
-)
-QWEN3 = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=VOCAB,
-    hidden_size=16,
-    num_layers=4,
-    num_experts=8,
-    num_experts_per_token=3,
-    moe_intermediate_size=8,
-    initializer_range=0.3,
-    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True),
-)
+STEPS, ROWS, SEQ_LEN = 3, 8, 16
 
 
 def make_config(

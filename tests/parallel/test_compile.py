@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 from compile_cases import Compiled, compiled_by, run_compiled
-from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, make_config, world_size
+from recompute_cases import SEQ_LEN, STEPS, batches, make_config, world_size
 from torch._dynamo.utils import counters
 
 from automoe.comm.tokens import MicroBatch
@@ -22,6 +22,7 @@ from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.gpu import one_rank
+from tests.support.toys import DEEPSEEK, QWEN3, VOCAB
 from tests.support.trajectories import run_trajectory
 
 # Inductor's graphs, operation by operation: what it would make kernels of, without the time that takes.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import automoe
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
@@ -89,7 +89,7 @@ def test_a_copy_of_a_sharded_model_has_weights_of_its_own(ranks: RankPool) -> No
 
 def differences_with_faults() -> list[float]:
     whole = tiny_model("qwen3_moe")
-    send = ProcessGroupDispatch.all_to_all
+    send = DispatchGroup.all_to_all
 
     def halved_gradient(self, x, *splits):
         if x.requires_grad:
@@ -99,7 +99,7 @@ def differences_with_faults() -> list[float]:
     def stay_here(self, x_TH, topk_ids_TK, weights_TK, experts, rows_per_expert=None):
         return run_choices(x_TH, topk_ids_TK % 2, weights_TK, experts, 2, topk_ids_TK.numel())
 
-    faults = [patch.object(ProcessGroupDispatch, "all_to_all", halved_gradient)]
+    faults = [patch.object(DispatchGroup, "all_to_all", halved_gradient)]
     faults += [patch.object(AllToAllDispatcher, "__call__", stay_here)]
     found = []
     for fault in faults:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import DispatchGroup
 from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config
@@ -64,7 +64,7 @@ def step_of(rank: int) -> tuple[list[Message], dict[int, Decoder]]:
             TrainState(parts, build_optimizer(parts.values(), config.optim)),
         )
         # Of what others would have answered: as many rows as they get, and (torch's stages) that all metadata is known.
-        even = mock.patch.object(ProcessGroupDispatch, "exchange_counts", lambda self, counts: counts.clone())
+        even = mock.patch.object(DispatchGroup, "exchange_counts", lambda self, counts: counts.clone())
         stack.enter_context(even)
         stack.enter_context(mock.patch.object(dist, "recv", lambda tensor, *args, **kwargs: tensor.fill_(1)))
         log = stack.enter_context(CommunicationLog())

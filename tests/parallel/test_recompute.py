@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import recompute_cases as cases
 import torch
-from recompute_cases import DEEPSEEK, QWEN3, STEPS, batches, make_config, run_with_fault, world_size
+from recompute_cases import STEPS, batches, make_config, run_with_fault, world_size
 from torch.utils.checkpoint import CheckpointError
 
 from automoe.comm.tokens import MicroBatch
@@ -25,6 +25,7 @@ from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.toys import DEEPSEEK, QWEN3
 from tests.support.trajectories import differences, run_trajectory
 
 TOLERANCE = 1e-10

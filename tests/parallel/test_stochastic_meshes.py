@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from recompute_cases import DEEPSEEK, ROWS, STEPS, batches, make_config, world_size
+from recompute_cases import ROWS, STEPS, batches, make_config, world_size
 
 import automoe.parallel.parallelize
 from automoe.config.mesh_shape import resolve_mesh
@@ -19,6 +19,7 @@ from automoe.verify.compare import compare_trajectories
 from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.toys import DEEPSEEK
 from tests.support.trajectories import run_trajectory
 
 

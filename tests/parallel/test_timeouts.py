@@ -55,9 +55,9 @@ def waits_of_groups(mesh: dict[str, int]) -> tuple[int, int, list[list[float]]]:
         return [backend.options._timeout.total_seconds() for backend in backends]
 
     opened, before = open_groups(), waits()
-    assert str(opened).startswith(f"{opened.count} process groups open in ")
+    assert " process groups open in " in opened
     set_timeouts(7)
-    return opened.count, len(process_groups()), [before, waits()]
+    return int(opened.split()[0]), len(process_groups()), [before, waits()]
 
 
 def waits_for_a_receive(blocking: bool) -> tuple[float, float]:

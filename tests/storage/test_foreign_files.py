@@ -309,9 +309,9 @@ RECORDS: dict[str, tuple[str | bytes | Callable[[], bytes], str]] = {
     "call.jsonl": (call(tool_calls=[{"function": [1]}]), ":1: message 2 has tool_calls that are not a"),
     "cut.jsonl.gz": (gzip.compress(call().encode())[:-9], "cannot be read"),
     "none.jsonl.zst": (b"(\xb5/\xfd" + b"\xff" * 50, "cannot be read"),
-    "none.parquet": (b"PAR1" + b"\xff" * 50 + b"PAR1", "not a readable parquet"),
-    "header.parquet": (b"PAR1" + b"\xff\xff\xff\x7f" + b"PAR1", "not a readable parquet"),
-    "none.arrow": (b"\xff\xff\xff\xff\xff\xff\xff\x7f" + b"\xff" * 50, "not a readable arrow"),
+    "none.parquet": (b"PAR1" + b"\xff" * 50 + b"PAR1", "the parquet file cannot be read"),
+    "header.parquet": (b"PAR1" + b"\xff\xff\xff\x7f" + b"PAR1", "the parquet file cannot be read"),
+    "none.arrow": (b"\xff\xff\xff\xff\xff\xff\xff\x7f" + b"\xff" * 50, "the arrow file cannot be read"),
 }
 
 
@@ -337,7 +337,7 @@ def test_arrow_offsets_outside_their_buffer(offsets: list[int], tmp_path: Path) 
     data = DataConfig(kind="hub", path=str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
     read = corpora.parquet_records(path, ["text"])
-    refused(lambda: list(read), str(path), "not a readable arrow file")
+    refused(lambda: list(read), str(path), "the arrow file cannot be read")
     assert data.kind == "hub"
 
 

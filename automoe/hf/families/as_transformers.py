@@ -55,16 +55,13 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
         rope_parameters: dict | None = None
 
     make = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else UnlistedConfig
-    with without_warnings():  # the class warns of keys that it ignores
-        try:
-            config = make(
-                **deepcopy({key: value for key, value in hf.items() if key not in _OF_OTHERS})
-            )
-            # Repeated, as when a model is built: only now are top-level keys attributes.
-            config.standardize_rope_params()
-            config.name_or_path = path
-        except Exception as error:  # the class may raise any exception
-            raise _refused_value(path, make, error) from None
+    with _made_by(make, path):  # it warns of keys that it ignores
+        config = make(
+            **deepcopy({key: value for key, value in hf.items() if key not in _OF_OTHERS})
+        )
+        # Repeated, as when a model is built: only now are top-level keys attributes.
+        config.standardize_rope_params()
+        config.name_or_path = path
     return config
 
 
@@ -86,18 +83,22 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
     make = CONFIG_MAPPING[model_type]
     if TEXT in make.sub_configs and not is_wrapper(hf):
         raise damaged(path, f"no {TEXT}, which is the part that is trained")
+    with _made_by(make, path):
+        # This function decodes numbers that JSON lacks, such as infinity.
+        stated, _ = PreTrainedConfig.get_config_dict(local_folder(path))
+        stated = {key: value for key, value in stated.items() if key not in _OF_OTHERS}
+        return make.from_dict(stated).get_text_config(decoder=True)
+
+
+@contextmanager
+def _made_by(make: type, path: str) -> Iterator[None]:
+    """Silence a class of transformers, and turn the error of a value into a ``ConfigError``."""
     with without_warnings():
         try:
-            # This function decodes numbers that JSON lacks, such as infinity.
-            stated, _ = PreTrainedConfig.get_config_dict(local_folder(path))
-            stated = {key: value for key, value in stated.items() if key not in _OF_OTHERS}
-            return make.from_dict(stated).get_text_config(decoder=True)
+            yield
         except Exception as error:  # the class may raise any exception
-            raise _refused_value(path, make, error) from None
-
-
-def _refused_value(path: str, make: type, error: Exception) -> ConfigError:
-    return damaged(path, f"values that {make.__name__} of transformers refuses: {one_line(error)}")
+            said = f"values that {make.__name__} of transformers refuses: {one_line(error)}"
+            raise damaged(path, said) from None
 
 
 def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
@@ -158,7 +159,7 @@ def not_computed(path: object, content: str) -> ConfigError:
     )
 
 
-def damaged(path: str, content: str) -> ConfigError:
+def damaged(path: object, content: str) -> ConfigError:
     """Return the error for a ``config.json`` that describes no model."""
     return ConfigError(
         "model.hf_path",

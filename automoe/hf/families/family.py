@@ -352,8 +352,9 @@ def _set_value(config: ModelConfig, key: str, value: Any) -> None:
 def layer_types(other: str, default: Any = REQUIRED) -> Field:
     """Return the field that reads and writes ``layer_types`` as the interval of full attention.
 
-    All other layers are of the kind ``other``; if it is empty, there are none. Reading raises ``ConfigError`` if layers with full
-    attention have no regular interval, or if a layer is of a third kind.
+    All other layers are of the kind ``other``; if it is empty, there are none. Reading raises
+    ``ConfigError`` if layers with full attention have no regular interval, or if a layer is of a
+    third kind.
     """
 
     def kinds(interval: int, num_layers: int) -> list[str]:

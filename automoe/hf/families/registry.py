@@ -153,7 +153,7 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
         return
     if not 0 <= (layers := number_of(theirs, "num_hidden_layers") or 0) <= len(tensors):
         sizes = f"num_hidden_layers={layers}, and its files hold {len(tensors):,} tensors"
-        raise damaged(str(folder), sizes)
+        raise damaged(folder, sizes)
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
@@ -213,11 +213,9 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, tensors)
-    decodable(folder, whole, split(tensors, names, config, family.keys)[0])
-    plain = {
-        name: stored for key, stored in tensors.items() if (name := names.plain(key)) is not None
-    }
-    if config.tie_embeddings and has_own_head(folder, plain):
+    text, _ = split(tensors, names, config, family.keys)
+    decodable(folder, whole, text)
+    if config.tie_embeddings and has_own_head(folder, text):
         # As in transformers, files with two different matrices overrule config.json.
         return replace(config, tie_embeddings=False)
     return config

@@ -23,57 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from automoe.comm.collectives import DispatchGroup as DispatchGroup
 from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.wire import rounded_to_8_bits
 
 RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Dispatcher = Callable[..., Tensor]  # the module docstring lists its arguments
-
-
-class DispatchGroup(Protocol):
-    """The ranks of one mesh axis, in which this rank has the number ``rank``.
-
-    Tensors are split on dim 0. Exchanges of rows are differentiable, and may return before their
-    data has arrived: call ``wait`` if anything other than torch reads the data.
-
-    Attributes:
-        in_8_bits: rows are sent to the experts in 8 bits (``automoe.moe.dispatch.wire``); results
-            and gradients are not.
-    """
-
-    rank: int
-    num_ranks: int
-    in_8_bits: bool
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Gather [T, ...], of equal size on all ranks: [P T, ...].
-
-        Gradients are reduce-scattered.
-        """
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum the ranks' terms [P T, ...] and return this rank's shard [T, ...].
-
-        Gradients are all-gathered.
-        """
-
-    def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
-        """Send ``input_splits[r]`` rows to rank r and receive ``output_splits[r]`` from it.
-
-        Gradients are sent back.
-        """
-
-    def exchange_counts(self, counts: Tensor) -> Tensor:
-        """Send n counts to each rank and return n from each rank: [P n] int64 -> [P n]."""
-
-    def wait(self, x: Tensor) -> Tensor:
-        """Return ``x`` once its data has arrived."""
 
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

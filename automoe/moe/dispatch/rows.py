@@ -13,8 +13,6 @@ words of 8 bytes of an encoded line, H hidden, C words per row, P ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,22 +23,39 @@ from automoe.moe.dispatch.base import DispatchGroup, RunExperts, group_ends, reg
 from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Positions of rows and words in the lines of a buffer.
+    """Positions of rows and words in the lines of a buffer, a block of rows for each rank.
+
+    Args:
+        counts_P: rows of each rank's block.
+        counts: ``counts_P`` on the host, so that the device need not wait for the host.
+        num_words: words per row.
+        line_words: words that fill a line.
 
     Attributes:
         splits: number of lines in each rank's block.
         row_M: int64, the line of each row.
         word_MC: int64, the place of each row's words, counted in words from the start of the
             buffer.
-        line_words: number of words that one line holds.
     """
 
-    splits: list[int]
-    row_M: Tensor
-    word_MC: Tensor
-    line_words: int
+    def __init__(
+        self, counts_P: Tensor, counts: list[int], num_words: int, line_words: int
+    ) -> None:
+        self.line_words = line_words
+        self.splits = [count - (-count * num_words // line_words) for count in counts]
+        num_rows = sum(counts)
+        device = counts_P.device
+        tail_P = (counts_P * num_words + line_words - 1) // line_words
+        block_M = torch.arange(len(counts), device=device).repeat_interleave(
+            counts_P, output_size=num_rows
+        )
+        row_M = torch.arange(num_rows, device=device)
+        self.row_M = row_M + (tail_P.cumsum(0) - tail_P)[block_M]
+        first_P = counts_P.cumsum(0) - counts_P
+        words_P = ((counts_P + tail_P).cumsum(0) - tail_P) * line_words - first_P * num_words
+        word_M = words_P[block_M] + row_M * num_words
+        self.word_MC = word_M.unsqueeze(1) + torch.arange(num_words, device=device)
 
     def word_places(self, width: int) -> Tensor:
         """Return ``word_MC`` for lines ``width`` words wide that hold ``line_words`` words each."""
@@ -52,33 +67,6 @@ class Layout:
         """Return the words [M, C] that lines of any width hold."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _words(lines_BW, dtype)[self.word_places(width)]
-
-
-def layout_of(counts_P: Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
-    """Return the layout of a buffer with a block of ``counts[r]`` rows for each rank r.
-
-    Args:
-        counts: rows of each rank's block, on the host.
-        counts_P: ``counts`` on the device, so that the device need not wait for the host.
-        num_words: words per row.
-        line_words: words that fill a line.
-    """
-    num_rows = sum(counts)
-    device = counts_P.device
-    tail_P = (counts_P * num_words + line_words - 1) // line_words
-    block_M = torch.arange(len(counts), device=device).repeat_interleave(
-        counts_P, output_size=num_rows
-    )
-    row_M = torch.arange(num_rows, device=device)
-    first_P = counts_P.cumsum(0) - counts_P
-    words_P = ((counts_P + tail_P).cumsum(0) - tail_P) * line_words - first_P * num_words
-    word_M = words_P[block_M] + row_M * num_words
-    return Layout(
-        [count - (-count * num_words // line_words) for count in counts],
-        row_M + (tail_P.cumsum(0) - tail_P)[block_M],
-        word_M.unsqueeze(1) + torch.arange(num_words, device=device),
-        line_words,
-    )
 
 
 def _words(lines_BH: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,7 +146,7 @@ class RowExchange:
             # Encoded rows and gradients share one layout, so the narrower line limits the words.
             line_words = min(line_words, wire_row_bytes(hidden) // words_MC.element_size())
         self.out, self.into = (
-            layout_of(counts_P, counts, words_MC.shape[1], line_words)
+            Layout(counts_P, counts, words_MC.shape[1], line_words)
             for counts_P, counts in zip(counts_2P.unbind(0), (sent, received), strict=True)
         )
         self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)

@@ -52,9 +52,6 @@ COLOURS = {
 IDLE = "#eceff2"
 WHOLE = 72  # With at most this many actions per rank, the whole step is drawn.
 LONGEST = 64  # Otherwise the drawn first and last parts have at most this many actions each.
-# Inches of margin and per digit that an action needs to show its micro-batch number.
-MARGIN = 0.06
-DIGIT = 0.05
 
 
 @rc_context(RC)
@@ -151,7 +148,6 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
     figure, axes = new_figure(
         WIDE, 1.5 + row * pp, columns=len(windows), width_ratios=ratios, sharey=True
     )
-    inches = (WIDE - 1.2) / sum(ratios)  # inches per second
     turns = max(span.stage for span in spans) // pp + 1
     drawn = set()
     for axis, (low, high) in zip(axes, windows, strict=True):
@@ -171,13 +167,6 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
                     [(start, stop - start)], (span.rank - 0.42, 0.84),
                     facecolor=(COLOURS[name], strength), edgecolor="white", linewidth=0.4,
                 )  # fmt: skip
-            center = (span.start + span.end) / 2
-            number = str(span.micro_batch)
-            room = seconds * inches >= MARGIN + DIGIT * len(number)
-            if room and row >= 0.18 and low < center < high:
-                axis.text(
-                    center, span.rank, number, ha="center", va="center", fontsize=6, color=INK
-                )
         axis.set(xlim=(low, high), ylim=(pp - 0.5, -0.5), xlabel="seconds")
         axis.grid(visible=False)
         axis.spines[:].set_visible(False)
@@ -186,8 +175,7 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
     legend = {name: colour for name, colour in COLOURS.items() if name in drawn} | {"idle": IDLE}
     handles = [Patch(color=colour, label=name) for name, colour in legend.items()]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
-    darker = "; darker: later stages of a rank" if turns > 1 else ""
-    return figure, f"{said}, with the micro-batches' numbers where there is room{darker}"
+    return figure, f"{said}; darker: later stages of a rank" if turns > 1 else said
 
 
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:

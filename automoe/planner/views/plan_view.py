@@ -26,17 +26,12 @@ STAGES_WIDTH = 80  # Minimum width of the stages table, because a truncated numb
 Rows = Iterable[tuple[str, ...]]
 
 RESULTS = ("peak", "needed", "step", "MFU", "on the disk")  # rows that stand out
+# When a rank's memory is fullest, and what its temporaries are then.
 _MOMENTS = {
-    "backward": "in a layer's backward pass",
-    "loss": "with a micro-batch's loss",
-    "reduction": "while gradients are reduced",
-    "update": "in the optimizer step",
-}
-_TEMPORARIES = {
-    "backward": "gradients of one part of a layer",
-    "loss": "",
-    "reduction": "a unit's gradients in one piece",
-    "update": "the norm of the largest gradient, or its update",
+    "backward": ("in a layer's backward pass", "gradients of one part of a layer"),
+    "loss": ("with a micro-batch's loss", ""),
+    "reduction": ("while gradients are reduced", "a unit's gradients in one piece"),
+    "update": ("in the optimizer step", "the norm of the largest gradient, or its update"),
 }
 
 
@@ -105,8 +100,8 @@ def _summary(config: Config, plan: Plan) -> Rows:
         for name, share in sorted(shares, key=lambda pair: -pair[1])
         if share >= SEEN
     )
-    active = f"{_count(params.active)} active per token ({params.active / params.total:.1%})"
-    yield "parameters", f"{_count(params.total)}, {active}; {said}"
+    active = f"{short_number(params.active)} active per token ({params.active / params.total:.1%})"
+    yield "parameters", f"{short_number(params.total)}, {active}; {said}"
     yield (
         "batch",
         f"{batch.rows_per_step:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
@@ -122,8 +117,8 @@ def _summary(config: Config, plan: Plan) -> Rows:
     flops = plan.flops
     yield (
         "FLOPs",
-        f"{_flops(flops.causal)} a token ({_flops(flops.full_attention)} if the masked half of attention counts), "
-        f"{_flops(flops.causal * batch.tokens_per_step)} a step",
+        f"{flops.causal:.3g} a token ({flops.full_attention:.3g} if the masked half of attention counts), "
+        f"{flops.causal * batch.tokens_per_step:.3g} a step",
     )
     if plan.mesh.pp > 1:
         stages = plan.mesh.pp * config.parallel.stages_per_rank
@@ -134,7 +129,11 @@ def _summary(config: Config, plan: Plan) -> Rows:
     if plan.mesh.cp > 1:
         yield "context", f"{config.parallel.context}: {_CONTEXT[config.parallel.context]}"
     if config.parallel.recompute:
-        yield "recompute", _recomputed(config)
+        names = ", ".join(recomputed_names(config.parallel))
+        layers = config.parallel.recompute_layers or "every layer"
+        if isinstance(layers, list):
+            layers = " ".join(ranges(sorted(layers)))
+        yield "recompute", f"{names}; layers: {layers}"
     if cluster.memory_bytes and plan.mesh.world_size > 1:
         named = process_groups(config, plan.mesh)
         sizes = ", ".join(f"{name} {size}" for name, size in named)
@@ -146,15 +145,6 @@ def _summary(config: Config, plan: Plan) -> Rows:
             f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are "
             "counted as without it",
         )
-
-
-def _recomputed(config: Config) -> str:
-    layers = config.parallel.recompute_layers
-    always = {"moe_act": f"moe_act (always, with moe.experts={config.moe.experts})"}
-    text = ", ".join(always.get(name, name) for name in recomputed_names(config.parallel))
-    if isinstance(layers, list):
-        return f"{text}; layers {_spans(sorted(layers))}"
-    return f"{text}; {layers or 'every'} layer{'s' if layers else ''}"
 
 
 def _table(title: str, columns: list[Column], rows: Rows) -> Table:
@@ -175,6 +165,7 @@ def _what() -> Column:
 def _rank_rows(config: Config, plan: Plan) -> Rows:
     rank = plan.heaviest
     mesh = plan.mesh
+    when, temporaries = _MOMENTS[rank.moment]
     shards = f"over {mesh.fsdp} ranks"
     if config.model.num_moe_layers:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
@@ -191,14 +182,14 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         "head": "a chunk of logits and the head's gradient",
         "recompute": "one module at a time and the outputs it reads",
         "widened": f"the largest matrix of lora.base={config.lora.base}, while it is multiplied",
-        "temporaries": _TEMPORARIES[rank.moment],
+        "temporaries": temporaries,
     }
     names = {"averages": "EMA", "head": "cross-entropy", "recompute": "recomputation"}
     for field, num_bytes in rank.parts.items():
         if num_bytes:
             yield names.get(field, field.replace("_", " ")), gib(num_bytes), texts[field]
     limit = config.cluster.memory_bytes
-    yield "peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}"
+    yield "peak", gib(rank.peak), f"the sum, {when}"
     if plan.uneven_peak > rank.peak:
         yield "", gib(plan.uneven_peak), "if experts get twice their even share of tokens"
     held = plan.reserve
@@ -302,8 +293,8 @@ def _stages_table(plan: Plan) -> Table:
         rest = rank.peak - state - gathered
         table.add_row(
             str(rank.pp_rank),
-            _spans(rank.layers),
-            _count(rank.params),
+            " ".join(ranges(rank.layers)),
+            short_number(rank.params),
             _join(rank.micro_batches_in_flight),
             *map(gib, (state, gathered, rest, rank.peak)),
             style="bold" if rank is plan.heaviest else "",
@@ -313,30 +304,9 @@ def _stages_table(plan: Plan) -> Table:
     return table
 
 
-def _count(number: int) -> str:
-    return _scaled(number, {"B": 1e9, "M": 1e6, "k": 1e3}, ".2f")
-
-
-def _flops(number: float) -> str:
-    sizes = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
-    return _scaled(number, {f"{prefix}FLOP": size for prefix, size in sizes.items()}, ".1f")
-
-
-def _scaled(number: float, units: dict[str, float], form: str) -> str:
-    for unit, size in units.items():
-        if number >= size:
-            return f"{number / size:,{form}} {unit}"
-    return f"{number:.0f}"
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def _join(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
-
-
-def _spans(layers: list[int]) -> str:
-    """Format layer numbers as runs of consecutive layers: ``0-3 16-19``."""
-    return " ".join(ranges(layers))

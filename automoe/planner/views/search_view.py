@@ -14,7 +14,6 @@ from automoe.config.schema import Config
 from automoe.planner.candidate import Candidate
 from automoe.planner.plan import gib
 from automoe.planner.search import Search
-from automoe.planner.time import StepTime
 
 # Settings that a search tries and that have never run on GPUs with other values than the defaults.
 NEW = (
@@ -36,8 +35,6 @@ def print_search(config: Config, search: Search, console: Console) -> None:
         first, *others = _lines(number, candidate)
         console.print(first, markup=False)
         console.print(Padding(Text("\n".join(others)), (0, 0, 0, 4)))
-    if len(search.found) > 1:
-        console.print(f"The second {why_slower(*search.found[:2])}.")
     for line in _account(search):
         console.print(line, markup=False)
     if search.found and not search.found[0].time.calibrated:
@@ -65,37 +62,19 @@ def _lines(number: int, candidate: Candidate) -> Iterator[str]:
     yield f"{schedule}micro-batch {candidate.config.train.micro_batch_size}; recompute {again}{policy}"
     if new := ", ".join(levers(candidate.config)):
         yield f"never run on GPUs: {new}"
-    yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
+    shares = {name: seconds / time.seconds for name, seconds in time.parts.items()}
+    yield ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > SEEN)
 
 
 def levers(config: Config) -> list[str]:
     """Return the settings of a candidate that have only run on CPUs."""
+    default = Config()
     values = {key: attrgetter(key)(config) for key in NEW}
     return [
-        f"{key}={str(value).lower() if value is True else value}"
+        f"{key}={value}".replace("True", "true")
         for key, value in values.items()
-        if value != attrgetter(key)(Config())
+        if value != attrgetter(key)(default)
     ]
-
-
-def _parts(time: StepTime) -> list[tuple[str, float]]:
-    least = SEEN * time.seconds
-    return [(name, seconds) for name, seconds in time.parts.items() if seconds > least]
-
-
-def why_slower(best: Candidate, other: Candidate) -> str:
-    """Describe why ``other`` is slower, as in ``is 3.1% slower: ep +0.81 s, computing -0.12 s``."""
-    if best.speed == other.speed:
-        return "is as fast: the plan cannot tell them apart"
-    mine, theirs = (dict(_parts(candidate.time)) for candidate in (best, other))
-    more = sorted(
-        ((theirs.get(name, 0.0) - mine.get(name, 0.0), name) for name in mine | theirs),
-        key=lambda pair: -abs(pair[0]),
-    )
-    said = ", ".join(
-        f"{name} {seconds:+.2f} s" for seconds, name in more[:3] if abs(seconds) >= 0.005
-    )
-    return f"is {1 - other.speed / best.speed:.1%} slower{f': {said}' if said else ''}"
 
 
 def _account(search: Search) -> Iterator[str]:
