@@ -88,7 +88,10 @@ def test_modules_are_where_the_layout_has_them() -> None:
     ("overrides", "says"),
     [
         (["parallel.layout='E|t|ttL'", "mesh.pp=2"], "there are 3. Set mesh.pp to a divisor of 3"),
-        (["parallel.layout='E|t|tt|tL'", "parallel.stages_per_rank=4"], "says 2. Leave it out, or leave out parallel.layout"),
+        (
+            ["parallel.layout='E|t|tt|tL'", "parallel.stages_per_rank=4"],
+            "says 2. Leave it out, or leave out parallel.layout",
+        ),
         (["parallel.layout='E|t|tt|tL'", "parallel.layers_per_stage=[1,1,1,1]"], r"says \[0, 1, 2, 1\]"),
         (["parallel.layout='E|t|tt|tL'", "mesh=fsdp", "mesh.pp=0"], "Set mesh.pp instead"),
         (["parallel.layout='E|t|tt|tmL'"], "has 1 m. Set model.num_mtp_layers=1"),
