@@ -43,7 +43,7 @@ settings.load_profile("automoe")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Up to 16 gloo ranks: ``ranks.run(fn, world_size, *args)`` returns one result a rank."""
-    pool = ImportedRanks(max_ranks=16)
+    pool = ImportedRanks()
     yield pool
     pool.close()
 

@@ -5,7 +5,10 @@ Run as a file it is the pool's fork server, which imports more than that of a ru
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 from automoe.launch import fork_server
@@ -27,15 +30,55 @@ MORE = (
 )
 
 
+SIZES = (4, 8, 16)
+
+
 class ImportedRanks(RankPool):
-    """A pool whose server imports ``MORE`` once, before it forks the ranks."""
+    """A pool whose server imports ``MORE`` once, before it forks the ranks.
+
+    It starts as many ranks as a case needs, of one of ``SIZES``: after an error all of them are started anew, which takes
+    16 ranks longer than most cases that end in an error on purpose.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SIZES[0])
+
+    def run(self, fn: Callable[..., Any] | str, world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+        if len(self._ranks) < world_size:
+            self._end_ranks()
+            self.max_ranks = next((size for size in SIZES if size >= world_size), SIZES[-1])
+        return super().run(fn, world_size, *args, **kwargs)
 
     def _start(self) -> None:
         with mock.patch.object(fork_server, "python", lambda: [sys.executable, "-P", __file__]):
             super()._start()
 
 
+def remember_caches() -> None:
+    """Look once, before the ranks are forked, for the caches that each rank looks for first.
+
+    A look touches every object of the imported modules, and so copies their memory into a fork.
+    """
+    freeze = gc.freeze
+
+    def freeze_imported() -> None:
+        from automoe.interop import torch_private
+
+        look = torch_private.cached_functions
+        known = look()
+
+        def remembered() -> list[Any]:
+            torch_private.cached_functions = look
+            return known
+
+        torch_private.cached_functions, gc.freeze = remembered, freeze
+        freeze()
+
+    gc.freeze = freeze_imported
+
+
 if __name__ == "__main__":
     del sys.argv[1]  # the module that a launcher starts
     fork_server.IMPORTED += MORE
+    remember_caches()
     end_process(fork_server.main())
