@@ -179,7 +179,8 @@ def test_the_tokenizer_is_that_of_the_checkpoint_unless_said_otherwise(byte_leve
     assert fitting_tokenizer(config).vocab_size == 400
     config.model.vocab_size = 399
     with pytest.raises(
-        ConfigError, match=r"ends at 398\. Nearest .*vocab_size=400 .*, or .*data.tokenizer=the one that the checkpoint was"
+        ConfigError,
+        match=r"ends at 398\. Nearest .*vocab_size=400 .*, or .*data.tokenizer=the one that the checkpoint was",
     ):
         fitting_tokenizer(config)
     config.data.tokenizer = "byte"
