@@ -91,10 +91,10 @@ def screens(tmp_path: Path) -> tuple[set[str], str]:
     of_the_run |= {"val_perplexity": 3.0, "val_bits_per_byte": 1.0, "slowest_rank": 3, "slowest_host": "node"}
     of_the_run |= {"probe_seconds_max": 2.0, "probe_seconds_median": 1.0}
     first = record_of(10, config, np.random.default_rng(0)) | of_the_run
-    preferences = {key: 0.5 for _, key in REWARDS.values()}
-    console.step(first)
-    console._lines = 0
-    console.step(first | preferences | {"mfu": None})
+    pairs, answers = ({key: 0.5 for place, (_, key) in REWARDS.items() if (place > 0) == of} for of in (True, False))
+    for record in (first, first | pairs | {"mfu": None}, first | answers | {"mfu": None}):
+        console._lines = 0
+        console.step(record)
     titles = {re.sub(r", (median|on node|of 1)$", "", title) for title, _ in final_numbers([first])}
     return titles, out.getvalue()
 

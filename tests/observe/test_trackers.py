@@ -151,6 +151,53 @@ def test_training_outlives_the_service_process(tmp_path):
     assert done.stderr.count("W&B stopped working") == 1
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import psutil
+from automoe.config.schema import Config
+from automoe.config.metrics import REQUIRED_KEYS
+from automoe.observe.metrics import MetricsLog
+from automoe.observe.trackers import make_trackers
+
+config, run_dir, begin, end = Config(), Path(sys.argv[1]), *map(int, sys.argv[2:4])
+config.observe.wandb = "offline"
+resume = begin - 1 or None
+with MetricsLog(run_dir, resume, print) as log:
+    trackers = make_trackers(config, run_dir, resume)
+    for step in range(begin, end + 1):
+        record = dict.fromkeys(REQUIRED_KEYS, 0.5) | {"step": step, "mfu": None}
+        record["loss"] = 5.0 / step if step % 7 else float("nan")
+        log.write(record)
+        trackers.log(record)
+    for child in psutil.Process().children(recursive=True) if sys.argv[4:] else []:
+        child.kill()
+    os.kill(os.getpid(), signal.SIGKILL if sys.argv[4:] else 0)
+trackers.finish("done")
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kills", [[10], [150, 140], [150, 190]], ids=str)
+def test_what_an_offline_run_lost_at_a_kill_is_added_by_the_next_start(tmp_path: Path, kills: list[int]) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path)}
+    begin = 1
+    for end, *signals in [*((last, "kill") for last in kills), (kills[-1] + 2,)]:
+        words = [sys.executable, "-c", KILLED, str(tmp_path), str(begin), str(end), *signals]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == -9 * len(signals) and not done.stderr, done.stderr
+        begin = end - 4  # the newest checkpoint lies five steps back
+        time.sleep(1.1)  # W&B names a start's folder by the second
+    rows = [row for path in sorted(recorded(tmp_path)) for row in read_wandb(path)[1]]
+    last = kills[-1] + 2
+    assert {step: str(float(loss)) for step, loss in rows} == {
+        step: str(5.0 / step) if step % 7 else "nan" for step in range(1, last + 1)
+    }
+    # A step stands twice only where it was trained twice.
+    assert len(rows) <= last + 5 * len(kills)
+
+
 def test_what_a_tracker_missed_is_added_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -166,7 +213,7 @@ def test_what_a_tracker_missed_is_added_when_the_run_goes_on(tmp_path: Path, mon
             log.write(record)
             log.write_samples(step, [{"prompt": "Who?", "text": f"I{step}"}])
             if step in (1, 2, 4):  # of the others the services know nothing
-                trackers.log(record)
+                trackers.log(record | {"loss": 60.0} if step == 4 else record)  # 4: from an earlier attempt
     with (tmp_path / "tensorboard" / "events.out.cut").open("wb") as cut:
         cut.write((9).to_bytes(8, "little") + b"abcdcu")
     MetricsLog(tmp_path, 5, said.append).close()
@@ -177,8 +224,9 @@ def test_what_a_tracker_missed_is_added_when_the_run_goes_on(tmp_path: Path, mon
         ["0", *(e.experiment_id for e in client.search_experiments())]
     )
     points = [(one.step, str(one.value)) for one in client.get_metric_history(run.info.run_id, "loss")]
-    assert sorted(points) == [(n, str(x)) for n, x in enumerate(losses[:5], start=1)]
-    assert len(client.list_artifacts(run.info.run_id, "samples")) == 2
+    assert sorted(points) == sorted([*((n, str(x)) for n, x in enumerate(losses[:5], start=1)), (4, "60.0")])
+    assert dict(points)[4] == "6.4", "the later point of a step is last"
+    assert len(client.list_artifacts(run.info.run_id, "samples")) == 3
     (tmp_path / "tensorboard" / "events.out.cut").unlink()  # TensorBoard's own reader stops there
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -186,7 +234,7 @@ def test_what_a_tracker_missed_is_added_when_the_run_goes_on(tmp_path: Path, mon
     assert shown == {n: pytest.approx(x, nan_ok=True) for n, x in enumerate(losses[:5], start=1)}
     # Nothing is sent twice.
     make_trackers(config, tmp_path, 5, said.append).finish("done")
-    assert len(client.get_metric_history(run.info.run_id, "loss")) == 5 and said == []
+    assert len(client.get_metric_history(run.info.run_id, "loss")) == 6 and said == []
 
 
 def record_twice(config: Config, run_dir: Path, said: list[str]) -> None:

@@ -9,12 +9,14 @@ resumed run continues.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.observe.metrics import SAMPLES_FILE, Warn, read_jsonl, read_metrics, to_stderr
@@ -50,7 +52,13 @@ class Trackers:
             held = tracker.held()
             for record in records:
                 step = record["step"]
-                if held is None or step in held:
+                loss = held.get(step, math.nan)
+                ours = float(record["loss"])
+                if step in held and (
+                    loss is None
+                    or math.isclose(ours, loss, rel_tol=1e-6)  # TensorBoard keeps float32
+                    or (math.isnan(ours) and math.isnan(loss))
+                ):
                     continue
                 tracker.log(step, _numbers(record))
                 if rows := samples.get(step):
@@ -114,6 +122,8 @@ def make_trackers(
         about = About(
             name=observe.run_name or absolute.name,
             group=group,
+            tags=observe.run_tags,
+            config=config_to_dict(config),
             run_dir=run_dir,
             resume_step=resume_step,
             earlier=ids.get(name, ""),

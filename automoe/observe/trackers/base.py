@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from automoe.config.convert import FromEnvironment
 from automoe.config.rules import LOGIN, SECRET
@@ -22,6 +22,7 @@ class About:
     """Description of a run that a tracker receives.
 
     Attributes:
+        config: plain dictionaries, without values from the environment.
         resume_step: last step of the existing record that is kept; None: a new run.
         earlier: this tracker's id of the run from an earlier start; "" if there is none.
         warn: function that shows a line to the user.
@@ -29,6 +30,8 @@ class About:
 
     name: str
     group: str
+    tags: list[str]
+    config: dict[str, Any]
     run_dir: Path
     resume_step: int | None
     earlier: str
@@ -46,8 +49,9 @@ class Tracker:
     id: str = ""
     places: dict[str, str]
 
-    def held(self) -> Container[int] | None:
-        """Return the steps that earlier starts left here; None: they cannot be read."""
+    def held(self) -> Mapping[int, float | None]:
+        """Return the steps that earlier starts left here, with their loss; None: it is not known."""
+        return {}
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Record a step. After a return to a checkpoint steps repeat; the later record counts.

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from automoe.config.convert import FromEnvironment, config_to_dict
+from automoe.config.convert import FromEnvironment
 from automoe.config.frozen import flat
 from automoe.config.schema import Config
 from automoe.errors import import_backend
@@ -62,8 +62,10 @@ class MlflowTracker(Tracker):
         self.id = str(run.info.run_id)
         self.places = {"MLflow": f"{place}, run {self.id}"}
 
-    def held(self) -> set[int]:
-        return {metric.step for metric in self._client.get_metric_history(self.id, "loss")}
+    def held(self) -> dict[int, float | None]:
+        return {
+            metric.step: metric.value for metric in self._client.get_metric_history(self.id, "loss")
+        }
 
     def log(self, step: int, numbers: Numbers) -> None:
         from mlflow.entities import Metric
@@ -108,14 +110,9 @@ def start(config: Config, about: About) -> MlflowTracker:
     title = config.observe.mlflow_experiment
     experiment = client.get_experiment_by_name(title)
     number = experiment.experiment_id if experiment is not None else client.create_experiment(title)
-    tags = {tag: "true" for tag in config.observe.run_tags} | (
-        {"group": about.group} if about.group else {}
-    )
+    tags = {tag: "true" for tag in about.tags} | ({"group": about.group} if about.group else {})
     run = client.create_run(number, run_name=about.name, tags=tags)
-    values = [
-        mlflow.entities.Param(key, str(value))
-        for key, value in flat(config_to_dict(config)).items()
-    ]
+    values = [mlflow.entities.Param(key, str(value)) for key, value in flat(about.config).items()]
     for first in range(0, len(values), 100):  # a request takes at most 100 parameters
         client.log_batch(run.info.run_id, params=values[first : first + 100])
     return MlflowTracker(client, run, shown)

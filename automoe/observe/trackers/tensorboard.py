@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import yaml
 
-from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import import_backend
 from automoe.observe.trackers.base import About, Numbers, Outcome, Texts, Tracker
@@ -32,16 +32,20 @@ class TensorBoardTracker(Tracker):
         self.places = {"TensorBoard": str(folder)}
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
-    def held(self) -> set[int]:
-        """Return the steps in event files of earlier starts, without steps taken back."""
+    def held(self) -> Mapping[int, float | None]:
+        """Return step -> loss of the event files of earlier starts, without steps taken back."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-        held = set()
+        held = {}
         for path in self._earlier:
-            for event in LegacyEventFileLoader(str(path)).Load():  # up to a record that a kill cut
+            for event in LegacyEventFileLoader(
+                str(path)
+            ).Load():  # up to a record that a kill has cut
                 if event.HasField("session_log"):  # it takes these steps back
-                    held = {step for step in held if step < event.step}
-                held |= {event.step for value in event.summary.value if value.tag == "loss"}
+                    held = {step: loss for step, loss in held.items() if step < event.step}
+                for value in event.summary.value:
+                    if value.tag == "loss":
+                        held[event.step] = value.simple_value
         return held
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -76,8 +80,8 @@ def start(config: Config, about: About) -> TensorBoardTracker:
     facts = {
         "name": about.name,
         "group": about.group,
-        "tags": ", ".join(config.observe.run_tags),
-        "config": f"```\n{yaml.safe_dump(config_to_dict(config), sort_keys=False)}```",
+        "tags": ", ".join(about.tags),
+        "config": f"```\n{yaml.safe_dump(about.config, sort_keys=False)}```",
     }
     for key, value in facts.items():
         if value:

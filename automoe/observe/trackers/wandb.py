@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from struct import unpack_from
 from typing import Any
 
-from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import import_backend
 from automoe.observe.trackers.base import About, Numbers, Outcome, Texts, Tracker, one_line
@@ -31,9 +33,21 @@ class WandbTracker(Tracker):
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
 
-    def held(self) -> range | None:
-        """Return the steps that W&B's server has, which gets them in order; None if offline."""
-        return None if self._run.offline else range(1 + int(self._run.summary.get("step", 0)))
+    def held(self) -> dict[int, float | None]:
+        """Return the steps that W&B has, with their losses: of its server, or of an offline run's files.
+
+        The server gets steps in order, and its losses are not asked for (None). W&B writes files
+        32 KiB or 15 seconds late, and what it had not written is gone at a kill.
+        """
+        if not self._run.offline:
+            return dict.fromkeys(range(1 + int(self._run.summary.get("step", 0))))
+        folder = Path(self._run.dir).parent
+        files = [
+            path
+            for path in sorted(folder.parent.glob(f"*run-*-{self.id}/run-{self.id}.wandb"))
+            if path.parent.resolve() != folder.resolve()
+        ]
+        return {step: loss for path in files for step, loss in _losses(path.read_bytes())}
 
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log({**numbers, "step": step})
@@ -46,6 +60,33 @@ class WandbTracker(Tracker):
 
     def finish(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
+
+
+def _losses(data: bytes) -> Iterator[tuple[int, float]]:
+    """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format).
+
+    The wandb package has no reader in Python any more.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at = 7
+    waiting = b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:  # too short for another piece
+            at += left
+            continue
+        # The kind 1 is a whole record; 2, 3 and 4 are its first, middle and last piece.
+        size, kind = unpack_from("<HB", data, at + 4)
+        waiting = waiting * (kind > 2) + data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (2, 3) or at > len(data):  # a kill has cut the last one
+            continue
+        row = {
+            item.key or ".".join(item.nested_key): item.value_json
+            for item in Record.FromString(waiting).history.item
+        }
+        if "loss" in row:
+            yield int(row["step"]), float(json.loads(row["loss"]))
 
 
 def start(config: Config, about: About) -> WandbTracker:
@@ -80,11 +121,11 @@ def _init(wandb: Any, config: Config, about: About, mode: str) -> Any:
         project=config.observe.wandb_project,
         name=about.name,
         group=about.group or None,
-        tags=config.observe.run_tags or None,
+        tags=about.tags or None,
         id=about.earlier or None,
         resume="allow" if about.earlier else None,
         dir=os.environ.get("WANDB_DIR") or str(about.run_dir),
         mode=mode,
-        config=config_to_dict(config),
+        config=about.config,
         settings=wandb.Settings(**settings),
     )
