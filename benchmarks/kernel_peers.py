@@ -24,7 +24,6 @@ from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE
-from automoe.parallel.build import FOREIGN_EXPERTS
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -61,7 +60,7 @@ def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
         if backend != "grouped_mm" and ids.device.type != "cuda":
             raise Absent(f"moe.experts={backend} needs CUDA")
         try:
-            dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend, FOREIGN_EXPERTS)
+            dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend)
         except BackendError as error:
             raise Absent(str(error)) from None
 
