@@ -336,8 +336,8 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
         if path is not None:
             grows = tier_of(config.model).resizable
             remedy = f"{remedy} (new rows start as its mean), or " if grows else ""
-            own = "the one that the checkpoint was published with" if name == path else path
-            remedy += f"Set data.tokenizer={own}"
+            shipped = "the one that the checkpoint was published with" if name == path else path
+            remedy += f"Set data.tokenizer={shipped}"
         raise ConfigError(
             "model.vocab_size",
             rows,
