@@ -65,7 +65,7 @@ def test_casts_parameters_and_leaves_buffers(tmp_path: Path, capsys: pytest.Capt
     assert first.startswith(f"converting {tmp_path / 'in'}: deepseek_v3, ")
     said = " ".join(" ".join(rest).split())
     assert said.startswith(f"saved {tmp_path / 'out'} ") and " in 1 file; " in said
-    assert "equal bit for bit to the weights as bfloat16, logits equal to" in said
+    assert "equal bit for bit to the weights in the files' dtypes, logits equal to" in said
     before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
     for key, tensor in before.items():
         wanted = tensor if key.endswith("correction_bias") else tensor.bfloat16()

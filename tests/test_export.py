@@ -192,7 +192,7 @@ def test_run_without_weights(run_dir: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+    assert "it has no config.yaml that can be read" in capsys.readouterr().err
 
 
 def test_existing_target_is_refused_before_anything_is_read(

@@ -17,8 +17,16 @@ TEMPLATE_NAMES = frozenset(
 )
 
 
-@dataclass
-class SourceConfig:
+class Shown:
+    """Settings that messages show as the dictionary of a configuration file."""
+
+    def __repr__(self) -> str:
+        settings = {key: value for key, value in vars(self).items() if value is not None}
+        return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
+
+
+@dataclass(repr=False)
+class SourceConfig(Shown):
     """One of several sources of rows; null takes the value of the same key of ``data``."""
 
     path: PathText | None = None  # as data.path

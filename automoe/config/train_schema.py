@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from automoe.config.data_schema import Shown
+
 
 @dataclass
 class TrainConfig:
@@ -71,8 +73,8 @@ class LoraConfig:
     base: Literal["weights", "fp8", "nf4"] = "weights"
 
 
-@dataclass
-class Phase:
+@dataclass(repr=False)
+class Phase(Shown):
     """A phase of training: its length, its learning rate, and other values that it replaces."""
 
     steps: int = 0  # optimizer steps of the phase

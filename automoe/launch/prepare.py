@@ -121,11 +121,14 @@ def settle(config: Config, overrides: list[str]) -> Config:
             if get(model) != get(config.model) and not (settled and not get(config.model)):
                 differing.append(f"{name}={get(model)} and not {get(config.model)}")
         if differing:
+            stretches = key.startswith("model.rope") and model.rope.scaling == "none"
+            stretches &= not key.endswith(_OWN_ROPE)
             raise ConfigError(
                 key,
                 value,
                 f"the checkpoint model.hf_path={path} has {', '.join(differing)}",
-                f"Leave {key}= out, or start from random weights",
+                f"Leave {key}= out, or start from random weights"
+                + ", or stretch it for longer rows with model.rope.extends=true" * stretches,
             )
     kind = config.data.kind
     demonstrates = kind.startswith("stdlib") and not config.data.sources

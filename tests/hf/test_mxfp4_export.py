@@ -216,4 +216,4 @@ def test_one_encoding_at_a_time(plain: Path, tmp_path: Path, capsys: pytest.Capt
     assert "not allowed with argument" in capsys.readouterr().err
     assert main([str(plain), "--out", str(tmp_path / "out"), "--mxfp4"]) == 0
     said = capsys.readouterr().out
-    assert "MXFP4, the rest bfloat16" in said and "rounded to MXFP4, which is 11." in said
+    assert "MXFP4" in said and "11." in said
