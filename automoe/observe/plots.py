@@ -206,7 +206,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
         if num_experts <= 16 and num_layers <= 16:
             for (layer, expert), load in np.ndenumerate(load_LE):
                 place = expert, first_moe_layer + layer
-                axis.text(*place, f"{load:.2g}", ha="center", va="center", fontsize=7.5)
+                axis.text(*place, f"{load:.1f}", ha="center", va="center", fontsize=7.5)
     axes[0].set_ylabel("layer")
     bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30, extend="both")
     bar.set_ticks([1 / limit, 1, limit], labels=[f"{1 / limit:g}", "1", f"{limit:g}"])

@@ -25,6 +25,7 @@ from automoe.observe.plot_style import (
     new_figure,
 )
 from automoe.planner.plan import Plan
+from automoe.planner.remedies import gib
 from automoe.planner.reserve import reserve
 from automoe.planner.schedule import Span
 from automoe.planner.time import step_spans
@@ -71,7 +72,7 @@ def draw_time(plan: Plan) -> Figure:
     if sent:
         away = {axis: time.off_node[axis] / 2**30 for axis in sent}
         labels = [
-            f"{size:.3g} GiB, {away[axis] / size:.0%} off node" for axis, size in sent.items()
+            f"{gib(size * 2**30)}, {away[axis] / size:.0%} off node" for axis, size in sent.items()
         ]
         _bars(axes[1], sent, labels, [PALE_BLUE] * len(sent))
         axes[1].barh([*away], [*away.values()], height=0.62, color=ORANGE)
