@@ -64,7 +64,11 @@ parallel.expert_wgrad != autograd | | the experts of a class of transformers use
 
 @dataclass(frozen=True)
 class ClassFamily(Family):
-    """Family of a class of ``transformers``, derived from the class instead of declared."""
+    """Model family of a class of ``transformers`` that has no native one.
+
+    What a native family declares (its configuration, the keys of its checkpoint, its rules) is
+    derived from the class.
+    """
 
     resizable = False
     repeats_routing = False

@@ -155,9 +155,9 @@ class ClassRouter(BalancedRouter):
 
 
 class _Repeated(TorchFunctionMode):
-    """Mode in which a layer's top-k of all experts returns the routes that tokens come with.
+    """Torch-function mode that replays routing: a top-k over all experts returns recorded ids.
 
-    The class then computes weights from its own scores of these experts.
+    The class of ``transformers`` then computes weights from its own scores of these experts.
     """
 
     def __init__(self, router: ClassRouter, tokens: Tokens) -> None:

@@ -42,12 +42,12 @@ def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[.
 
 
 def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``fn``: its outputs are discarded when it is called directly in a ``discard_scope``.
+    """Wrap ``fn``: in a ``discard_scope`` its outputs are not kept, and backward computes them again.
 
     Args:
         fn: function of tensors and other arguments that returns a tensor or a tuple of tensors. No
-            result may share storage with an argument, but the only one may be an argument and is
-            then kept. A second run must give the same numbers.
+            result may share storage with an argument. A single result may be an argument itself,
+            which is then kept. A second run must give the same numbers.
     """
 
     def call(*args: Any) -> Any:

@@ -53,7 +53,10 @@ def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
 
 
 def count_shifted(tokens_BSD: Tensor, labels_BSD: Tensor) -> Tensor:
-    """Return [D, 2]: the number of labels and of given tokens of every depth."""
+    """Count labels and input tokens of each depth of multi-token prediction: [D, 2], in this order.
+
+    A negative number is no label, or padding.
+    """
     counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
     return counted.sum((0, 1))
 

@@ -97,7 +97,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Order in which files have the dims of the box."""
+        """Permutation of the stored dims of this box: the order in which HuggingFace files have them."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 

@@ -348,7 +348,10 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients and activation of these columns; return their share of the gradient of probs.
+    """Run the backward pass of the gated activation for COLUMNS columns.
+
+    It writes the gradients of gate and up, and the activation times the routing probability, and
+    returns each row's sum of gradient times activation: a part of the gradient of ``probs``.
 
     Columns are processed a few at a time: gate, up and four results of all columns do not fit the
     registers together with the accumulator.

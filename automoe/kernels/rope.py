@@ -193,8 +193,9 @@ def turn_dims(
 
 
 def join_keys(kv: Tensor, k_rope: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
-    """Compute ``automoe.model.rope.join_keys`` in one kernel.
+    """Return MLA's keys and values in one kernel, as ``automoe.model.rope.join_keys`` does.
 
+    Each head's key is its ``nope_dim`` numbers of ``kv`` and the shared rotated ``k_rope``.
     Devices, dtypes and errors are those of ``turn_dims``.
     """
     check_served(kv, "kernels.rope")

@@ -350,9 +350,13 @@ class Sweep:
     def _result(
         self, composed: Any, task: list[str], name: str, num_jobs: int, earlier_s: float | None
     ) -> Record:
-        """Check and run one of ``num_jobs`` jobs at a time; return the entries of its record.
+        """Check the configuration of a job and train it; return the entries of its record.
 
         Args:
+            composed: the job's configuration, from Hydra.
+            task: its overrides.
+            name: its folder in the sweep's.
+            num_jobs: number of jobs that run at the same time.
             earlier_s: seconds that the job took in an earlier start of this sweep, if it ran.
         """
         try:

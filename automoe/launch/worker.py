@@ -237,7 +237,7 @@ def look_every_s(num_ranks: int, ranks_here: int) -> float:
 
 
 def _leave(run_dir: Path, report: bool) -> None:
-    """End this process with status 1, after writing the report if ``report`` is True."""
+    """End this process at once with status 1, after writing report.html if ``report`` is True."""
     _leaving.acquire()  # the main thread and the watching thread may both call this
     try:
         if report:

@@ -140,5 +140,8 @@ class GroupedExperts(nn.Module):
         return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
 
     def multiply(self, *args: Any) -> Tensor:
-        """Call the backend. Subclasses override this method to compute experts differently."""
+        """Return the output of the experts' rows [R, H] by the backend (arguments: module docstring).
+
+        Subclasses override this method to compute experts differently.
+        """
         return self.backend(*args)

@@ -37,7 +37,7 @@ class GradientSums:
     later: Later | None = None
 
     def find(self, name: str) -> Tensor | None:
-        """Return this rank's sum for the matrix ``name``, zeros at first; None if frozen."""
+        """Return the tensor in which this rank sums gradients of the matrix ``name``; None if frozen."""
         parameter = getattr(self.experts, name)
         if not parameter.requires_grad:
             return None

@@ -78,7 +78,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
 
 
 def local_time(place: Place, layer: int) -> Passes:
-    """Return the passes of ``layer`` without routed experts, whatever ep and etp are."""
+    """Return the times of ``layer``'s forward and backward without its routed experts."""
     model = place.config.model
     routed = layer >= model.first_k_dense
     passes = Passes(Pass(), Pass())

@@ -91,7 +91,11 @@ def _legal(candidate: Candidate) -> bool:
 
 
 def _fastest(now: Candidate) -> Candidate | None:
-    """Return the fastest combination that fits, with the least recomputation; None if none fits."""
+    """Return the fastest configuration that fits in memory; None if none fits.
+
+    Changes of ``now`` that save memory are combined, each combination with the least recomputation
+    with which it fits.
+    """
     rungs = ladder(now.config)
     made = [other for candidate in (now, *_axes(now)) for other in _combined(candidate)]
     lightest = [candidate.with_recompute(rungs[0]) for candidate in made if _legal(candidate)]

@@ -174,7 +174,11 @@ class Queue:
         return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 
     def look(self) -> bool:
-        """Look closer at what has the highest bound; return False if nothing is left."""
+        """Take a step of the best-first search; return False if nothing is left.
+
+        Entries with the highest bounds are expanded into the next, more exact kind: mesh, column,
+        candidate, timed candidate, result.
+        """
         highest = self.highest()
         # Of equal bounds the last kind comes first: it is closest to a result.
         most, kind = max(zip(highest, range(4), strict=False))

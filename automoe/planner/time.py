@@ -309,7 +309,7 @@ def _stages(place: Place) -> list[Stage]:
 
 
 def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes) -> None:
-    """Add ``number`` layers like ``layer`` to ``stage``."""
+    """Add the time and the bytes of ``number`` layers like ``layer`` to ``stage``, in place."""
     config = place.config
     mesh = place.mesh
     cpu = config.cluster.gpu == "cpu"

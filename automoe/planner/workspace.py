@@ -66,8 +66,10 @@ def layer_workspaces(
 ) -> list[Workspace]:
     """Return the backward workspace of each part of a layer, in the order of the backward pass.
 
+    A workspace is the bytes freed by then, computed again, and temporary.
+
     Args:
-        expert_numbers: W, number of parameters of the rank's routed experts in this layer.
+        expert_numbers: number of parameters of the rank's routed experts in this layer.
         ffn_numbers: number of parameters of the layer's dense or shared FFN on this rank.
     """
 

@@ -152,7 +152,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report answers, and the share of them with a dropped token, by length of the answer."""
+    """Report answers, and those with a token that the correction's mask drops, by answer length."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1

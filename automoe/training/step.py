@@ -172,17 +172,21 @@ def optimizer_step(
     skip_zero: bool = False,
     balances: bool | None = None,
 ) -> Update:
-    """Clip, update and advance the step counter; any rank can make all skip the update. Collective.
+    """Clip gradients, update the weights and advance the step counter. Collective.
+
+    Any rank can make all of them skip the update.
 
     Args:
         stats: result of the step's ``forward_backward``.
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
-        report: values of this rank (``Run.report``) for the max-reduction that also decides about
-            skipping.
+        report: values of this rank (``Run.report``), whose maxima over ranks are in the result.
         skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
             would move the weights.
-        balances: whether expert biases and load fractions move; None: unless the routes of an
-            engine were repeated, whose load says nothing about this router.
+        balances: whether expert biases and load fractions move; None: they do, unless the step
+            repeated an engine's routes, whose load says nothing about this router.
+
+    Returns:
+        Learning rate, gradient norm, whether and why the update was skipped, maxima of ``report``.
     """
     model_parts = list(state.model_parts.values())
     train = config.train

@@ -133,7 +133,7 @@ def number_of(config: Any, key: str) -> int | None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence the warnings of ``transformers``."""
+    """Silence the warnings of ``transformers`` in the block."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
