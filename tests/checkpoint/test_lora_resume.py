@@ -224,4 +224,4 @@ def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Pa
     settled = replace(packed, run_dir=str(tmp_path / "moved"), mesh=on_mesh(packed, dp_shard=2, ep=2).mesh)
     (tmp_path / "moved" / "config.yaml").write_text(json.dumps(asdict(settled)))
     merged = export_run(tmp_path / "moved", tmp_path / "merged")
-    assert merged.checked and merged.base == kept and merged.logits_error < 1e-5
+    assert merged.checked and merged.logits_error < 1e-5
