@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from automoe.config.batch import plan_batch
 from automoe.config.compose import compose_config, list_options
 from automoe.config.recompute import recompute_rows, recomputed_names
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError

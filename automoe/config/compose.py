@@ -32,7 +32,8 @@ from automoe.config.jobs import BY_JOB, register_jobs
 from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.schema import Config, RopeConfig
 from automoe.config.shipped import named_recipe, shipped_folder
 from automoe.errors import BackendError, ConfigError, one_line

@@ -12,7 +12,6 @@ from operator import attrgetter
 
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.rule_engine import Row, Scope, refused, shown, table
-from automoe.config.rule_engine import check_rows as check_rows  # read here by other rooms
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 

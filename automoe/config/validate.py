@@ -13,8 +13,8 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.pipeline import IN_ROUNDS
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
-from automoe.config.rule_engine import Row, Scope, refused
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import Row, Scope, check_rows, refused
+from automoe.config.rules import number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.rules_parallel import BATCH, WGRAD, pipeline_rows

@@ -312,9 +312,8 @@ def _parsed(text: str) -> Any:
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:
         check_depth(value)
-    if (
-        "\\ud" in text or "\\uD" in text
-    ):  # an escape that may be half of a surrogate pair, which is no text
+    # An escape that may be half of a surrogate pair, which is no text
+    if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from automoe.config.batch import steps_for
 from automoe.config.data_schema import DataConfig, sources_of
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_settings import settings_rows
 from automoe.config.schema import Config
 from automoe.data.chat import read_conversations

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from automoe.comm.collectives import all_gather
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import ConfigError

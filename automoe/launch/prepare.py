@@ -21,7 +21,7 @@ from automoe.config.facts import BASE_BLOCKS
 from automoe.config.frozen import Device, flat
 from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.tier import tier_of
 from automoe.config.validate import validate

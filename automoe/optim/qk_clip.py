@@ -104,7 +104,8 @@ def take_largest_logits(
     watched: list[Any] = [
         module
         for module in modules
-        if isinstance(getattr(module, "attend", None), WatchedAttention)
+        if isinstance(attend := getattr(module, "attend", None), WatchedAttention)
+        and attend.largest is not None  # a module for multi-token prediction may sit out a step
     ]
     rows = []
     for module in watched:

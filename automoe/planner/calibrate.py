@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -461,7 +462,9 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
     if gpu == "cpu":
-        gpu = platform.processor() or platform.machine()
+        info = Path("/proc/cpuinfo")  # platform names the architecture alone on Linux
+        match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+        gpu = match[1].strip() if match else platform.processor() or platform.machine()
     lines = [
         f"# Measured by automoe plan calibrate=true on {datetime.date.today()}: {with_what},",
         f"# {gpu}, {num_cores()} cores{threads}, {bench.dtype}.",

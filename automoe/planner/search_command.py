@@ -17,7 +17,8 @@ from automoe.config.batch import plan_batch
 from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.paths import user_path
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError

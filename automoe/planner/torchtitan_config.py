@@ -23,7 +23,7 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.paths import user_path
 from automoe.config.recompute import FULL, recomputed_names
-from automoe.config.rules import Row, check_rows
+from automoe.config.rule_engine import Row, check_rows
 from automoe.config.schema import Config, ModelConfig
 from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError

@@ -85,9 +85,8 @@ def layer_workspaces(
     kept_now = nothing if all_again else now
     routed = layer >= model.first_k_dense
     residual = load.number_bytes * load.tokens * model.hidden_size
-    parts: list[
-        tuple[float, float, float]
-    ] = []  # bytes freed by now, computed again, and temporary
+    # bytes freed by now, computed again, and temporary
+    parts: list[tuple[float, float, float]] = []
     width = model.shared_width if routed else model.intermediate_size
     if width:
         again = dropped.get("shared_experts" if routed else "mlp", 0.0)

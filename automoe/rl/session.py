@@ -469,7 +469,7 @@ def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> A
     """
     number = converted(kind, value, key)
     if not least <= number < math.inf:
-        raise ConfigError(key, number, "must be finite", f"Give {least:g} or more")
+        raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
     return number
 
 

@@ -87,8 +87,8 @@ class WeightVersions:
         header = header_bytes(stream.contents)
         self._digest, self._digest_before = Digest(), Digest()
         self._before: np.ndarray | None = None
-        if self._chain:
-            newest = _full(self.folder, self._chain[-1]["number"])
+        newest = _full(self.folder, self._chain[-1]["number"]) if self._chain else self.folder
+        if newest.is_file():
             size = len(header) + sum(stored.num_bytes for stored in stream.contents.values())
             with newest.open("rb") as file:
                 if file.read(len(header)) == header and newest.stat().st_size == size:
@@ -122,7 +122,8 @@ class WeightVersions:
         if self._chain and str(self._digest_before) == self._chain[-1]["hash"]:
             longer = [*self._chain, *chain]
             files = [_difference(self.folder, entry["number"]) for entry in longer[1:]]
-            if sum(file.stat().st_size for file in files) < self._at:
+            there = all(map(Path.is_file, [_full(self.folder, longer[0]["number"]), *files]))
+            if there and sum(file.stat().st_size for file in files) < self._at:
                 chain = longer
         replace_durably(self.folder / INDEX, sealed({"chain": chain}))
         kept_files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}

@@ -90,8 +90,12 @@ def _take(path: Path) -> int | str:
 
 def _open_lock(path: Path) -> int:
     # What a link leads to, a hard link too, would be overwritten.
-    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
-        said = "a lock file that is a link is not followed: remove it"
+    said = "a lock file that is a link is not followed: remove it"
+    if path.is_symlink():
         raise OSError(errno.ELOOP, said, str(path))
     # Not inherited by children (PEP 446): a stray rank must not keep the lock.
-    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    handle = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    if os.fstat(handle).st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.ELOOP, said, str(path))
+    return handle

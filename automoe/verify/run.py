@@ -16,7 +16,7 @@ from automoe.config.compose import key_of, parse_arguments
 from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.rules import Row, check_rows
+from automoe.config.rule_engine import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.config.tier import tier_of

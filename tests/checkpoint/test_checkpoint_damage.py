@@ -202,12 +202,19 @@ def rewrite_index(step: Path, change: Callable[[Any], object]) -> None:
     rewrite(step, files=files)
 
 
+def without_versions(step: Path) -> None:
+    manifest = json.loads((step / "manifest.json").read_text()) | {"format": 4}
+    del manifest["versions"]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+
+
 TOMORROW = {"automoe": "7.1", "torch": "3.5"}
 NEWER: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (
         lambda step: rewrite(step, format=4, versions=TOMORROW),
         r"another version \(automoe 7\.1, torch 3\.5\) than this one \(automoe .*format 4, and this version reads format 3",
     ),
+    "format without versions": (without_versions, "format 4, and this version reads format 3"),
     "key": (lambda step: rewrite(step, shards={}, versions=TOMORROW), r"automoe 7\.1, .*has shards in manifest\.json"),
     "version of the index": (
         lambda step: rewrite_index(step, lambda metadata: setattr(metadata, "version", "1.10.0")),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_kernels import compile_rows
 from automoe.config.schema import Config, KernelsConfig, MeshConfig, ParallelConfig, TrainConfig
 from automoe.errors import ConfigError

@@ -12,7 +12,8 @@ import pytest
 from automoe import cli
 from automoe.config.compose import compose_config
 from automoe.config.data_schema import DataConfig
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.data import corpora

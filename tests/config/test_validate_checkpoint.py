@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_settings import checkpoint_rows
 from automoe.config.schema import Config
 from automoe.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.validate import mesh_rows
 from automoe.errors import ConfigError
 from tests.support.configurations import quick_config

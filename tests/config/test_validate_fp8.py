@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_kernels import compile_rows, fp8_rows
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, KernelsConfig, LoraConfig, MeshConfig, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError

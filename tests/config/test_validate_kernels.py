@@ -7,7 +7,7 @@ import pytest
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import recompute_rows
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_kernels import kernel_rows
 from automoe.config.schema import (
     AttentionConfig,

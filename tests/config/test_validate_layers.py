@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate

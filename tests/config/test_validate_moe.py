@@ -10,7 +10,8 @@ import pytest
 
 from automoe.config import rules_model
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import ClusterConfig, Config, MeshConfig, ModelConfig, MoEConfig, RouterConfig, TrainConfig
 from automoe.errors import ConfigError

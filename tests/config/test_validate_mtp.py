@@ -9,7 +9,8 @@ import pytest
 
 from automoe.config.mesh_shape import resolve_mesh, stage_layers
 from automoe.config.recompute import recompute_rows
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig, ParallelConfig
 from automoe.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automoe.config.data_schema import ChatConfig, DataConfig, SourceConfig
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, LoraConfig, OptimConfig, TrainConfig
 from automoe.config.train_schema import Phase
 from automoe.config.validate import settings_rows

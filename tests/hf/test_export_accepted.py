@@ -15,7 +15,8 @@ from config_variants import base
 
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import ConfigError

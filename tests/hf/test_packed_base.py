@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from automoe.config.batch import plan_batch
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf

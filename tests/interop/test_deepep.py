@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_model import moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError

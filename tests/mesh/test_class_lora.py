@@ -12,7 +12,7 @@ from mesh_cases import SEQ_LEN, batches
 
 from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.peft import WEIGHTS_FILE, from_peft, gathered_adapters, to_peft

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.launch.rules_adapters import adapter_rows

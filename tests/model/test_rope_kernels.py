@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import check_rows
+from automoe.config.rule_engine import check_rows
 from automoe.config.rules_kernels import kernel_rows
 from automoe.config.schema import (
     AttentionConfig,

@@ -18,7 +18,8 @@ import pytest
 from automoe.config.convert import FromEnvironment
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.metrics import REQUIRED_KEYS
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
 from automoe.launch.hardware import check_backends

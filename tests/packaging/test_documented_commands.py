@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from automoe.config.compose import Arguments, compose_config, parse_arguments
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.rules_settings import settings_rows
 from automoe.config.validate import validate
 from automoe.launch.sweep import sweep_directory

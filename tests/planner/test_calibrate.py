@@ -16,7 +16,8 @@ from automoe import plan
 from automoe.config.batch import plan_batch
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules import DELAYS, SPEEDS, check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import DELAYS, SPEEDS, number_rows
 from automoe.config.schema import ClusterConfig, Config, MeshConfig
 from automoe.config.shipped import load_file
 from automoe.config.validate import validate

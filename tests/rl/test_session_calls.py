@@ -46,6 +46,26 @@ def test_stages_add_gradients_of_several_calls(ranks: RankPool, tmp_path: Path) 
         assert norms == pytest.approx(alone, rel=1e-10)
 
 
+def clipped(run_dir: str) -> tuple[set[str], set[str]]:
+    """Projections of queries that a step of rate 0 changes, and all of them."""
+    settings = ["model=small_dsv3", "model.hidden_size=64", "model.num_layers=2", "model.num_mtp_layers=1"]
+    settings += ["model.moe_intermediate_size=32", "mesh.pp=1", "mesh.ep=1", "optim=muon", "optim.qk_clip=0.01"]
+    session = open_session([*settings, f"run_dir={run_dir}"])
+    [model] = session.state.model_parts.values()
+    queries = {name: p.detach().clone() for name, p in model.named_parameters() if ".q_" in name and p.dim() == 2}
+    session.forward_backward(batch_of(), dapo)
+    session.optim_step(lr=0.0)
+    changed = {name for name, before in queries.items() if not torch.equal(before, model.get_parameter(name))}
+    return changed, set(queries)
+
+
+def test_modules_that_sit_out_a_step_have_no_logits_to_clip(ranks: RankPool, tmp_path: Path) -> None:
+    """A session's losses are of tokens; modules for multi-token prediction do not run, and stay as they are."""
+    [(changed, queries)] = ranks.run(clipped, 1, str(tmp_path))
+    inside = {name for name in queries if name.startswith(("layers.0.", "layers.1."))}
+    assert changed and changed <= inside < queries
+
+
 def saved_over(run_dir: str, folder: str) -> tuple[dict[str, bytes], dict[str, bytes], list[str]]:
     """Two states of one step, saved in one folder: the second, what is read back, and the folder's steps."""
     for sign in (1.0, -1.0):

@@ -157,6 +157,19 @@ def test_a_version_that_was_cut_is_not_compared_with(source: Path, tmp_path: Pat
     assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_after_a_file_was_lost_the_next_version_is_full(number: int, source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    stream, publisher = WeightStream(model), WeightVersions(tmp_path)
+    for step in range(3):
+        update(model, 0.02, step)
+        publisher.publish(stream, step)
+    first, newest = sorted(tmp_path.glob("weights-*"))
+    [first, newest, *sorted(tmp_path.glob("difference-*"))][number].unlink()
+    said = publisher.publish(stream, 9)
+    assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
+
+
 @pytest.mark.parametrize("text", ["{", '{"chain": []}', '{"a": 1}'])
 def test_a_damaged_index_is_named(text: str, source: Path, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text)

@@ -15,7 +15,8 @@ from automoe.config.data_schema import DataConfig
 from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.plugins import look_up, registered
-from automoe.config.rules import check_rows, number_rows
+from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
