@@ -59,7 +59,7 @@ class Tier:
         """Return the model, a ``CausalLM`` on the meta device, in torch's default dtype.
 
         Args:
-            backend: function that computes the routed experts.
+            backend: ``BackendConfig``, which names the kernels; None for the defaults.
         """
         return None
 

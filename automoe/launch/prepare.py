@@ -67,9 +67,13 @@ def compose(args: Arguments) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """Return ``config`` with the model of ``model.hf_path``, and with pinned Hub ids.
+    """Return ``config`` with its model taken from ``model.hf_path``, and a commit in each Hub id.
 
     If ``model.hf_path`` is set, the checkpoint's ``config.json`` defines the model.
+
+    Args:
+        config: composed configuration.
+        overrides: those that it was composed with; they must not contradict the checkpoint.
 
     Raises:
         ConfigError: the checkpoint does not exist or has an unknown family; an override contradicts
@@ -156,7 +160,10 @@ def _check_ranks(config: Config, overrides: list[str]) -> None:
 
 
 def _named(overrides: list[str]) -> dict[str, str]:
-    """Return the values of ``overrides`` by key, also by each key in ``model.rope={factor: 4}``."""
+    """Return the values of ``overrides`` by key, as text.
+
+    ``model.rope={factor: 4}`` also gives ``model.rope.factor``.
+    """
     named = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -171,10 +178,13 @@ def _named(overrides: list[str]) -> dict[str, str]:
 def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]) -> RopeConfig:
     """Return the rotary embeddings of ``checkpoint`` with the scaling of ``asked``.
 
-    Where DeepSeek's mscales are read and unset, both are 1, as published: engines take no others.
+    If the family reads DeepSeek's mscales and they are unset, both are 1, as inference engines
+    require.
 
     Args:
-        named: keys that the command line sets, to 0 too.
+        asked: ``model.rope`` as the user set it.
+        checkpoint: model of the checkpoint.
+        named: keys that the command line sets.
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already or stand in a wrapper, or
@@ -220,7 +230,11 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 
 
 def _check_growth(config: Config, there: ModelConfig) -> None:
-    """Refuse more rows of the vocabulary than the checkpoint has where they would be lost."""
+    """Raise ``ConfigError`` if rows are added to the vocabulary and the export would lose them.
+
+    Args:
+        there: model of the checkpoint.
+    """
     rule = f"the checkpoint model.hf_path={there.hf_path} has {there.vocab_size}, and "
     if not tier_of(there).resizable:
         rule += "a class of transformers takes it from config.json"
@@ -234,11 +248,10 @@ def _check_growth(config: Config, there: ModelConfig) -> None:
 
 
 def missing_data(config: Config) -> ConfigError | None:
-    """Return an error if a large model has only demonstration data; None if the data suits.
+    """Return an error if a large model would train on demonstration data; else None.
 
-    A model is large if it has ``LARGE`` parameters from random weights: a hundred for each byte of
-    the demonstration corpus. The function also returns an error if ``lora.base`` packs a
-    checkpoint's matrices and no checkpoint is set.
+    A model is large if it has ``LARGE`` parameters and random weights. ``lora.base`` other than
+    ``weights`` without a checkpoint is an error too.
     """
     if config.model.hf_path is not None:
         return None
@@ -298,7 +311,7 @@ def _check_fp8_base(config: Config) -> None:
 
 
 def _pinned(config: Config) -> Config:
-    """Return ``config`` with a commit in each Hub id, and with the chat template's date.
+    """Return ``config`` with a commit added to each Hub id, and with the date for the chat template.
 
     A run that is continued keeps the commits and the date that it began with.
     """
@@ -344,9 +357,9 @@ def check_num_ranks(
     """Raise ``ConfigError`` if an override sets ``launch.num_ranks`` to another value.
 
     Args:
-        num_ranks: number of ranks that the mesh or the outer launcher gives.
-        why: origin of ``num_ranks``, for the message.
-        chosen: axes that a preset chose (``preset_choice``); it chooses others for another number.
+        num_ranks: number of ranks that the mesh holds, or that torchrun or srun started.
+        why: text that says where ``num_ranks`` comes from.
+        chosen: text that says which axes ``mesh.preset`` chose; empty without a preset.
     """
     named = config.launch.num_ranks
     if (
@@ -364,7 +377,8 @@ def check_here(config: Config) -> tuple[MeshShape, Device]:
     """Check all rules, and return the mesh and device of ``config`` on this machine.
 
     Raises:
-        ConfigError, CheckpointError: as ``check`` does.
+        ConfigError: a rule is broken; the first one is named.
+        CheckpointError: the folder that the run would export to has other content.
     """
     device = resolve_device(config)
     return check(config, default_num_ranks(config, device), device), device
