@@ -26,7 +26,7 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError, in_words
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
-from automoe.launch.prepare import check, check_num_ranks, compose, missing_data
+from automoe.launch.prepare import check, check_data, check_num_ranks, compose
 from automoe.launch.ranks import prepare_process
 
 if TYPE_CHECKING:
@@ -291,8 +291,7 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
     if device == "cuda":
         check_gpus(launch, visible_gpus())
     check_backends(config, shape, device)
-    if (missing := missing_data(config)) is not None:
-        raise missing
+    check_data(config)
     return shape, device
 
 

@@ -28,7 +28,7 @@ from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
-from automoe.launch.prepare import missing_data
+from automoe.launch.prepare import check_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS, run_rank
 
@@ -77,8 +77,7 @@ def train_here(
     """
     check_system()
     check_backends(config, shape, device)
-    if (missing := missing_data(config)) is not None:
-        raise missing
+    check_data(config)
     frozen = resolved(config, shape, device)
     another = runs.check_same_run(Path(config.run_dir).absolute(), frozen)
     for note in start_notes(config) + another:
