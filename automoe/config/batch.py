@@ -19,7 +19,6 @@ class BatchPlan:
     ``plan_batch`` makes it. Counts of experts' inputs are means, as balanced routing gives them.
     """
 
-    rows_per_step: int  # over all ranks
     tokens_per_step: int  # over all ranks
     rows_per_rank: int  # of one data-parallel rank, per step
     num_micro_batches: int  # per step and data-parallel rank
@@ -80,7 +79,6 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
         )
         expert_rows = capacity * model.num_experts * mesh.etp
     return BatchPlan(
-        rows_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * train.seq_len,
         rows_per_rank=train.global_batch_size // mesh.dp,
         num_micro_batches=train.global_batch_size // (mesh.dp * train.micro_batch_size),

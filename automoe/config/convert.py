@@ -125,46 +125,48 @@ def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
         prefix: text before each name, such as ``model.``.
     """
     for name, hint in field_types(cls).items():
-        if is_section(hint):
+        if is_dataclass(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
         elif hint is not Any:
             yield f"{prefix}{name}"
 
 
-def check_key(key: str, value: object) -> None:
-    """Raise ``ConfigError`` with a suggestion unless the dotted ``key`` is in the schema."""
-    cls: Any = Config
+def check_key(key: str, value: object) -> Any:
+    """Return the type hint that the schema gives the dotted ``key``.
+
+    Keys of ``recipe_args`` have ``Any``: the recipe declares them, and the primary may name it.
+
+    Args:
+        value: value to show in the error.
+
+    Raises:
+        ConfigError: the key is not in the schema; the message suggests the nearest one.
+    """
+    hint: Any = Config
     parts = key.split(".")
     if parts[0] == SECTION:
-        # The recipe declares these keys, and the primary may name it: config_from_dict checks.
-        return
+        return Any
     parent = ""
     for part in parts:
-        if not is_section(cls):
+        if not is_dataclass(hint):
             raise ConfigError(
                 key, value, f"{parent} is a single value and has no keys", f"Set {parent}=..."
             )
         parent = f"{parent}.{part}".lstrip(".")
-        if part not in field_types(cls):
-            raise _unknown_key(parent, value, cls, key)
-        cls = field_types(cls)[part]
+        types = field_types(hint)
+        if part not in types:
+            raise _unknown_key(parent, value, hint, key)
+        hint = types[part]
+    return hint
 
 
 def typed(key: str, value: object) -> Any:
     """Convert ``value`` to the type that the schema gives the dotted ``key``.
 
     Raises:
-        ConfigError: ``value`` has another type.
+        ConfigError: the key is unknown, or ``value`` has another type.
     """
-    hint: Any = Config
-    for part in key.split("."):
-        hint = field_types(hint)[part]
-    return converted(hint, value, key)
-
-
-def is_section(hint: object) -> bool:
-    """Return True if a field with this type hint is a section (a dataclass), not a single value."""
-    return is_dataclass(hint)
+    return converted(check_key(key, value), value, key)
 
 
 def nearest(word: str, choices: list[str], likeness: float = 0.6) -> list[str]:
@@ -219,7 +221,7 @@ def converted(hint: Any, value: Any, key: str) -> Any:
     Raises:
         ConfigError: ``value`` has another type; the error names the config key ``key``.
     """
-    if is_section(hint):
+    if is_dataclass(hint):
         return value if isinstance(value, hint) else _to_dataclass(hint, value, f"{key}.")
     if hint is Any:
         return value

@@ -222,13 +222,13 @@ def goes_on(key: str, then: Any, now: Any) -> bool:
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
 
 
-def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
-    """Return text such as ``optim.lr was 0.003, is 0.001; and 2 more`` for an error message.
+def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return text such as ``optim.lr was 0.003, is 0.001; and 2 more``, which names six changes.
 
     Args:
         changed: dotted key -> (earlier value, value now).
-        most: number of changes that are named.
     """
     said = [f"{key} was {then}, is {now}" for key, (then, now) in changed.items()]
-    more = [f"and {len(said) - most} more"] * (len(said) > most)
-    return "; ".join(said[:most] + more)
+    if len(said) > 6:
+        said[6:] = [f"and {len(said) - 6} more"]
+    return "; ".join(said)

@@ -79,18 +79,13 @@ def find_recipe(recipe: str) -> Path | str:
     Raises:
         ConfigError: there is no such file or module.
     """
-    if recipe.endswith(".py"):
-        files = [Path(recipe).expanduser().absolute()]
-    elif recipe.isidentifier():
-        files = [_shipped_recipe(recipe)]
-    else:
-        files = []
-    for file in files:
-        if file.is_file():
-            return file
+    is_file = recipe.endswith(".py")
+    path = Path(recipe).expanduser().absolute() if is_file else _shipped_recipe(recipe)
+    if (is_file or recipe.isidentifier()) and path.is_file():
+        return path
     try:
         with working_directory_last():
-            if not recipe.endswith(".py") and importlib.util.find_spec(recipe) is not None:
+            if not is_file and importlib.util.find_spec(recipe) is not None:
                 return recipe
     except (ModuleNotFoundError, ValueError):  # a parent package is missing; an empty name
         pass

@@ -109,11 +109,9 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """
     if not text:
         return None
-    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
-        first = int(match[1])
-        last = int(match[2] or first)
-        if 1 <= first <= last:
-            return first, last
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match and 1 <= (first := int(match[1])) <= (last := int(match[2] or first)):
+        return first, last
     raise ConfigError(
         "observe.profile_steps",
         text,

@@ -210,9 +210,8 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
-    key, remedy = "train.compile=true", "set train.compile=false"
     if config.train.compile:
-        _check_compiler(key, device, remedy)
+        _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
         raise BackendError(why)
     if config.launch.numa and device != "cuda":

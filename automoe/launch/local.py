@@ -31,6 +31,7 @@ from automoe.launch.hardware import check_backends, start_notes
 from automoe.launch.prepare import check_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS, run_rank
+from automoe.storage.sealed import replace_json
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _KILL_AFTER_S = 8  # time for the other ranks to leave by themselves once one has failed
@@ -162,7 +163,8 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                     save_config(config, run_dir)
             if limit:
                 with runs.telling():
-                    runs.add_to_status(run_dir, failed_attempts=failures)
+                    status = runs.read_status(run_dir) | {"failed_attempts": failures}
+                    replace_json(run_dir / runs.STATUS_FILE, status)
     return result
 
 

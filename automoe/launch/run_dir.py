@@ -296,11 +296,6 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def add_to_status(run_dir: Path, **facts: Any) -> None:
-    """Add ``facts`` to the final content of ``status.json``."""
-    replace_json(run_dir / STATUS_FILE, read_status(run_dir) | facts)
-
-
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
     """Return a dictionary that describes ``error``, as ``status.json`` stores it.
 
