@@ -125,7 +125,7 @@ def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
         prefix: text before each name, such as ``model.``.
     """
     for name, hint in field_types(cls).items():
-        if is_dataclass(hint):
+        if is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
         elif hint is not Any:
             yield f"{prefix}{name}"
@@ -148,7 +148,7 @@ def check_key(key: str, value: object) -> Any:
         return Any
     parent = ""
     for part in parts:
-        if not is_dataclass(hint):
+        if not is_section(hint):
             raise ConfigError(
                 key, value, f"{parent} is a single value and has no keys", f"Set {parent}=..."
             )
@@ -167,6 +167,11 @@ def typed(key: str, value: object) -> Any:
         ConfigError: the key is unknown, or ``value`` has another type.
     """
     return converted(check_key(key, value), value, key)
+
+
+def is_section(hint: object) -> bool:
+    """Return True if a field with this type hint is a section (a dataclass), not a single value."""
+    return is_dataclass(hint)
 
 
 def nearest(word: str, choices: list[str], likeness: float = 0.6) -> list[str]:
@@ -221,7 +226,7 @@ def converted(hint: Any, value: Any, key: str) -> Any:
     Raises:
         ConfigError: ``value`` has another type; the error names the config key ``key``.
     """
-    if is_dataclass(hint):
+    if is_section(hint):
         return value if isinstance(value, hint) else _to_dataclass(hint, value, f"{key}.")
     if hint is Any:
         return value

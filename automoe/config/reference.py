@@ -11,13 +11,13 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import automoe.config.schema as schema
-from automoe.config.convert import check_key, field_types, type_name
+from automoe.config.convert import check_key, field_types, is_section, type_name
 from automoe.config.recipe_args import SECTION, args_class, default_args
 from automoe.config.rule_engine import shown
 from automoe.errors import ConfigError
@@ -55,13 +55,13 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
     keys = [
         Key(prefix + name, _kind(hint), _typed(defaults[name]), comments.get(name, ""))
         for name, hint in types.items()
-        if not is_dataclass(hint)
+        if not is_section(hint)
     ]
     yield prefix.rstrip("."), document, keys
     for name, hint in types.items():
-        if is_dataclass(hint):
+        if is_section(hint):
             yield from sections(hint, f"{prefix}{name}.")
-        elif get_origin(hint) is list and is_dataclass(item := get_args(hint)[0]):
+        elif get_origin(hint) is list and is_section(item := get_args(hint)[0]):
             yield from sections(item, f"{prefix}{name}[].")
 
 

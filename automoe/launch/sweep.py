@@ -248,10 +248,7 @@ class Sweep:
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
     def run(self) -> int:
-        """Run every job with Hydra's sweeper and launcher.
-
-        Return exit status 0, 128 plus the signal that stopped the sweep, or Hydra's own status.
-        """
+        """Run all jobs by Hydra; return 0, 128 + the signal that stopped them, or Hydra's status."""
         import hydra
 
         register_base()
@@ -297,11 +294,8 @@ class Sweep:
     def job(self, composed: Any) -> float:
         """Run one job, called by Hydra's launcher in any process, and return its objective.
 
-        The objective is what a sweeper such as Optuna minimises; infinity for a failed job. Errors
-        are stored in the job's record, ``jobs/NAME.json``.
-
-        Args:
-            composed: the job's configuration, Hydra's ``DictConfig``.
+        Sweepers such as Optuna minimise the objective; a failed job's is infinite. The job's record,
+        ``jobs/NAME.json``, stores its errors. ``composed`` is Hydra's ``DictConfig``.
 
         Raises:
             KeyboardInterrupt: the job was stopped, so the sweep must end.
@@ -406,10 +400,8 @@ class Sweep:
                 reason = f"its objective is {record['objective']}"
                 record |= {"state": "failed", "reason": reason, "objective": None}
             measured = _measured(config, shape)
-            return record | {
-                "tokens_per_second": measured["tokens_per_second"],
-                "measured": measured,
-            }
+            record["tokens_per_second"] = measured["tokens_per_second"]
+            return record | {"measured": measured}
         except (AutomoeError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return {"state": "failed", "reason": str(error)}
