@@ -294,6 +294,24 @@ def test_a_mesh_of_another_size_is_refused(ranks: RankPool, tmp_path: Path) -> N
     assert "2 ranks" in said or "mesh.dp_shard=2" in said, said
 
 
+def open_with(run_dir: str, settings: list[str]) -> list[str]:
+    messages = []
+    for setting in settings:
+        with pytest.raises(ConfigError) as caught:
+            open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}", setting])
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_folders_of_routes_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """A session writes and reads none."""
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "rank-0.npz").touch()
+    settings = [f"moe.{name}={tmp_path}" for name in ("record_routing", "replay_routing")]
+    for messages in ranks.run(open_with, 2, str(tmp_path / "run"), settings):
+        assert messages == [f"{setting}: a session takes routes with its samples. Leave it out" for setting in settings]
+
+
 def refused_losses_and_counts(run_dir: str) -> list[str]:
     session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
 
