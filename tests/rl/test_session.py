@@ -437,10 +437,13 @@ def test_a_script_opens_a_session_alone_and_under_torchrun(tmp_path: Path, numbe
         start += ["-m", "torch.distributed.run", f"--nproc-per-node={number}", "--standalone"]
     settings = [*SMALL, f"mesh.dp_shard={number}", f"run_dir={tmp_path}/run"]
     environment = os.environ | {"PYTHONPATH": str(Path(automoe.__file__).parents[1])}
+    (tmp_path / "scratch").mkdir()
+    environment["TMPDIR"] = str(tmp_path / "scratch")
     done = subprocess.run(
         [*start, "script.py", *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout.count("loss ") == number, done.stderr
+    assert number > 1 or [*(tmp_path / "scratch").iterdir()] == []
 
 
 def test_a_config_is_taken_as_it_is(ranks: RankPool, tmp_path: Path) -> None:
