@@ -28,13 +28,14 @@ def sealed(content: Mapping[str, Any], **options: Any) -> str:
     return f'{body},{end[:-1]} "{SEAL}": {zlib.crc32(body.encode())}{end}'
 
 
-def unsealed(text: bytes) -> dict[str, Any]:
+def unsealed(text: bytes, must_be_sealed: bool = False) -> dict[str, Any]:
     """Return the object in ``text`` if its seal is right or absent.
 
-    A person or another program may have written an object without a seal.
+    Args:
+        must_be_sealed: False if a person or another program may have written the object.
 
     Raises:
-        ValueError: the text is no JSON object, or differs from the sealed text.
+        ValueError: the text is no JSON object, differs from the sealed text, or lacks its seal.
     """
     content = parse_json(text)
     if not isinstance(content, dict):
@@ -44,17 +45,19 @@ def unsealed(text: bytes) -> dict[str, Any]:
         if seal is None or zlib.crc32(text[: seal.start()]) != int(seal[1]):
             raise ValueError("it is not what was written (its CRC-32 differs)")
         del content[SEAL]
+    elif must_be_sealed:
+        raise ValueError(f"it has no {SEAL} at its end")
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, must_be_sealed: bool = False) -> dict[str, Any]:
     """Return the object in a file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: as ``unsealed``.
     """
-    return unsealed(read_file(path))
+    return unsealed(read_file(path), must_be_sealed)
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
