@@ -224,10 +224,10 @@ class BalancedRouter(nn.Module):
     def count(
         self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return how often each sequence chose each expert [B, E], the same for plain top-k, losses.
+        """Return counts [B, E] of chosen experts, the same of plain top-k, and the losses.
 
-        Plain top-k is without expert bias and groups. The losses are in the order of ``LOSSES``,
-        this rank's shares times their coefficients.
+        Counts are of each sequence's tokens. Plain top-k is without expert bias and groups. The
+        losses are in the order of ``LOSSES``, this rank's shares times their coefficients.
         """
         chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE
