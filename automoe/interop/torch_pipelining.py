@@ -45,10 +45,11 @@ def unshard_every_stage_once() -> None:
 
 @contextmanager
 def errors_of_stages() -> Iterator[None]:
-    """Raise the error of a stage itself, not the one that torch makes of it.
+    """Make a pipeline schedule raise a stage's own error, within this context.
 
-    Torch's has another type, and its message is a list of tensors that begins with an empty line.
-    2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of ``torch.distributed.pipelining``.
+    Torch wraps it in one of another type, whose message is a list of tensors that begins with an
+    empty line. 2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of
+    ``torch.distributed.pipelining``.
     """
     cause = None
     try:
@@ -112,14 +113,17 @@ def ordered_schedule(
     run_both: Callable[[Callable[[], Any], Callable[[], Any]], Any],
     **options: Any,
 ) -> Any:
-    """Return a schedule that runs ``order``; torch adds sends, receives and all-gathers to it.
+    """Return a pipeline schedule that runs the actions of ``order``.
 
-    For an entry of two actions ``run_both`` is called with the backward and the forward pass, and
-    returns the result of the forward pass.
+    Torch adds sends, receives and all-gathers. For an entry of two actions ``run_both`` is called
+    with the backward and the forward pass, and returns the result of the forward pass.
 
-    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV file, and
-    its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets the
+    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV file,
+    and its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets the
     function for ``OVERLAP_F_B``, an action of two others.
+
+    Args:
+        order: for each rank the actions in order; an entry may merge a forward and a backward.
     """
     kinds = schedules._ComputationType
     schedule = schedules._PipelineScheduleRuntime(stages, **options)
@@ -165,7 +169,13 @@ def _run_weight_half(action: Any, context: Any) -> None:
 
 
 def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:
-    """Run a merged action; ``_PipelineScheduleRuntime`` does the same for its parts one by one."""
+    """Run a merged action: one micro-batch's forward and another's backward by ``run_both``.
+
+    Receives are waited for before, sends started after, as torch does around a single action.
+
+    Args:
+        context: torch's record of the schedule that runs.
+    """
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
     ahead, back = action.sub_actions

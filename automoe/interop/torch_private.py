@@ -111,7 +111,7 @@ def gloo_group(
 
 
 def replace_gloo(made: Any) -> None:
-    """Make torch call ``made`` instead of ``ProcessGroupGloo`` whenever it makes a gloo group.
+    """Make torch call ``made`` instead of ``ProcessGroupGloo`` to make or recognise a gloo group.
 
     ``register_backend`` cannot replace a backend that is built in. 2.11 to 2.15:
     ``distributed_c10d`` looks ``ProcessGroupGloo`` up among its own names, to make groups and to
@@ -139,7 +139,7 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 
 
 def fake_store() -> Any:
-    """Return the store of torch's fake process group, and register that backend.
+    """Return the store of torch's fake process group (one without peers); register that backend.
 
     It has no public name. 2.11 to 2.15: ``torch.testing._internal.distributed.fake_pg.FakeStore``.
     """
@@ -181,7 +181,7 @@ concatenate_meshes = DeviceMesh._concatenate
 
 
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
-    """Return the index in a DTensor of the first element of this rank's shard.
+    """Return the index in the full tensor of the first element of this rank's shard of a DTensor.
 
     The rule for strided placements is torch's. 2.11 to 2.15: ``torch.distributed.tensor._utils
     .compute_local_shape_and_global_offset`` returns (shape, offset).
@@ -207,10 +207,10 @@ def is_strided_shard(placement: Any) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a shard. Collective.
+    """Return the full tensor of a DTensor, without torch's warning of slow gathers. Collective.
 
-    2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes shard is
-    gathered axis by axis. That is known, and exact.
+    2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes shard
+    is gathered axis by axis. That is known, and exact.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -328,18 +328,21 @@ def cpu_attention_backward(
     mask: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v in ``cpu_attention``.
+    """Return the gradients of q, k and v of ``cpu_attention``.
 
-    ``out`` and ``lse`` may cover more keys, of which k and v are a part; the result is then the
-    contribution of this part. 2.11 to 2.15:
-    ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
+    ``out`` and ``lse`` may cover more keys than k and v; the result is then these keys'
+    contribution. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
+
+    Args:
+        grad: gradient of ``out``.
+        out, lse: results of ``cpu_attention``.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return op(grad, q, k, v, out, lse, 0.0, False, attn_mask=_added(mask, q), scale=scale)
 
 
 def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask as numbers to add to scores: 0 or -inf."""
+    """Return the bool mask as numbers to add to scores, 0 or -inf, in the dtype of q."""
     if mask is None:
         return None
     added = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
@@ -392,7 +395,7 @@ def profiler_runs() -> bool:
 
 
 def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, int]:
-    """Return a tensor of a checkpoint file on the meta device, and where its storage begins.
+    """Return a checkpoint file's tensor on the meta device, and its storage's offset there.
 
     Publicly a ``FileSystemReader`` reads the numbers into memory of its own, from which they are
     copied. 2.11 to 2.15: ``_slice_file`` of the reader, and ``UntypedStorage._checkpoint_offset``,
@@ -424,7 +427,7 @@ def state_dict_stager(pin_memory: bool) -> Any:
 
 
 def cache_plans_under(planner: Any, key: str) -> None:
-    """Make a ``DefaultSavePlanner`` cache its plans under ``key`` instead of its class's name.
+    """Make a ``DefaultSavePlanner`` cache its save plans under ``key`` instead of its class's name.
 
     2.11 to 2.15: ``SavePlanner._cached_plans_key``, set by the constructor.
     """

@@ -268,7 +268,7 @@ class Muon(torch.optim.AdamW):
         return matrix.owner if rank == self._rank else rank
 
     def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Return memory for the blocks of ``pairs``, views as blocks, and a length for each rank."""
+        """Return memory for the blocks of ``pairs``, views as blocks, and its length per rank."""
         shapes = [[span.stop - span.start for span in matrix.parts[rank]] for matrix, rank in pairs]
         sizes = [0] * self._num_ranks
         for pair, shape in zip(pairs, shapes, strict=True):
