@@ -56,7 +56,7 @@ def attention() -> AttentionFn:
         )
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
-        """Map q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv]."""
         if mask is not None or sinks is not None:
             raise BackendError(
                 "kernels.attention=te attends to all of the row before a query, and this layer has "

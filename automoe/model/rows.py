@@ -78,7 +78,10 @@ def exchange_heads(ranks: Communicator, *given_BSND: Tensor) -> tuple[Tensor, ..
 
 
 def exchange_positions(ranks: Communicator, row_BRnD: Tensor) -> Tensor:
-    """Undo ``exchange_heads``: [B, R, n, D] of this rank's heads to [B, S, N, D] of all heads."""
+    """Exchange positions for heads' outputs: [B, R, n, D] of whole sequences to [B, S, N, D].
+
+    It undoes ``exchange_heads``: this rank's n of N heads become its S of R positions.
+    """
     num_ranks = ranks.num_ranks
     if num_ranks == 1:
         return row_BRnD

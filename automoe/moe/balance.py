@@ -56,19 +56,16 @@ def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
 def balance_loss(fractions: Tensor, shares_BSE: Tensor, tokens: Tokens) -> Tensor:
     """Return this rank's share of the mean balance loss E * sum over experts of f P, a scalar.
 
-    f is the fraction of choices that an expert received, P its mean share of scores. Losses differ
-    in the tokens that f is of:
+    f is the fraction of choices that an expert received, P its mean share of scores. The losses
+    differ in the tokens that f is of:
 
-        sequence     a sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), of which P is, too;
-        sequences
-                     weigh as their tokens. P divides by these and the weight multiplies: they
-                     cancel.
+        sequence     a sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), P too; sequences weigh
+                     as their tokens. P divides by these and the weight multiplies: they cancel.
         global       the batch of the previous step. Fractions of this batch are known only after
-        its
-                     last micro-batch; those of the step before change slowly.
+                     its last micro-batch; those of the step before change slowly.
         micro-batch  the sequences that all data-parallel ranks process at the same time (arXiv
-                     2101.03961, eq. 4-6). This loss depends on gradient accumulation, that is on
-                     which sequences share a micro-batch, and on nothing else of the mesh.
+                     2101.03961, eq. 4-6). It depends on gradient accumulation, that is on which
+                     sequences share a micro-batch, and on nothing else of the mesh.
 
     Args:
         fractions: f, of the batch [E] or of each sequence [B, E].

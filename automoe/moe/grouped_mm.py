@@ -38,7 +38,11 @@ def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply as ``grouped_mm`` does, one expert after the other, for any dtype and any width."""
+    """Return ``grouped_mm`` of the arguments, one expert after the other, for any dtype and width.
+
+    a [R, K] times b [E, K, N] gives [R, N]; a [M, R] times b [R, N] gives [E, M, N]. ``offsets``
+    are the ends of the experts along R.
+    """
     ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     if b.dim() == 2:

@@ -404,8 +404,7 @@ def gate_ids(
     """Return the choices of a benchmark's gate, equal on every mesh and step: [B, S, K] int64.
 
         balanced  round robin over the sequence's (token, choice) pairs: experts' counts differ by
-        at
-                  most one
+                  at most one
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is

@@ -119,11 +119,7 @@ class Turns:
         self.wait_for_turn(me)
 
     def finish(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass while an all-to-all travels, then call ``wait``.
-
-        Args:
-            wait: function that waits for the all-to-all.
-        """
+        """Run deferred work and the other pass while an all-to-all travels; then call ``wait``."""
         self.work_off()
         self.swap()
         wait()

@@ -52,7 +52,10 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
     """
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
-        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv].
+
+        S are this rank's positions; keys and values of the other ranks come around the ring.
+        """
         assert sinks is None, "a ring has no sinks"
         value_dim = v.shape[-1]
         kv = torch.stack((k, F.pad(v, (0, q.shape[-1] - value_dim)))).transpose(2, 3)
@@ -72,7 +75,10 @@ def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
     use_ring_attention()
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
-        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv].
+
+        S are this rank's positions; keys and values of the other ranks come around the ring.
+        """
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"
         )
