@@ -111,7 +111,7 @@ class RoutedCall(OwnCode):
         """Return [T, H], the weighted sum of each token's experts on all ranks.
 
         Raises:
-            ConfigError: the arguments are not rows, chosen experts and their weights; on the CPU,
+            ConfigError: the arguments are not tokens, chosen experts and their weights; on the CPU,
                 a choice is no expert.
         """
         arguments = self.signature.bind(*args, **kwargs).args

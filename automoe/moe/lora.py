@@ -54,7 +54,7 @@ class Adapter(nn.Module):
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return this rank's shard of parameter ``name`` in ``dtype``, in training after dropout."""
+        """Return this rank's shard of parameter ``name`` in ``dtype``; in training after dropout."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):

@@ -141,7 +141,7 @@ class StepRunner(ABC):
         """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
-        """Return and reset this rank's contributions to the losses' extra metrics, by name."""
+        """Return this rank's sums of the metrics that losses report, by name, and reset them."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         reported = dict[str, Tensor]()
         for part in self.model_parts.values():
