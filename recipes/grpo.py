@@ -138,9 +138,10 @@ Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
 def references_of(
     config: Config, shape: MeshShape, context: RunContext, session: Session
 ) -> dict[str, Session]:
-    """Return who else scores the answers: a teacher, and the weights that training began with.
+    """Return the sessions (models) that score the answers next to the trained one, by name.
 
-    These are a session of their own, or this one without adapters.
+    They are a teacher, and the weights that training began with. Each is a session of its own, or
+    the trained session with its adapters switched off.
     """
     references = {}
     if config.recipe_args.teacher:
@@ -161,7 +162,13 @@ def sampled(
     how: Sampling,
     config: Config,
 ) -> list[Numbered]:
-    """Return the answers of a rollout, those to one prompt after the other."""
+    """Sample the answers of a rollout with the inference engine, prompt by prompt.
+
+    Args:
+        stream: sends the current weights to the engine.
+        rollout: number of the rollout.
+        how: temperature and other settings of sampling.
+    """
     args = config.recipe_args
     # Of the rollout: a resumed run draws the same.
     how = replace(how, seed=config.train.seed * 1_000_003 + 1009 * rollout)
@@ -184,7 +191,11 @@ def sampled(
 def samples_of(
     answers: Sequence[Numbered], rollouts: Rollouts, args: GRPOArgs, **values: Sequence[Any]
 ) -> list[Sample]:
-    """Return the training samples of answers, with what is known of each, by name."""
+    """Return the training samples of answers: tokens, routes and further values of each.
+
+    Args:
+        values: further values of each answer, by name, such as log-probabilities of a reference.
+    """
     return [
         Sample.of_answer(
             rollouts.prompts[number],
@@ -205,9 +216,13 @@ def scores_of(
     rollout: int,
     args: GRPOArgs,
 ) -> dict[str, list[list[Any]]]:
-    """Return what trainer, teacher and reference say of the answers' tokens, by name.
+    """Return log-probabilities of the answers' tokens by trainer, teacher and reference, by name.
 
-    They are asked once a rollout: later updates, and a run that goes on, read it from the disk.
+    They are computed once a rollout: later updates, and a resumed run, read them from the disk.
+
+    Args:
+        references: further models by name, which score the same answers.
+        rollout: number of the rollout.
     """
 
     def asked() -> dict[str, list[list[Any]]]:
@@ -227,7 +242,11 @@ def scores_of(
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
-    """Return what a session says of the answers' tokens, without those of prompts."""
+    """Return the scores of each answer's tokens as lists, without those of prompts.
+
+    Args:
+        scored: one number per token of prompt and answer, for each answer.
+    """
     return [
         values[len(values) - len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)

@@ -44,7 +44,8 @@ def refused(path: object, problem: str, remedy: str = "Choose another checkpoint
     """Return the error for a model that neither a native family nor a class of transformers serves.
 
     Args:
-        problem: what of the class is in the way, as the end of a sentence.
+        path: the model's checkpoint folder.
+        problem: end of a sentence about the class, such as "its logits are no multiple of ...".
     """
     rule = (
         f"automoe has no native family for it, and its transformers class cannot serve: {problem}"
@@ -53,7 +54,7 @@ def refused(path: object, problem: str, remedy: str = "Choose another checkpoint
 
 
 def build_causal_lm(path: str, experts: str = "eager") -> Any:
-    """Build the text model of ``config.json`` by its class of ``transformers``, on meta.
+    """Build a checkpoint's text model by its class of ``transformers``, on the meta device.
 
     Parameters have torch's default dtype.
 
@@ -113,7 +114,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
 
 
 def _remove_beside(model: Any) -> None:
-    """Remove from a wrapper the modules and parameters that are neither text model nor head."""
+    """Remove from a multimodal wrapper all modules and parameters but the text model and the head."""
     owner = model
     for name in filter(None, text_path(model).split(".")):
         for key in list(owner._parameters):  # such as a separator between images
@@ -125,7 +126,11 @@ def _remove_beside(model: Any) -> None:
 
 
 def _refuse_random(values: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting, nested ones included, that draws random numbers."""
+    """Raise ``ValueError`` if a setting draws random numbers, such as a dropout above 0.
+
+    Args:
+        values: the model's configuration, whose nested dicts are searched too.
+    """
     for key, value in values.items():
         if isinstance(value, dict):
             _refuse_random(value)
@@ -143,17 +148,17 @@ def is_tied(model: Any) -> bool:
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that ``ExpertParallel`` shards, by name: stacked experts of a layer."""
+    """Return the modules of stacked experts that ``ExpertParallel`` can shard, by name."""
     return {name: module for name, module in model.named_modules() if holds_experts(module)}
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether ``ExpertParallel`` shards ``module``, and it has stacks of matrices."""
+    """Return whether ``module`` has stacks of expert matrices that ``ExpertParallel`` can shard."""
     return any(weight.dim() > 2 for weight in module.parameters()) and not obstacle(module)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Return the layers, in the order of the forward pass."""
+    """Return the decoder layers of a transformers model, in the order of the forward pass."""
     kinds = model._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     inner = {id(part) for module in layers for part in list(module.modules())[1:]}
@@ -161,7 +166,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def class_params(path: str) -> tuple[Param, ...]:
-    """Return the parameters of the class of ``config.json``, in order, and saved buffers.
+    """Return the parameters and saved buffers of the model that ``build_causal_lm`` builds.
 
     Raises:
         ConfigError: ``build_causal_lm`` cannot build the class.
@@ -311,7 +316,7 @@ def _as_stated(measured: float, stated: set[float]) -> float:
 
 
 class _Outputs:
-    """Stand-in for the outputs of a class's layers: given hidden states, and None for all others."""
+    """Stand-in for the outputs of a class's layers: it has the given hidden states, else None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -324,7 +329,7 @@ class _Outputs:
 
 
 class _Returns(nn.Module):
-    """Stand-in for a class's layers."""
+    """Stand-in for the layers of a class, whose forward returns the given hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

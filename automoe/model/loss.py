@@ -37,10 +37,16 @@ def chunk_loss(
     soft_cap: float = 0.0,
     in_kernels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a chunk's losses and, if ``wanted``, its gradient with respect to logits.
+    """Return the sum of a chunk's cross-entropies and its gradient [T, V] with respect to logits.
 
-    The gradient [T, V] has the dtype of x. ``in_kernels`` is ``kernels.loss=triton``. Other
-    arguments are those of ``cross_entropy_sum``.
+    Args:
+        weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
+            ``first_id``.
+        labels_T: int64; ``IGNORE`` marks tokens that are not trained.
+        vocab: the ranks that hold the other rows of the head.
+        wanted: whether the gradient is computed, in the dtype of x; else it is None.
+        hits: int64 scalar to which the number of labels that are the likeliest token is added.
+        in_kernels: use Triton kernels (``kernels.loss=triton``).
     """
     trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
     logits_TV, slope_TV = cap_logits(x_TH @ weight_VH.T, soft_cap)
@@ -97,10 +103,10 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each token, as tensors [T, 1], three facts about its label.
+    """Return whether each label is trained, its row in this rank's weight, if it is here.
 
-    These are whether the token is trained, the row of the label in this rank's weight, and whether
-    this rank holds that row.
+    All three are [T, 1]. "Here": this rank holds the label's row of the vocabulary head; its first
+    row is of token ``first_id``.
     """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
     # Under tensor parallelism this rank has some rows of the vocabulary, and another rank may have
@@ -111,9 +117,9 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
-    """Return memory for the gradients of x and of the weight; None for those that nobody needs.
+    """Return uninitialised memory for the gradients of x and of the weight; None if not needed.
 
-    Many chunks are added to the weight's gradient, so it is wide for any dtype of the weight.
+    Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
     """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = torch.empty_like(x_TH) if needs_x else None
@@ -128,7 +134,12 @@ def _add_gradients(
     grad_weight_VH: Tensor | None,
     chunk: slice,
 ) -> None:
-    """Fill the part of x's gradient that belongs to the tokens ``chunk``, and add to the weight's."""
+    """Write x's gradient of the tokens ``chunk``, and add their term to the weight's gradient.
+
+    Args:
+        grad_TV: gradient of the chunk's logits.
+        grad_x_TH, grad_weight_VH: gradients that change in place; None: not needed.
+    """
     if grad_x_TH is not None:
         torch.mm(grad_TV, weight_VH, out=grad_x_TH[chunk])
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
@@ -212,7 +223,7 @@ def cross_entropy_sum(
         vocab: the ranks that hold the other rows, all with the same x and labels. Each of these
             ranks returns the whole loss; their gradients of x are terms of a sum.
         chunk_fn: function that computes a chunk, possibly compiled.
-        hits: int64 scalar; receives the number of labels that are the likeliest token, added to it.
+        hits: int64 scalar to which the number of labels that are the likeliest token is added.
         soft_cap: bound of the logits (``cap_logits``); 0: none.
 
     Returns:
@@ -225,7 +236,7 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Scores that keep each token's log-sum-exp and recompute logits in the backward."""
+    """Autograd function of ``token_scores``; its backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -313,9 +324,10 @@ class _TokenScores(torch.autograd.Function):
 def _sampler_logits(
     ctx, x_TH: Tensor, weight_VH: Tensor, chunk: slice
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return a chunk's logits as a sampler has them, and two tensors [T, V] or None.
+    """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
-    These are which ids are left (None: all), and the derivative of a soft cap (None: no cap).
+    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
+    of the soft cap is [T, V]; None: there is no cap.
     """
     temperature_T, candidates_TN, soft_cap = ctx.sampled_by
     logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)
@@ -336,12 +348,12 @@ def _sampler_logits(
 
 
 class TokenScores(NamedTuple):
-    """Numbers of T tokens, in nats, at least float32; 0 for tokens that are not trained.
+    """Log-probabilities and entropy of T tokens, in nats, at least float32; 0 for untrained tokens.
 
     Attributes:
         nll_T: -log p(label).
         entropy_T: entropy of p; None: not asked for.
-        scored_TK: log p of further ids; None: none are given.
+        scored_TK: log p of K further ids; None: no further ids were asked for.
     """
 
     nll_T: Tensor
@@ -361,12 +373,17 @@ def token_scores(
     wants_entropy: bool = False,
     soft_cap: float = 0.0,
 ) -> TokenScores:
-    """Return log p(label) of each token, and its entropy, for p = softmax(x @ weight.T / temperature).
+    """Return each token's log p(label) and entropy, p = softmax(x @ weight.T / temperature).
 
-    The first five arguments are those of ``cross_entropy_sum``. The backward recomputes logits, so
-    a step computes four products with the head instead of three.
+    The backward recomputes logits, so a step computes four products with the head instead of three.
 
     Args:
+        x_TH: final hidden states.
+        weight_VH: vocabulary head, or this rank's rows of it.
+        labels_T: int64; ``IGNORE`` marks positions that are not trained.
+        first_id: token id of the weight's first row.
+        vocab: the ranks that hold the other rows of the head, with the same x and labels.
+        temperature_T: temperature of each token; None: 1.
         candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
             normalised; a token with -1 alone has all ids.
         scored_ids_TK: further ids whose log-probabilities are wanted.
@@ -384,10 +401,15 @@ def greedy_tokens(
     vocab: Communicator = SINGLE_RANK,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Return the likeliest next token of each position: [N].
+    """Return the likeliest next token of each of N positions: int64 [N], the same on all ranks.
 
-    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN. Arguments are those of
-    ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
+    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN.
+
+    Args:
+        x_NH: final hidden states.
+        weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
+            ``first_id``.
+        vocab: the ranks that hold the other rows.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     logits_NV, _ = cap_logits(x_NH @ weight_VH.T, soft_cap)  # large ones may become equal
@@ -403,14 +425,15 @@ def greedy_tokens(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss next to the token losses ``nll_BS``: this rank's part of one micro-batch.
+    """Inputs of a loss function next to the per-token losses ``nll_BS`` of one micro-batch.
 
     Attributes:
         labels: [B, S]; ``IGNORE`` marks tokens that are not trained, whose loss is 0.
-        doc_ids: [B, S] document within the row, -1 for padding; None: a row is one document.
+        doc_ids: [B, S] index of the document within its packed sequence, -1 for padding; None: a
+            sequence is one document.
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained
             token.
-        context: the ranks that hold the other positions of these rows.
+        context: the ranks that hold the other positions of these sequences.
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. Three of
             them are the head's: ``temperature`` [B, S], ``candidates`` [B, S, N] and ``scored_ids``
             [B, S, K] (``token_scores``).
@@ -429,13 +452,13 @@ class LossInputs:
     scored: Tensor | None = None
 
     def sum_by_document(self, x_BS: Tensor, num_documents: int | None = None) -> Tensor:
-        """Sum x over each document of a row, on all ranks of ``context``: [B, D], differentiable.
+        """Sum x over each document, also over the ranks of ``context``: [B, D], differentiable.
 
-        Every rank of ``context`` has the same sums, so a loss computed from the sums counts once
-        for all of these ranks: see ``share``.
+        Every rank of ``context`` has the same sums. A loss computed from them is equal on these
+        ranks, so pass it through ``share``, else it counts once per rank.
 
         Args:
-            num_documents: D; by default as many as a row could have, most of them empty.
+            num_documents: D; by default as many as a sequence could have, most of them empty.
         """
         num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
         doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids
@@ -444,11 +467,14 @@ class LossInputs:
         return self.context.sum(sums[:, :-1])
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return this rank's share of a number that is equal on all ranks of ``context``."""
+        """Return ``loss``, equal on the ranks of ``context``, divided by their number."""
         return loss / self.context.num_ranks
 
     def report(self, name: str, share: Tensor) -> None:
-        """Add this rank's share of a number to the step's record; ``metrics`` lists the name."""
+        """Add this rank's share (its term of a sum over ranks) to the step's metric ``name``.
+
+        The loss function's attribute ``metrics`` must list the name.
+        """
         self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
 
 
