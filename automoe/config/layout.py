@@ -71,7 +71,7 @@ def parse_layout(text: str) -> list[str]:
 def module_sizes(config: Config, num_stages: int) -> list[int]:
     """Return the number of modules for multi-token prediction in every pipeline stage.
 
-    They are where ``parallel.layout`` has them, by default on the last stage.
+    ``parallel.layout`` places the modules; without it all are on the last stage.
     """
     if (text := config.parallel.layout) is not None:
         return [stage.count("m") for stage in parse_layout(text)]
@@ -79,14 +79,14 @@ def module_sizes(config: Config, num_stages: int) -> list[int]:
 
 
 def with_layout(config: Config) -> Config:
-    """Return ``config`` with the stages that ``parallel.layout`` describes.
+    """Return ``config`` with the pipeline stages that ``parallel.layout`` describes, if it is set.
 
     It sets ``parallel.stages_per_rank`` and ``parallel.layers_per_stage``.
 
     Raises:
-        ConfigError: the layout is not one (``parse_layout``), it has another number of modules for
-            multi-token prediction than the model, its stages do not divide by ``mesh.pp``, or one of
-            the two keys says something else.
+        ConfigError: the layout is malformed, it has another number of modules for multi-token
+            prediction than the model, its stages do not divide by ``mesh.pp``, or one of the two
+            keys is set to something else.
     """
     text = config.parallel.layout
     if text is None:
