@@ -40,16 +40,16 @@ from automoe.interop.torch_private import full_tensor, is_strided_shard
 
 @dataclass(frozen=True)
 class WriteItem:
-    """Plan for one tensor of the checkpoint.
+    """Plan for one tensor of a checkpoint that is written or compared.
 
     Attributes:
-        shard: this rank's part of the model's tensor, on the meta device if its numbers are read
+        shard: this rank's shard of the model's tensor, on the meta device if its numbers are read
             from files.
-        pieces: slices of the model's tensor that make up the checkpoint's tensor.
+        pieces: boxes of the model's tensor that make up the checkpoint's tensor.
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.
-        target: the tensor as it is stored.
+        target: the tensor as it is stored: dtype, shape and encoding.
     """
 
     shard: LocalShard
@@ -126,7 +126,7 @@ def plan_writes(
 
 
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
-    """Return whole tensors of the model on the meta device, whose numbers are in files."""
+    """Return the model's full tensors on the meta device, whose numbers will be read from files."""
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
@@ -150,15 +150,15 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors of a checkpoint with their way into files, or into a comparison with files.
+    """Tensors of a checkpoint that are written to files, or compared with files, one at a time.
 
     Attributes:
         items: the tensors. If their shards are on the meta device (``unread_shards``), numbers are
             read from ``source``, else gathered from the ranks.
         ranks: the ranks that take part; all call each method together.
         source: checkpoint that is rewritten, or that the model was loaded from. Its names are used,
-            its other parts are copied, and its MXFP4 or INT4 codes are kept if they decode to the
-            same numbers.
+            its tensors outside the text model are copied, and its MXFP4 or INT4 codes are kept if
+            they decode to the same numbers.
     """
 
     items: list[WriteItem]
@@ -225,9 +225,12 @@ class Transfer:
         return replace(done, num_copied=len(beside))
 
     def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what a checkpoint stores for the whole ``tensor`` of ``item``: it, or its codes.
+        """Return what a file stores for ``tensor``: itself in the file's dtype, or its codes.
 
         Exports and streams of weights (``automoe.rl.weights``) both get their numbers here.
+
+        Args:
+            tensor: the item's whole checkpoint tensor.
         """
         parts = item.target.in_file(item.key).values()
         return [
@@ -300,7 +303,10 @@ def _square(tensor: Tensor) -> float:
 
 
 def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> None:
-    """Check that ``written`` has ``source``'s other parts, and compare the bytes of ``keys``.
+    """Check that ``written`` has the tensors outside the text model that ``source`` has.
+
+    Args:
+        keys: those whose bytes this process compares.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or different.
@@ -344,7 +350,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem) -> Tensor:
-    """Return the whole tensor in the item's dtype. Collective over its holders."""
+    """Return the whole checkpoint tensor of ``item``, in its dtype. Collective over its holders."""
     stored = None
     shard = item.shard
     for piece in item.pieces:
@@ -365,7 +371,13 @@ def gather(item: WriteItem) -> Tensor:
 
 
 def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:
-    """Gather the dims of ``part`` that are stored, over the axes of the mesh that shard them."""
+    """Gather the dims of ``part`` that the checkpoint tensor has, over mesh axes that shard them.
+
+    Args:
+        part: this rank's local slice; it has one index on each other dim.
+        tensor: our parameter, whose placements say what is sharded.
+        shape: full shape of our parameter.
+    """
     stored = {*chain.from_iterable(piece.dims)}
     axes = [axis for axis, by in enumerate(tensor.placements) if _cut_dim(by) in stored]
     names = tensor.device_mesh.mesh_dim_names

@@ -41,10 +41,11 @@ def export_dtype(name: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor of the model, whose storage may be packed.
+    """This rank's shard of one tensor of the model, as loading and exporting see it.
 
-    For a packed matrix (``automoe.quantize.packed``) ``shape``, ``extent``, ``start`` and ``dtype``
-    describe the unpacked matrix, while ``tensor`` and ``local`` hold bytes.
+    The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
+    ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
+    hold bytes.
 
     Attributes:
         name: name in the full model.
@@ -53,10 +54,11 @@ class LocalShard:
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
         copy: True for a later stage's copy of the embedding, which the first stage holds too.
-        again: True for a tensor of ``mtp_copies``, which has the storage of the repeated tensor.
+        again: True for embedding or head as a module for multi-token prediction repeats it in
+            files.
         columns: columns of the full matrix if it is packed, else 0.
-        added: adapter that an export adds to the numbers, as scale B A: A [..., r, I], B
-            [..., O, r] of this shard, and the scale.
+        added: adapter that an export adds to the numbers, as scale B A: A [..., r, I], B [..., O,
+            r] of this shard, and the scale.
     """
 
     name: str
@@ -109,7 +111,7 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, empty shard on the CPU for its numbers) of each matrix."""
+        """Yield each matrix of this shard as (its index, empty shard on the CPU to read it into)."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
@@ -147,7 +149,7 @@ def local_shards(parts: Parts, adapters: Mapping[str, Added] = {}) -> Iterator[L
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
 
     Args:
-        adapters: ``adapters_of`` the parts, if their numbers are wanted.
+        adapters: result of ``adapters_of``, to export weights with adapters added.
     """
     for part in parts.values():
         copies = mtp_copies(part.config)
