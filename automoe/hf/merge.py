@@ -5,7 +5,8 @@ Letters: I input and O output features, r rank, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,23 @@ from automoe.moe.lora import Added, ExpertLora
 from automoe.quantize.packed import block_size, is_packed
 
 
-def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Added]:
-    """Return the LoRA factors that belong to this rank's shards, by weight name. Collective.
+def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Callable[[], Added]]:
+    """Return functions that gather the LoRA factors for this rank's shards, by weight name.
 
-    A value is (A, B, scale): an export adds scale B A to the weight.
+    A function returns (A, B, scale): an export adds scale B A to the weight. All ranks of the
+    stages call the functions together and in one order; the results of the last two are kept.
     """
-    return {
-        f"{path}.{name}": added_product(module.get_parameter(name), a, b, module.lora.scale)
+    adapted = {
+        f"{path}.{name}": (module.get_parameter(name), a, b, module.lora.scale)
         for part in parts.values()
         for path, module, name, a, b in _adapted_weights(part)
     }
+
+    @lru_cache(maxsize=2)  # the checkpoint's tensors of an expert alternate between two weights
+    def gathered(key: str) -> Added:
+        return added_product(*adapted[key])
+
+    return {key: partial(gathered, key) for key in adapted}
 
 
 def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -176,8 +177,8 @@ class Transfer:
         rank = self.ranks.rank
         with ExitStack() as opened:
             reader = opened.enter_context(Reader(self.source, advance)) if self._reads else None
-            held = (item for item in self.items if rank in item.holders)
-            made = ((item, _read(item, reader) if reader else gather(item)) for item in held)
+            get = partial(_read, reader=reader) if reader else partial(gather, rank=rank)
+            made = ((item, get(item)) for item in self.items)
             try:
                 yield ((item, tensor) for item, tensor in made if item.writer == rank)
             finally:
@@ -349,10 +350,20 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 
 @torch.no_grad()
-def gather(item: WriteItem) -> Tensor:
-    """Return the whole checkpoint tensor of ``item``, in its dtype. Collective over its holders."""
+def gather(item: WriteItem, rank: int) -> Tensor | None:
+    """Return the whole checkpoint tensor of ``item``, in its dtype; None on other ranks.
+
+    Collective over the ranks of the item's pipeline stage.
+
+    Args:
+        rank: this rank.
+    """
     stored = None
     shard = item.shard
+    if shard.added:
+        shard.added()
+    if rank not in item.holders:
+        return None
     for piece in item.pieces:
         # Dims that are stored are gathered whole, and then cut.
         index = [

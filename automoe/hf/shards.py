@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,8 @@ class LocalShard:
         again: True for embedding or head as a module for multi-token prediction repeats it in
             files.
         columns: columns of the full matrix if it is packed, else 0.
-        added: adapter that an export adds to the numbers, as scale B A: A [..., r, I], B [..., O,
-            r] of this shard, and the scale.
+        added: function that gathers the adapter which an export adds to the numbers as scale B A:
+            A [..., r, I] and B [..., O, r] of this shard, and the scale. Collective.
     """
 
     name: str
@@ -69,7 +69,7 @@ class LocalShard:
     copy: bool = False
     again: bool = False
     columns: int = 0
-    added: Added | None = None
+    added: Callable[[], Added] | None = None
 
     @property
     def base(self) -> str:
@@ -105,7 +105,7 @@ class LocalShard:
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
             return numbers
-        a, b, scale = self.added
+        a, b, scale = self.added()
         total = numbers.to(b.dtype, copy=not self.columns)
         add_low_rank(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
         return total if self.columns else total.to(numbers.dtype)
@@ -145,7 +145,9 @@ def stage_ranks(tensors: Iterable[Tensor]) -> Shape:
     return tuple(sorted(max(meshes, key=Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
-def local_shards(parts: Parts, adapters: Mapping[str, Added] = {}) -> Iterator[LocalShard]:
+def local_shards(
+    parts: Parts, adapters: Mapping[str, Callable[[], Added]] = {}
+) -> Iterator[LocalShard]:
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
 
     Args:
