@@ -27,24 +27,26 @@ _RESTATED = ("auto_map", "torch_dtype", "quantization_config", "transformers_ver
 
 
 class Names(NamedTuple):
-    """Names of the text model's tensors in files.
+    """Map between names of the text model's tensors in files and their plain names.
+
+    Plain names are those in a checkpoint of the text model alone.
 
     Attributes:
-        prefixes: pairs of a prefix in files and the plain prefix that it stands for; () if all names
-            are plain.
+        prefixes: pairs of a prefix in files and the plain prefix that it stands for; () if all
+            names are plain.
     """
 
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the plain name of a tensor in files; None if it belongs to another part."""
+        """Return the plain name of the file's tensor ``key``; None if it is not the text model's."""
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
         return None if self.prefixes else key
 
     def stored(self, key: str) -> str:
-        """Return the name in files of the text model's tensor ``key``."""
+        """Return the name in files of the text model's tensor with the plain name ``key``."""
         pairs = (pair for pair in self.prefixes if key.startswith(pair[1]))
         stored, plain = next(pairs, ("", ""))
         return stored + key.removeprefix(plain)
@@ -111,7 +113,10 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the names of the text model's tensors in files that hold the tensors ``keys``.
+    """Return the map of tensor names that fits files with the tensors ``keys``.
+
+    Args:
+        hf: content of config.json.
 
     Raises:
         CheckpointError: config.json describes a wrapper, and the text model is not in the files.
@@ -132,16 +137,16 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
 
 
 def part_of(key: str) -> str:
-    """Return the prefix of the part of a wrapper that the stored tensor ``key`` belongs to."""
+    """Return the name prefix of a tensor's module, such as ``visual.`` or ``model.layers.61.``."""
     match = _PART.match(key)
     return match[0] if match else key
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
-    """Return one sentence that names the parts that are copied unchanged; [] if there are none.
+    """Return a sentence that names the parts that an export copies unchanged; [] if there are none.
 
     Args:
-        beside: bytes by name in files.
+        beside: size in bytes of each tensor outside the text model, by name in files.
     """
     sizes = defaultdict(list)
     for key, num_bytes in beside.items():
@@ -170,7 +175,12 @@ def loading_class(config: Any, whole: bool = False) -> Any:
 
 
 def weightless(config: Any, whole: bool = False) -> Any:
-    """Return the model that ``loading_class`` makes of this config, on the meta device."""
+    """Return transformers' model of this configuration on the meta device, without weights.
+
+    Args:
+        whole: build all parts of a wrapper; else its text model alone, if that has a class of its
+            own.
+    """
     import torch
 
     with torch.device("meta"):
@@ -180,7 +190,7 @@ def weightless(config: Any, whole: bool = False) -> Any:
 def num_parameters(config: Any) -> int:
     """Build the class of a ``transformers`` configuration on meta, and count its parameters.
 
-    Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
+    Buffers, such as tables of positions, count beyond the first GiB, as numbers of 4 bytes.
     """
     model = weightless(config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -195,7 +205,7 @@ def text_path(model: Any) -> str:
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the names of the text model's parameters in a class of ``transformers``."""
+    """Return the map between parameter names of a class of ``transformers`` and plain names."""
     path = text_path(model)
     if not path:
         return ALONE
