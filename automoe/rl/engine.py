@@ -32,12 +32,13 @@ from automoe.rl.weights import WeightStream
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer.
+    """One sampled answer of an engine to one prompt of P tokens.
 
     Attributes:
-        tokens: ids, with the one that ended the answer.
-        log_probs: log-probability of each token under the distribution that it was drawn from.
-        routes: [P + A - 1, L, K] experts of every token but the last; None if the engine tells none.
+        tokens: [A] ids, including the id that ended the answer.
+        log_probs: [A] log-probability of each token under the distribution that it was drawn from.
+        routes: [P + A - 1, L, K] expert ids of every token but the last; None if the engine returns
+            no expert ids.
     """
 
     tokens: list[int]
@@ -45,7 +46,7 @@ class Answer:
     routes: torch.Tensor | None = None
 
     def as_json(self) -> tuple[Any, ...]:
-        """Return the fields as plain JSON; routes as their shape and base64 of 16-bit numbers."""
+        """Return (tokens, log_probs, routes); routes as [shape, base64 of int16], or None."""
         if self.routes is None:
             return self.tokens, self.log_probs, None
         lines = self.routes.cpu().numpy().astype("<i2")
@@ -53,7 +54,7 @@ class Answer:
 
     @classmethod
     def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
-        """Return the answer of ``as_json``."""
+        """Return the answer from the three values that ``as_json`` returns."""
         if routes is not None:
             shape, text = routes
             lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)
@@ -63,12 +64,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine answers prompts; the same weights and seed give the same answers.
+    """Sampling parameters of a call of an engine; equal weights and seed give equal answers.
 
     Attributes:
-        num: answers to each prompt.
-        max_tokens: most tokens of an answer.
-        stops: tokens that end an answer.
+        num: number of answers to each prompt.
+        max_tokens: largest number of tokens of an answer.
+        stops: ids of tokens that end an answer.
     """
 
     num: int
@@ -79,37 +80,39 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """What a loop asks of an engine; every rank makes each call.
+    """Interface of an inference engine that answers prompts; every rank makes each call.
 
     Attributes:
-        options: options of the ``WeightStream`` that the engine takes.
+        options: keyword arguments of the ``WeightStream`` that ``update`` takes.
     """
 
     options: dict[str, Any]
 
     def update(self, stream: WeightStream) -> None:
-        """Take new weights."""
+        """Load the weights of ``stream`` into the engine. Collective."""
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
-        """Return the answers to each prompt."""
+        """Return for each prompt (token ids) its ``how.num`` answers, the same on every rank."""
 
 
 def gaps_of(
     answers: Sequence[Answer], scores: dict[str, list[list[Any]]], bound: float
 ) -> dict[str, float]:
-    """Return how far the engine's log-probabilities are from the trainer's, for the record.
+    """Return the gap |log-probability of the engine - of the trainer| over all answers, in nats.
 
     Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
     experts are scrambled, is off by tenths or more.
 
     Args:
-        scores: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
-            ``LogProbs.first_differing``, if there are routes.
+        scores: ``old_log_probs``: for each answer the trainer's log-probabilities of its tokens; if
+            there are routes also ``differing``: for each token ``LogProbs.first_differing``. This
+            function removes ``differing``.
+        bound: largest allowed mean.
 
     Returns:
-        ``engine_gap`` and ``engine_gap_max``, and by what the routes say: ``engine_gap.same`` of
-        tokens whose experts all layers would choose, ``engine_gap.layer_N`` of those for which MoE
-        layer N is the first that would not.
+        ``engine_gap`` (mean) and ``engine_gap_max``. With routes also the mean of
+            ``engine_gap.same``: tokens for which router and engine agree in all layers, and of
+            ``engine_gap.layer_N``: tokens for which MoE layer N is the first where they do not.
 
     Raises:
         BackendError: the mean is above ``bound``.
@@ -136,7 +139,7 @@ def gaps_of(
 
 
 class TransformersEngine:
-    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model."""
+    """Engine that runs transformers' ``generate`` in the training ranks, each with a full model."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -29,11 +29,11 @@ _SILENT_S = 1800  # longest wait for an answer: loading weights and sampling tak
 
 
 class ServedEngine(ABC):
-    """Client of an inference server; a subclass has ``reload`` and ``answers`` for a kind of server.
+    """Engine that is an inference server at an HTTP address; a subclass knows one kind of server.
 
     Args:
         address: such as ``http://host:8000``.
-        run_dir: weights are written to ``engine`` there, which the server must see too.
+        run_dir: the weights are written to its folder ``engine``, which the server must see too.
     """
 
     options: dict[str, Any] = {}
@@ -53,18 +53,18 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def reload(self) -> None:
-        """Make the server read the weights in ``folder``, and forget what it cached of older ones."""
+        """Make the server read the weights in ``folder`` and drop its caches of older weights."""
 
     @abstractmethod
     def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
-        """Return answers of the server to one prompt.
+        """Return the server's ``how.num`` answers to one prompt (token ids).
 
         Raises:
             BackendError: the server cannot be reached, or refuses the call.
         """
 
     def check(self, group: Sequence[Answer], how: Sampling) -> None:
-        """Raise ``BackendError`` unless all answers are there, whose tokens have log-probabilities."""
+        """Raise ``BackendError`` if answers, or log-probabilities of their tokens, are missing."""
         if len(group) != how.num:
             raise BackendError(f"{self.address}: asked for {how.num} answers, got {len(group)}")
         for answer in group:
@@ -80,7 +80,7 @@ class ServedEngine(ABC):
                 )
 
     def post(self, path: str, **content: Any) -> Any:
-        """Return the JSON that the server answers to a call.
+        """POST ``content`` as JSON to ``path`` of the server; return its JSON reply, None if empty.
 
         Raises:
             BackendError: the server cannot be reached, or refuses the call.

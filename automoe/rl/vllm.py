@@ -37,11 +37,11 @@ _CPU = {
 
 
 class LocalVLLM:
-    """vLLM in a process of rank 0's machine (``automoe.rl.vllm_worker``), fed through shared memory.
+    """Engine that is vLLM in a child process of rank 0, which gets weights through shared memory.
 
     Args:
-        python: the Python that has vLLM.
-        run_dir: the engine's output goes to ``engine.log`` there.
+        python: path of the Python interpreter that has vLLM (it runs ``automoe.rl.vllm_worker``).
+        run_dir: the child's output goes to ``engine.log`` there.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
@@ -83,7 +83,7 @@ class LocalVLLM:
         self._reply()
 
     def _asked(self, **content: Any) -> Any:
-        """Send a line, and return the reply to it."""
+        """Send one JSON request to the child process and return its reply."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the reply is then its last words
             self._process.stdin.write(json.dumps(content) + "\n")
@@ -131,14 +131,17 @@ class LocalVLLM:
         return self._ranks.lead(answers, again=False)
 
     def close(self) -> None:
-        """End the engine, which otherwise ends with this process."""
+        """End the child process now; otherwise it ends with this process."""
         if self._ranks.rank == 0:
             self._process.terminate()
             self._process.wait()
 
 
 class ServedVLLM(ServedEngine):
-    """A server of vLLM, started with VLLM_SERVER_DEV_MODE=1, which opens the calls of an update."""
+    """Engine that is a vLLM server at an HTTP address.
+
+    Start the server with VLLM_SERVER_DEV_MODE=1, which enables the calls that update weights.
+    """
 
     def reload(self) -> None:
         self.post("/pause?mode=wait")
