@@ -243,7 +243,7 @@ class Shown:
 
 
 def show_everything(stream: Any) -> Any:
-    """Return a wrapper of a text stream that prints ``\uXXXX`` for characters its encoding lacks.
+    r"""Return a wrapper of a text stream that prints ``\uXXXX`` for characters its encoding lacks.
 
     Without the wrapper, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns these characters into
     errors. The wrapper also escapes terminal control characters.
