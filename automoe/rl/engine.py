@@ -13,7 +13,6 @@ import base64
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,25 +116,24 @@ def gaps_of(
     Raises:
         BackendError: the mean is above ``bound``.
     """
-    theirs = list(chain(*(answer.log_probs for answer in answers)))
-    ours = list(chain(*scores["old_log_probs"]))
-    gaps = [abs(engine - trainer) for engine, trainer in zip(theirs, ours, strict=True)]
-    mean = sum(gaps) / len(gaps)
+    theirs = np.concatenate([answer.log_probs for answer in answers])
+    ours = np.concatenate(scores["old_log_probs"])
+    gaps = np.abs(theirs - ours)
+    mean = float(gaps.mean())
     if not mean <= bound:  # so that NaN fails
-        at = max(range(len(gaps)), key=gaps.__getitem__)
+        at = gaps.argmax()
         raise BackendError(
             f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
             f"(allowed {bound:g}; token {at}: {theirs[at]:.3f} and {ours[at]:.3f}): it has other weights, or "
             "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
         )
-    by_layer: dict[int, list[float]] = {}
-    for layer, gap in zip(chain(*scores.pop("differing", ())), gaps, strict=False):
-        by_layer.setdefault(layer, []).append(gap)
-    means = {
-        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(some) / len(some)
-        for layer, some in sorted(by_layer.items())
-    }
-    return {"engine_gap": mean, "engine_gap_max": max(gaps), **means}
+    numbers = {"engine_gap": mean, "engine_gap_max": float(gaps.max())}
+    if differing := scores.pop("differing", None):
+        layers = np.concatenate(differing)
+        for layer in np.unique(layers):
+            name = "same" if layer < 0 else f"layer_{int(layer)}"
+            numbers[f"engine_gap.{name}"] = float(gaps[layers == layer].mean())
+    return numbers
 
 
 class TransformersEngine:
@@ -215,13 +213,11 @@ class TransformersEngine:
             ]
             routes = torch.stack(layers, dim=2)
         answers = []
-        for row, (tokens, log_probs) in enumerate(
-            zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
-        ):
+        for row, tokens in enumerate(new_NA.tolist()):
             ends = (at for at, token in enumerate(tokens, 1) if token in how.stops)
             size = next(ends, len(tokens))
             lines = None
             if routes is not None:  # a copy: a view would take all answers along to other ranks
                 lines = routes[row, : len(prompt) + size - 1].to("cpu", ROUTES_DTYPE, copy=True)
-            answers.append(Answer(tokens[:size], log_probs[:size], lines))
+            answers.append(Answer(tokens[:size], log_probs_NA[row, :size].tolist(), lines))
         return answers

@@ -129,12 +129,16 @@ def kl(nll_BS: Tensor, inputs: LossInputs, kind: KL = "k3") -> Tensor:
     d_BS = torch.where(trained(inputs), -nll_BS - inputs.given["ref_log_probs"], 0.0)
     if kind == "k1":
         return d_BS
-    k2_BS, k3_BS = d_BS**2 / 2, torch.expm1(-d_BS) + d_BS
+    k2_BS, k3_BS = d_BS**2 / 2, _k3(d_BS)
     if kind == "k2":
         return k2_BS
     if kind == "k3_weighted":
         return log_ratio(nll_BS, inputs).exp() * k3_BS
     return k3_BS if kind == "k3" else k2_BS + (k3_BS - k2_BS).detach()
+
+
+def _k3(d_BS: Tensor) -> Tensor:
+    return torch.expm1(-d_BS) + d_BS
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
@@ -276,17 +280,14 @@ def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
     They compare pi with the reference, pi with the weights before the update, and those with the
     engine.
     """
-    values = inputs.given
-    old_BS = values.get("old_log_probs", -nll_BS)
-    pairs = {
-        "ref_kl": (-nll_BS, values.get("ref_log_probs")),
-        "old_kl": (old_BS, -nll_BS),
-        "sampler_kl": (values.get("sampler_log_probs"), old_BS),
-    }
-    for name, (drawn_BS, other_BS) in pairs.items():
-        if drawn_BS is not None and other_BS is not None:
-            d_BS = torch.where(trained(inputs), drawn_BS - other_BS, 0.0)
-            _report_mean(name, torch.expm1(-d_BS) + d_BS, inputs)
+    old_BS = inputs.given.get("old_log_probs", -nll_BS)
+    gaps = {"old_kl": old_BS + nll_BS}
+    if "ref_log_probs" in inputs.given:
+        gaps["ref_kl"] = -nll_BS - inputs.given["ref_log_probs"]
+    if "sampler_log_probs" in inputs.given:
+        gaps["sampler_kl"] = inputs.given["sampler_log_probs"] - old_BS
+    for name, d_BS in gaps.items():
+        _report_mean(name, _k3(d_BS), inputs)
 
 
 def policy_loss(

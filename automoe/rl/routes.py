@@ -145,12 +145,11 @@ def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None
     # Each expert's share of the choices; all sum to one, so K of them are a token's.
     shares_LE = counts_LE / counts_LE.sum(1, keepdim=True).clamp_min(1)
     chance_L = 1 - top_k * shares_LE.square().sum(1)
-    layers = [slice(None), *(slice(layer, layer + 1) for layer in range(len(repeated_L)))]
-    for at in layers:
+    layers = {f"MoE layer {n}": slice(n, n + 1) for n in range(len(repeated_L))}
+    for where, at in ({"all MoE layers": slice(None)} | layers).items():
         repeated, differing = float(repeated_L[at].sum()), float(differing_L[at].sum())
         chance = float((chance_L[at] * repeated_L[at]).sum()) / max(repeated, 1)
         if repeated >= _LEAST_CHOICES and differing > max(most * chance, _ROUNDING) * repeated:
-            where = "all MoE layers" if at == slice(None) else f"MoE layer {at.start}"
             raise DataError(
                 f"routes: {differing / repeated:.1%} of the repeated choices of {where} are not the router's own. "
                 f"Rounding makes a few per cent, routes of other tokens {chance:.1%} (allowed {most:g} of that). They "

@@ -63,21 +63,29 @@ class ServedEngine(ABC):
             BackendError: the server cannot be reached, or refuses the call.
         """
 
-    def check(self, group: Sequence[Answer], how: Sampling) -> None:
-        """Raise ``BackendError`` if answers, or log-probabilities of their tokens, are missing."""
-        if len(group) != how.num:
-            raise BackendError(f"{self.address}: asked for {how.num} answers, got {len(group)}")
-        for answer in group:
-            sizes = len(answer.tokens), len(answer.log_probs)
-            if (
-                not 0 < sizes[0] <= how.max_tokens
-                or sizes[1] != sizes[0]
-                or None in answer.log_probs
-            ):
-                raise BackendError(
-                    f"{self.address}: an answer has {sizes[0]} tokens and log-probabilities {answer.log_probs[:9]}; asked "
-                    f"for 1 to {how.max_tokens} tokens, each with one"
-                )
+    def checked(self, prompt: list[int], how: Sampling) -> list[Answer]:
+        """Return ``answers`` to a prompt; refuse if any, or a log-probability, is missing.
+
+        Raises:
+            BackendError: the server answers with something else than it was asked for.
+        """
+        try:
+            answers = self.answers(prompt, how)
+            if len(answers) != how.num:
+                raise ValueError(f"asked for {how.num} answers, got {len(answers)}")
+            for answer in answers:
+                size = len(answer.tokens)
+                if not 0 < size == len(answer.log_probs) <= how.max_tokens or None in answer.log_probs:
+                    said = f"{size} tokens with log-probabilities {answer.log_probs[:9]}"
+                    raise ValueError(f"{said}, of 1 to {how.max_tokens} tokens")
+        except DataError:  # of routes
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise BackendError(
+                f"{self.address}: an answer lacks what was asked for ({error!r}): a log-probability and an id of each "
+                "token. Is it a server of recipe_args.sampler?"
+            ) from error
+        return answers
 
     def post(self, path: str, **content: Any) -> Any:
         """POST ``content`` as JSON to ``path`` of the server; return its JSON reply, None if empty.
@@ -122,20 +130,9 @@ class ServedEngine(ABC):
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def ask() -> list[list[Answer]]:
-            try:
-                groups = [
-                    self.answers(prompt, replace(how, seed=how.seed + index))
-                    for index, prompt in enumerate(prompts)
-                ]
-                for group in groups:
-                    self.check(group, how)
-            except DataError:  # of routes
-                raise
-            except (KeyError, TypeError, ValueError) as error:
-                raise BackendError(
-                    f"{self.address}: an answer lacks what was asked for ({error!r}): a log-probability and an id of each "
-                    "token. Is it a server of recipe_args.sampler?"
-                ) from error
-            return groups
+            return [
+                self.checked(prompt, replace(how, seed=how.seed + index))
+                for index, prompt in enumerate(prompts)
+            ]
 
         return self._ranks.lead(ask, again=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -103,6 +103,7 @@ class Outcome:
     stats: StepStats
 
 
+@dataclass(eq=False)
 class _Recorded:
     """Wrapper of a loss that also stores log-probability and entropy of each trained token.
 
@@ -111,19 +112,12 @@ class _Recorded:
     ``nll_BS``.
     """
 
-    def __init__(
-        self,
-        loss: Callable[..., torch.Tensor] | None,
-        options: Mapping[str, Any],
-        entropy: bool,
-        log_probs: torch.Tensor,
-    ) -> None:
-        self.loss = loss
-        self.options = options
-        self.uses_entropy = entropy
-        self.metrics = getattr(loss, "metrics", ())
-        self.log_probs = log_probs
-        self.entropies = torch.zeros_like(log_probs)
+    loss: Callable[..., torch.Tensor] | None
+    options: Mapping[str, Any]
+    uses_entropy: bool
+    metrics: Sequence[str]
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
 
     def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
         trained = (places_BS := inputs.given["places"]) >= 0
@@ -272,11 +266,13 @@ class Session:
         if counts is None:
             counts = own_counts
         else:
-            for name in ("tokens", "samples"):
-                at_least(1, f"counts.{name}", getattr(counts, name, None), int)
-        tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
-        divisors = dict(zip(("trained", "documents"), tensors, strict=True))
-        inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
+            trained, documents = (
+                torch.tensor(at_least(1, f"counts.{name}", getattr(counts, name, None), int))
+                for name in ("tokens", "samples")
+            )
+            known = inputs.known_counts()
+            divisors = replace(known, trained=trained.to(self.device), documents=documents.to(self.device))
+            inputs = replace(inputs, counts=divisors)
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = self._set_loss(packed, loss, options, entropy)
         try:
@@ -416,15 +412,15 @@ class Session:
             rule = "the model has no adapter to switch off"
             raise ConfigError("lora.rank", 0, rule, "Open a second session for the reference")
         parts = self.state.model_parts.values()
-        modules = [module for part in parts for module in part.modules()]
-        scales = {module: module.scale for module in modules if isinstance(module, Adapter)}
+        adapters = [m for part in parts for m in part.modules() if isinstance(m, Adapter)]
+        scales = [adapter.scale for adapter in adapters]
         try:
-            for module in scales:
-                module.scale = 0.0
+            for adapter in adapters:
+                adapter.scale = 0.0
             yield
         finally:
-            for module, scale in scales.items():
-                module.scale = scale
+            for adapter, scale in zip(adapters, scales, strict=True):
+                adapter.scale = scale
 
     # ---------------------------------------------------------------- from samples to rows and back
 
@@ -460,8 +456,8 @@ class Session:
         options: Mapping[str, Any],
         entropy: bool,
     ) -> _Recorded:
-        zeros = torch.zeros(sum(packed.lengths), dtype=torch.float64, device=self.device)
-        recorded = _Recorded(loss, options, entropy, zeros)
+        zeros = torch.zeros(2, sum(packed.lengths), dtype=torch.float64, device=self.device)
+        recorded = _Recorded(loss, options, entropy, getattr(loss, "metrics", ()), *zeros)
         self._runner.set_loss(recorded, self.auxiliary_losses)
         return recorded
 
@@ -488,19 +484,24 @@ def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> A
 
 def without_auxiliary_losses(config: Config) -> Config:
     """Return ``config`` with balance losses, z-loss and updates of expert biases switched off."""
-    off = dict(seq_balance_coef=0.0, global_balance_coef=0.0, micro_batch_balance_coef=0.0)
-    moe = replace(config.moe, **off, z_loss_coef=0.0, bias_update_rate=0.0)
+    moe = replace(
+        config.moe,
+        seq_balance_coef=0.0,
+        global_balance_coef=0.0,
+        micro_batch_balance_coef=0.0,
+        z_loss_coef=0.0,
+        bias_update_rate=0.0,
+    )
     phases = [replace(phase, bias_update_rate=None) for phase in config.optim.phases]
     return replace(config, moe=moe, optim=replace(config.optim, phases=phases))
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
     """Return the statistics of an update from those of two passes with accumulated gradients."""
-    replays = [stats.replayed for stats in (first, second) if len(stats.replayed)]
     return replace(
         second,
         loss=first.loss + second.loss,
         expert_counts=first.expert_counts + second.expert_counts,
         device_counts=first.device_counts + second.device_counts,
-        replayed=sum(replays[1:], replays[0]) if replays else second.replayed,
+        replayed=first.replayed + second.replayed,
     )

@@ -99,13 +99,13 @@ class WeightVersions:
         header = header_bytes(stream.contents)
         self._digest, self._digest_before = Digest(), Digest()
         self._before: np.ndarray | None = None
-        newest = _full(self.folder, self._chain[-1]["number"]) if self._chain else self.folder
-        if newest.is_file():
-            size = len(header) + sum(stored.num_bytes for stored in stream.contents.values())
-            with newest.open("rb") as file:
-                if file.read(len(header)) == header and newest.stat().st_size == size:
-                    self._before = np.memmap(newest, mode="r", offset=len(header))
         self._number = self._chain[-1]["number"] + 1 if self._chain else 0
+        newest = _full(self.folder, self._number - 1)
+        size = len(header) + sum(stored.num_bytes for stored in stream.contents.values())
+        if newest.is_file() and newest.stat().st_size == size:
+            with newest.open("rb") as file:
+                if file.read(len(header)) == header:
+                    self._before = np.memmap(newest, mode="r", offset=len(header))
         self._at = 0
         self._new = open(_scratch(_full(self.folder, self._number)), "wb")
         self._new.write(header)
@@ -135,16 +135,15 @@ class WeightVersions:
             flush(_scratch(path))
             os.replace(_scratch(path), path)
         chain = [{"number": self._number, "step": step, "hash": str(self._digest)}]
+        files = [new]
         if self._chain and str(self._digest_before) == self._chain[-1]["hash"]:
-            longer = [*self._chain, *chain]
-            files = [_difference(self.folder, entry["number"]) for entry in longer[1:]]
-            there = all(map(Path.is_file, [_full(self.folder, longer[0]["number"]), *files]))
-            if there and sum(file.stat().st_size for file in files) < self._at:
-                chain = longer
+            first, *later = [entry["number"] for entry in [*self._chain, *chain]]
+            longer = [_full(self.folder, first), *(_difference(self.folder, n) for n in later)]
+            sizes = [path.stat().st_size for path in longer if path.is_file()]
+            if len(sizes) == len(longer) and sum(sizes[1:]) < self._at:
+                chain, files = [*self._chain, *chain], [new, *longer]
         replace_durably(self.folder / INDEX, sealed({"chain": chain}))
-        kept_files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
-        kept_files |= {_difference(self.folder, entry["number"]) for entry in chain[1:]}
-        for path in {*self.folder.iterdir()} - kept_files:
+        for path in {*self.folder.iterdir()}.difference(files):
             if path.name.removeprefix(".").startswith(("weights-", "difference-")):
                 path.unlink()
         return str(self._digest)

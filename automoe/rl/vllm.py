@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
 from automoe.rl.engine import Answer, Sampling
@@ -100,17 +100,13 @@ class LocalVLLM:
         return json.loads(line)
 
     def update(self, stream: WeightStream) -> None:
-        self._contents = stream.contents
         self._ranks.lead(lambda: self._asked(do="update"), again=False)
         feed(stream, self._hand_over)
         self._ranks.lead(lambda: self._asked(file=None), again=False)
 
     def _hand_over(self, bucket: Mapping[str, torch.Tensor]) -> None:
         file = Path(self._scratch.name) / "bucket"
-        with file.open("wb") as out:
-            out.write(header_bytes({name: self._contents[name] for name in bucket}))
-            for tensor in bucket.values():
-                out.write(raw_bytes(tensor).data)
+        save_file(dict(bucket), file)
         self._asked(file=str(file))
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
