@@ -28,7 +28,7 @@ one frame: ranks that exchange tokens (expert-parallel group)"""
 
 @rc_context(RC)
 def draw_mesh(mesh: MeshShape) -> Figure:
-    """Draw the default and the expert mesh; above ``MAX_GRID_RANKS`` ranks, list their groups."""
+    """Draw the default and the MoE mesh; above ``MAX_GRID_RANKS`` ranks, list their groups."""
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns
     if mesh.world_size > MAX_GRID_RANKS or rows > MAX_ROWS:
@@ -61,7 +61,7 @@ def _draw_view(
     """Draw one mesh as a table of ranks on ``axis``; each pipeline stage has its own table rows.
 
     Args:
-        view: name of the mesh, such as ``expert``.
+        view: ``default`` or ``moe``.
         groups: colour index of every rank.
         frame: number of consecutive ranks in each frame.
         note: text under the table.

@@ -233,7 +233,7 @@ def _count(count: int, word: str, ending: str = "s") -> str:
 
 
 def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True) -> str:
-    """Draw the default and the expert mesh as text: a grid of ranks, and a table of groups.
+    """Draw the default and the MoE mesh as text: a grid of ranks, and a table of groups.
 
     The grid has a column of ranks for each position on the inner axes, named above it, and a row
     for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
@@ -268,7 +268,7 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
     """Return the lines of a grid of one mesh's ranks: outer axes down, inner axes across.
 
     Args:
-        view: name of the mesh, such as ``expert``.
+        view: ``default`` or ``moe``.
     """
     axes = mesh.active_axes(view)
     # pp stays at the left even if all ranks fit in one row, so that a row is a stage in both views.
