@@ -207,16 +207,14 @@ class AutomoeEngine(BaseEngine):
     ) -> None:
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         lengths = [len(sample.tokens) for sample in local_samples]
-        values: list[dict[str, torch.Tensor]] = [{} for _ in local_samples]
+        weighted = local_samples
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             # A loss comes times dp_size, since verl averages gradients over dp.
             grad = torch.zeros_like(leaf) if grad is None else grad / self.shape.dp
-            for value, part in zip(values, grad.cpu().split(lengths), strict=True):
-                value[f"of_{name}"] = part.roll(1)
-        weighted = [
-            Sample(sample.tokens, sample.mask, of_sample, sample.routes)
-            for sample, of_sample in zip(local_samples, values, strict=True)
-        ]
+            weighted = [
+                replace(sample, values={**sample.values, f"of_{name}": part.roll(1)})
+                for sample, part in zip(weighted, grad.cpu().split(lengths), strict=True)
+            ]
         batch = [sample for samples in self._of_dp_ranks(weighted) for sample in samples]
         by_derivatives.uses_entropy = "entropy" in leaves  # type: ignore[attr-defined]
         self.session.forward_backward(batch, by_derivatives, temperature)

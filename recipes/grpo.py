@@ -227,16 +227,17 @@ def scores_of(
     """
 
     def asked() -> dict[str, list[list[Any]]]:
-        scores, batch = {}, samples_of(answers, rollouts, args)
-        for name, scorer in {"old_log_probs": session, **references}.items():
-            base = scorer is session and name != "old_log_probs"
-            with scorer.adapter_off() if base else nullcontext():
-                alike = name != "teacher_log_probs"  # in shape, so in routes
-                samples = batch if alike else [replace(s, routes=None) for s in batch]
+        batch = samples_of(answers, rollouts, args)
+        scored = session.log_probs(batch, args.temperature)
+        scores = {"old_log_probs": of_answers(scored.log_probs, answers)}
+        if scored.first_differing:
+            scores["differing"] = of_answers(scored.first_differing, answers)
+        for name, scorer in references.items():
+            alike = name != "teacher_log_probs"  # in shape, so in routes
+            samples = batch if alike else [replace(sample, routes=None) for sample in batch]
+            with scorer.adapter_off() if scorer is session else nullcontext():
                 scored = scorer.log_probs(samples, args.temperature)
             scores[name] = of_answers(scored.log_probs, answers)
-            if scorer is session and scored.first_differing and not base:
-                scores["differing"] = of_answers(scored.first_differing, answers)
         return scores
 
     return rollouts.once(rollout, "scores", asked)
@@ -245,6 +246,6 @@ def scores_of(
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
     """Return for each answer the values of its own tokens, from values of prompt and answer."""
     return [
-        values[len(values) - len(answer.tokens) :].tolist()
+        values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)
     ]

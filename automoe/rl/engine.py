@@ -169,16 +169,15 @@ class TransformersEngine:
     @torch.no_grad()
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         ranks = Ranks()
-
+        numbered = list(enumerate(prompts))
         # A call answers one prompt, so its numbers do not depend on the number of ranks.
-        def answers() -> dict[int, list[Answer]]:
-            return {
-                index: self._answers(prompts[index], replace(how, seed=how.seed + index))
-                for index in range(ranks.rank, len(prompts), ranks.size)
-            }
-
-        groups = {index: group for theirs in ranks.all(answers) for index, group in theirs.items()}
-        return [groups[index] for index in range(len(prompts))]
+        by_rank = ranks.all(
+            lambda: [
+                self._answers(prompt, replace(how, seed=how.seed + number))
+                for number, prompt in numbered[ranks.rank :: ranks.size]
+            ]
+        )
+        return [by_rank[number % ranks.size][number // ranks.size] for number, _ in numbered]
 
     def _answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         from transformers import GenerationConfig

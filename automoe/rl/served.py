@@ -75,7 +75,10 @@ class ServedEngine(ABC):
                 raise ValueError(f"asked for {how.num} answers, got {len(answers)}")
             for answer in answers:
                 size = len(answer.tokens)
-                if not 0 < size == len(answer.log_probs) <= how.max_tokens or None in answer.log_probs:
+                if (
+                    not 0 < size == len(answer.log_probs) <= how.max_tokens
+                    or None in answer.log_probs
+                ):
                     said = f"{size} tokens with log-probabilities {answer.log_probs[:9]}"
                     raise ValueError(f"{said}, of 1 to {how.max_tokens} tokens")
         except DataError:  # of routes

@@ -271,7 +271,9 @@ class Session:
                 for name in ("tokens", "samples")
             )
             known = inputs.known_counts()
-            divisors = replace(known, trained=trained.to(self.device), documents=documents.to(self.device))
+            divisors = replace(
+                known, trained=trained.to(self.device), documents=documents.to(self.device)
+            )
             inputs = replace(inputs, counts=divisors)
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = self._set_loss(packed, loss, options, entropy)

@@ -132,14 +132,19 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             say("updated")
             continue
-        options = {name: ask[name] for name in ("temperature", "max_tokens")} | {"logprobs": 0}
-        stops = {"stop_token_ids": ask["stops"], "ignore_eos": True}
         prompts, settings = [], []
         for number, prompt in enumerate(ask["prompts"]):
             for answer in range(ask["num"]):
                 prompts.append({"prompt_token_ids": prompt})
-                seed = ask["seed"] + 1009 * number + answer
-                settings.append(SamplingParams(seed=seed, **options, **stops))
+                sampling = SamplingParams(
+                    seed=ask["seed"] + 1009 * number + answer,
+                    temperature=ask["temperature"],
+                    max_tokens=ask["max_tokens"],
+                    stop_token_ids=ask["stops"],
+                    ignore_eos=True,
+                    logprobs=0,
+                )
+                settings.append(sampling)
         groups: list[Any] = [[] for _ in ask["prompts"]]
         for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):
             [answer] = request.outputs

@@ -67,28 +67,22 @@ class WeightStream:
         self._source = source = source_of(config_of(self._parts))
         ranks = Ranks()
         items = self._plan()
-        mine = {
-            name: each_item.target
-            for name, each_item in items.items()
-            if each_item.writer == ranks.rank
-        }
+        mine = {name: item.target for name, item in items.items() if item.writer == ranks.rank}
         beside = source.beside if source else {}  # parts that are not trained, such as vision
         mine |= {name: beside[name] for name in ranks.share(dict.fromkeys(beside, 1))}
         work = max(
-            _COPIES[each_item.target.encoding]
-            * math.prod(each_item.pieces[0].shape)
-            * each_item.dtype.itemsize
-            for each_item in items.values()
+            _COPIES[item.target.encoding] * math.prod(item.pieces[0].shape) * item.dtype.itemsize
+            for item in items.values()
         )
         everyone = ranks.all(lambda: (mine, work))
         self._writer = {name: rank for rank, (names, _) in enumerate(everyone) for name in names}
-        stored = {name: each_item for names, _ in everyone for name, each_item in names.items()}
-        ordered = [(name, stored[name]) for name in sorted(stored, key=_by_number)]
+        stored = {name: target for names, _ in everyone for name, target in names.items()}
+        ordered = sorted(stored.items(), key=lambda pair: _by_number(pair[0]))
         self._buckets = split(ordered, bucket_bytes - max(most for _, most in everyone))
         self.contents = {
-            name: each_item._replace(scales=None, encoding="plain")
-            for key, each in ordered
-            for name, each_item in each.in_file(key).items()
+            name: entry._replace(scales=None, encoding="plain")
+            for key, target in ordered
+            for name, entry in target.in_file(key).items()
         }
 
     @torch.no_grad()
