@@ -29,7 +29,7 @@ EXIT_NO_HARDWARE = 3
 
 
 class _CallableModule(ModuleType):
-    """Module that can be called, so that ``automoe.train`` is both a module and a function.
+    """Module type that can be called, so that ``automoe.train`` is a module and a function.
 
     ``import automoe.train`` binds the name to the module; ``automoe.train(...)`` still trains.
     """
@@ -40,7 +40,10 @@ class _CallableModule(ModuleType):
         config_name: str = "config",
         config_dir: str | os.PathLike[str] | None = None,
     ) -> TrainResult:
-        """Train from Python; see ``automoe.launch.from_python.train``."""
+        """Train a model from Python by a configuration or overrides; return the run's result.
+
+        The arguments are those of ``automoe.launch.from_python.train``.
+        """
         from automoe.launch.from_python import train
 
         return train(config, config_name, config_dir)
@@ -51,7 +54,10 @@ sys.modules[__name__].__class__ = _CallableModule
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Train, sweep, or print help, a configuration or a plan; return the exit status."""
+    """Run ``automoe train``: train, sweep, or print help, a configuration or a plan.
+
+    Returns the exit status.
+    """
     from automoe.config.compose import parse_arguments
     from automoe.launch.external import detect_external, left_over, run_external
     from automoe.launch.worker import end_process, outlive_streams
