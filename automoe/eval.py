@@ -145,7 +145,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 class _Once(logging.Handler):
-    """Log handler that prints a warning of the harness once for each place in its code."""
+    """Log handler that prints a warning of lm-eval once for each line of code that logs it."""
 
     def __init__(self, tasks: str) -> None:
         super().__init__(logging.WARNING)
@@ -225,7 +225,7 @@ def _group_in(path: Path) -> Any:
 
 
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Run built tasks on the checkpoint in ``folder`` and return the harness's results.
+    """Run built tasks on the checkpoint in ``folder`` and return the results of lm-eval.
 
     Details of the machine and of its git repository are left out.
 
@@ -287,7 +287,11 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
 @contextlib.contextmanager
 def _failing(tasks: str) -> Iterator[None]:
-    """Turn an error of the harness, of task files or of their data into an ``AutomoeError``."""
+    """Context that turns an error of lm-eval, task files or their data into an ``AutomoeError``.
+
+    Args:
+        tasks: names of the tasks, for the message.
+    """
     try:
         yield
     except AutomoeError:

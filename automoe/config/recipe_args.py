@@ -138,7 +138,10 @@ def args_class(recipe: str) -> type | None:
 
 
 def default_args(args: Any) -> dict[str, Any]:
-    """Return field name -> default of a dataclass or its instance; MISSING without a default."""
+    """Return the defaults of a dataclass or its instance by field name; {} for anything else.
+
+    A field without a default has ``dataclasses.MISSING``.
+    """
     declared = fields(args) if is_dataclass(args) else ()
     return {
         f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in declared
