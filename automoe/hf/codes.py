@@ -123,7 +123,7 @@ def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Content
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
                     f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
-            sources[base] = StoredTensor._make((*data[:5], tensors[pairs[name]], encoding))
+            sources[base] = StoredTensor(*data[:5], tensors[pairs[name]], encoding)
         elif name not in scale_names:
             sources[name] = data
     if encoding == "int4":  # the sizes of a matrix stand beside its codes, and follow from them
