@@ -115,9 +115,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     print(make_table(scores))
     if scores.get("groups"):
         print(make_table(scores, "groups"))
-    out = _free(where, args.out)  # another evaluation may have written results since
-    with explained(out, "The table above has the numbers"):
-        replace_file(out, json.dumps(jsonable(scores), indent=1, default=str))
+    with explained(where, "The table above has the numbers"):
+        out = _claimed(where, args.out)
+        try:
+            replace_file(out, json.dumps(jsonable(scores), indent=1, default=str))
+        except OSError:
+            out.unlink()  # of no bytes
+            raise
     print(f"results {out}")
     # The name of a number is METRIC,FILTER; a standard error that was not estimated is N/A.
     numbers = {
@@ -313,16 +317,25 @@ def _free(where: Path, out: str | None) -> Path:
         ConfigError: ``out`` exists, or its folder cannot be written.
     """
     path = user_path("--out", out) if out else where / RESULTS
-    if not out and path.exists():
-        path = free_name(path, path.stem)
     rule = ""
-    if path.exists():
+    if os.path.lexists(path) and out:
         rule = "it exists, and results are not overwritten"
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
+    elif os.path.lexists(path):
+        path = free_name(path, path.stem)
+    if not rule and not os.access(path.parent, os.W_OK | os.X_OK):
         rule = "its folder does not exist, or cannot be written"
     if rule:
         raise ConfigError("--out", path, rule, "Name another file")
     return path
+
+
+def _claimed(where: Path, out: str | None) -> Path:
+    """Make an empty file at the path of ``_free``, so that no other evaluation can have it."""
+    while True:
+        path = _free(where, out)
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
 
 
 def _rows_at_once(text: str) -> str:

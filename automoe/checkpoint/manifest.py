@@ -64,9 +64,10 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     try:
         manifest = parse_json(read_file(step_dir / MANIFEST))
         form = manifest["format"]
-        wrote = ", ".join(
-            f"{name} {number}" for name, number in manifest.get("versions", {}).items()
-        )
+        versions = manifest.get("versions")
+        wrote = str(versions)
+        if isinstance(versions, dict):  # another format may have another kind
+            wrote = ", ".join(f"{name} {number}" for name, number in versions.items())
         if form != FORMAT and isinstance(form, int):
             raise _other_version(
                 step_dir, f"format {form}, and this version reads format {FORMAT}", wrote

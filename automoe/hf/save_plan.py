@@ -87,7 +87,7 @@ def plan_writes(
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from, or that is rewritten.
     """
-    wide = kept_in_float32(family_of(config).architecture)
+    architecture = family_of(config).architecture
     plan = []
     load = {}
     stage = stage_ranks(shard.tensor for shard in shards)
@@ -116,10 +116,12 @@ def plan_writes(
                 out = torch.float32 if shard.local.is_meta and live == torch.bfloat16 else live
             elif not shard.trained:
                 out = live
-            elif stored == torch.float32 and wide.search(key):
+            elif dtype is None or (
+                stored == torch.float32 and kept_in_float32(architecture).search(key)
+            ):
                 out = stored
             else:
-                out = stored if dtype is None else dtype
+                out = dtype
             target = stored_as(pieces[0].shape, out, encoding if quantized else "plain")
             plan.append(WriteItem(shard, pieces, out, holders, writer, target))
             load[writer] = load.get(writer, 0) + target.total_bytes

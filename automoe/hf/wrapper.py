@@ -60,7 +60,11 @@ _WRAPPED = (
 )
 # Prefix of a part of a wrapper, or of a module after the last layer.
 _PART = re.compile(r"(language_model\.)?model\.(language_model\.)?(layers\.\d+\.|\w+\.)|\w+\.")
-_FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "model.hc_head.", "lm_head.")
+# The text model's tensors stand beside those of other parts, under transformers' or Mistral's names.
+_FLAT = (
+    ("model.layers.", "model.embed_tokens.", "model.norm.", "model.hc_head.", "lm_head."),
+    ("layers.", "tok_embeddings.", "norm.", "lerope.", "output."),
+)
 
 
 def is_wrapper(hf: Mapping[str, Any]) -> bool:
@@ -122,13 +126,14 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
             return names
     if not is_wrapper(hf):
         return ALONE
-    if not any(key.startswith(_FLAT[:2]) for key in keys):
-        known = listed([*(names.prefixes[0][0] for names in _WRAPPED), _FLAT[1]])
-        raise CheckpointError(
-            f"{folder}: its config.json has a {TEXT}, and its files lack the text model, the part that is trained: of "
-            f"{len(keys):,} tensors ({listed(keys)}) none begins with {known}. Copy the checkpoint again"
-        )
-    return Names(tuple((prefix, prefix) for prefix in _FLAT))
+    for flat in _FLAT:
+        if any(key.startswith(flat[:2]) for key in keys):
+            return Names(tuple((prefix, prefix) for prefix in flat))
+    known = listed([*(names.prefixes[0][0] for names in _WRAPPED), *(flat[0] for flat in _FLAT)])
+    raise CheckpointError(
+        f"{folder}: its config.json has a {TEXT}, and its files lack the text model, the part that is trained: of "
+        f"{len(keys):,} tensors ({listed(keys)}) none begins with {known}. Copy the checkpoint again"
+    )
 
 
 def part_of(key: str) -> str:

@@ -150,7 +150,7 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
         num_pairs: N.
     """
     try:
-        content = read_json(path)
+        content = read_json(path, must_be_sealed=True)
         raw = base64.b64decode(content["log_probs"], validate=True)
         values = np.frombuffer(raw).reshape(num_pairs, 2).copy()
         then = dict(content["belongs"])

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 from automoe.config.hub import local_folder
@@ -152,6 +153,7 @@ def without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
+@cache
 def kept_in_float32(architecture: str) -> re.Pattern[str]:
     """Return the pattern of the keys that ``transformers`` keeps in float32 in a bfloat16 model."""
     import transformers
