@@ -96,7 +96,12 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
             problem = f"{type(model).__name__} does not initialise {names[module]}.{key}"
             raise refused(path, problem)
         vars(module)[kind][key] = buffer
-        initial.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
+        first = values[0][place]
+        if first.dtype == torch.int64 and first.dim() == 2 and not first.any():
+            # A table of each token id's experts that waits for a checkpoint: use all experts alike.
+            experts = next(iter(experts_modules(model).values()))
+            first = torch.arange(first.numel()).view_as(first) % experts.num_experts
+        initial.setdefault(module, {}).setdefault(kind, {})[key] = first
     for module, kinds in initial.items():
         module.first_values = kinds.get("_parameters", {})
         module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))

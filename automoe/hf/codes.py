@@ -16,6 +16,7 @@ from automoe.hf.writers import BASE
 from automoe.storage.foreign import brief
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+INTEGERS = "I64"
 # For each encoding: dtype of the codes, and those that scales may have.
 _DTYPES = {
     "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
@@ -140,7 +141,10 @@ def _check_encodings(
     unscaled = [
         key
         for key, s in sources.items()
-        if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
+        # int64 holds no codes; ``check_catalog`` knows which tensors may have it
+        if s.encoding == "plain"
+        and s.dtype not in (*FLOAT_DTYPES, INTEGERS)
+        and not key.endswith(SHAPE)
     ]
     if unscaled:
         quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"

@@ -187,6 +187,7 @@ class KeyMap:
         layouts: layouts that files may have, if they cannot be derived; the last one is that of the
             parameters in memory.
         unread: regular expressions of stored tensors to skip.
+        integers: stored tensors of int64, such as a table of the experts of each token id.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -196,6 +197,7 @@ class KeyMap:
     table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     layouts: tuple[KeyMap, ...] = ()
     unread: tuple[str, ...] = ()
+    integers: frozenset[str] = frozenset()
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
