@@ -180,9 +180,8 @@ class _Repeated(TorchFunctionMode):
         if live.shape[-1] != router.top_k or live.numel() != shape.numel() * router.top_k:
             return out
         router.live = live.view(*shape, router.top_k)
-        replay = router.replay(router.live, self._tokens)
-        assert replay is not None
-        ids = replay[0].view(live.shape)
+        ids_BSK, *_ = router.replay(router.live, router.live, self._tokens)
+        ids = ids_BSK.view(live.shape)
         return torch.return_types.topk((args[0].gather(-1, ids), ids))
 
 
@@ -468,13 +467,12 @@ class TransformersModel(CausalLM):
         ids_BSK, weights_BSK = (
             tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, weights_TK)
         )
-        live_BSK, replayed = ids_BSK, None
+        live_BSK, differing = ids_BSK, None
         if tokens.forced_ids is not None:
             if router.live is None:
                 rule = f"{self.config.architecture} chooses experts by other means than topk"
                 raise ConfigError("routes", "given", rule, "Train without routes of an engine")
             live_BSK, router.live = router.live, None
-            replay = router.replay(live_BSK, tokens)
-            replayed = None if replay is None else replay[1]
-        routing = router(Routing(ids_BSK, weights_BSK, live_BSK, replayed=replayed), tokens)
+            _, _, differing = router.replay(live_BSK, live_BSK, tokens)
+        routing = router(Routing(ids_BSK, weights_BSK, live_BSK, differing=differing), tokens)
         return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)

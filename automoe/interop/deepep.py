@@ -69,7 +69,7 @@ class Received:
 
 def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
     """Return the dispatcher of ``moe.dispatcher=deepep`` over the ep group."""
-    finish = TURNS.finish if isinstance(ep, OverlappedDispatch) else None
+    finish = TURNS.overlap if isinstance(ep, OverlappedDispatch) else None
     return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
 
 

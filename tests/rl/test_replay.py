@@ -141,7 +141,7 @@ def test_tokens_are_forced_one_by_one_within_a_layer(config: RouterConfig) -> No
     )
     assert router.load.totals[-2:].tolist() == [2 * int(valid[:, 1::2].sum()), lacking] and lacking
     beyond = router(x, replace(tokens, forced_ids=forced[:, :, :1]))  # as a module for multi-token prediction
-    assert torch.equal(beyond.topk_expert_ids, own.topk_expert_ids) and beyond.replayed is None
+    assert torch.equal(beyond.topk_expert_ids, own.topk_expert_ids) and beyond.differing is None
 
 
 # ---------------------------------------------------------------- classes of transformers
