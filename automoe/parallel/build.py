@@ -57,7 +57,7 @@ def layer_calls(config: Config, layer: int) -> LayerCalls:
         layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), discards),
         mix=compiles,
         norm=discards_norms,
-        gather=discards_norms,
+        gather=discards_norms,  # of the norms' outputs: recomputing them repeats the all-gather
         project_up=if_named("mla_up_proj", discard_outputs),
         attend=chain(if_named("core_attn", Recomputed), watches_logits),
         mlp=chain(compiles, if_named("mlp", Recomputed)),
@@ -97,7 +97,7 @@ def build_backend(
     pg_collection = ProcessGroupCollection()
     if meshes is not None:
         pg_collection = _build_communicators(meshes, config.parallel)
-    attend, masks = _attention(config, meshes, pg_collection.context)
+    attend, masks = _attention(config, meshes, pg_collection.cp)
     loss = None
     if (named := config.train.loss) != "cross_entropy":
         loss = checked_loss(registered("train.loss")[named], named)
@@ -140,7 +140,7 @@ def _products(config: Config, meshes: Meshes | None) -> MakeProducts:
 
 
 def _attention(
-    config: Config, meshes: Meshes | None, context: Communicator
+    config: Config, meshes: Meshes | None, cp_ranks: Communicator
 ) -> tuple[AttentionFn, MaskFn]:
     """Return the function that computes attention, and the one that makes its masks.
 
@@ -150,7 +150,7 @@ def _attention(
     cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
     if cp is not None:
         if cp.device_type == "cpu":
-            return cpu_ring(cp.get_group()), ring_masks(context)
+            return cpu_ring(cp.get_group()), ring_masks(cp_ranks)
         return cuda_ring(cp), dense_masks
     if kernel == "flex":
         return compiled(attend_in_blocks), block_masks
@@ -160,11 +160,11 @@ def _attention(
 
 
 def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:
-    context = communicator(meshes.group("cp"))
+    cp = communicator(meshes.group("cp"))
     return ProcessGroupCollection(
-        sequence=communicator(meshes.group("tp")),
-        context=context,
-        keys=context if parallel.context == "gather" else SINGLE_RANK,
-        heads=context if parallel.context == "ulysses" else SINGLE_RANK,
+        tp=communicator(meshes.group("tp")),
+        cp=cp,
+        key_gather=cp if parallel.context == "gather" else SINGLE_RANK,
+        head_exchange=cp if parallel.context == "ulysses" else SINGLE_RANK,
         data=tuple(communicator(meshes.group(axis)) for axis in ("dp_shard", "dp_replicate")),
     )
