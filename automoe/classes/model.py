@@ -146,7 +146,7 @@ class ClassRouter(BalancedRouter):
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
-        logits = routing.topk_scores.new_zeros(shape) if self.logits is None else self.logits
+        logits = routing.topk_probs.new_zeros(shape) if self.logits is None else self.logits
         self.logits = None
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
 
@@ -309,7 +309,7 @@ class TransformersModel(CausalLM):
             rule += "is not a Triton kernel and has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
-            make = self.backend.make_products or (lambda _: expert_backend(chosen))
+            make = self.backend.make_expert_backend or (lambda _: expert_backend(chosen))
             for experts in modules:
                 compute_by(experts, make(experts))
         whose = "automoe's" if ours else "transformers' own"
@@ -461,11 +461,11 @@ class TransformersModel(CausalLM):
         """
         tokens = self._tokens
         assert tokens is not None
-        x_TH, ids_TK, weights_TK = args
+        x_TH, ids_TK, probs_TK = args
         if self._probe is not None:
             ids_TK = self._probe.choose(experts, ids_TK)
-        ids_BSK, weights_BSK = (
-            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, weights_TK)
+        ids_BSK, probs_BSK = (
+            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, probs_TK)
         )
         live_BSK, differing = ids_BSK, None
         if tokens.forced_ids is not None:
@@ -474,5 +474,5 @@ class TransformersModel(CausalLM):
                 raise ConfigError("routes", "given", rule, "Train without routes of an engine")
             live_BSK, router.live = router.live, None
             _, _, differing = router.replay(live_BSK, live_BSK, tokens)
-        routing = router(Routing(ids_BSK, weights_BSK, live_BSK, differing=differing), tokens)
-        return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)
+        routing = router(Routing(ids_BSK, probs_BSK, live_BSK, differing=differing), tokens)
+        return x_TH, ids_TK, routing.topk_probs.flatten(0, 1)

@@ -91,7 +91,7 @@ class Block(nn.Module):
                 moe_index,
                 shared,
                 backend.pg_collection,
-                backend.make_products,
+                backend.make_expert_backend,
                 backend.dispatcher,
                 backend.seed,
                 backend.router_dtype,

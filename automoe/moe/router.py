@@ -42,7 +42,7 @@ class Routing(NamedTuple):
 
     Attributes:
         topk_expert_ids: [B, S, K] int64, the experts that compute.
-        topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
+        topk_probs: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
         differing: [B, S] how many of a token's choices, repeated from an inference engine, the
@@ -50,7 +50,7 @@ class Routing(NamedTuple):
     """
 
     topk_expert_ids: Tensor
-    topk_scores: Tensor
+    topk_probs: Tensor
     plain_ids: Tensor
     kept: Tensor | None = None
     differing: Tensor | None = None
@@ -133,20 +133,20 @@ def select_experts(
     return topk_indices(choice_BSE, top_k, config.exact_ties)
 
 
-def expert_weights(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
-    """Return the weights of the chosen experts [B, S, K].
+def routing_probs(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
+    """Return the routing probabilities [B, S, K]: factors of the chosen experts' outputs.
 
-    The weights are the scores (or logits) of the chosen experts, normalised over the K and scaled
+    They are the scores (or logits) of the chosen experts, normalised over the K and scaled
     as the model family does it.
     """
-    weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
+    probs_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
-        weights_BSK = weights_BSK.softmax(-1)
+        probs_BSK = probs_BSK.softmax(-1)
     elif config.norm_topk_prob:
         # The epsilon is DeepSeek's, for scores that may all vanish; softmax scores cannot.
         tiny = 0.0 if config.score == "softmax" else 1e-20
-        weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + tiny)
-    return weights_BSK * config.routed_scaling_factor
+        probs_BSK = probs_BSK / (probs_BSK.sum(-1, keepdim=True) + tiny)
+    return probs_BSK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
@@ -282,7 +282,7 @@ class BalancedRouter(nn.Module):
         )
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(
-                topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
+                topk_probs=attach_loss(routing.topk_probs, torch.stack(losses).sum())
             )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
         replayed = None
@@ -333,10 +333,10 @@ class Router(BalancedRouter):
             topk_ids_BSK, plain_ids_BSK, differing = save_for_recompute(
                 self._choose, scores.choice, tokens
             )
-        weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
-        routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK, differing=differing)
+        probs_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
+        routing = Routing(topk_ids_BSK, probs_BSK, plain_ids_BSK, differing=differing)
         if self.moe.capacity_factor:
-            args = topk_ids_BSK, weights_BSK, tokens, self.pg_collection, self.moe, self.num_experts
+            args = topk_ids_BSK, probs_BSK, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -368,7 +368,7 @@ class Router(BalancedRouter):
 
     def weigh(self, choice_BSE: Tensor, topk_ids_BSK: Tensor) -> Tensor:
         """Return the factors [B, S, K] of the chosen experts' outputs, from the scores of all experts."""
-        return expert_weights(choice_BSE, topk_ids_BSK, self.config)
+        return routing_probs(choice_BSE, topk_ids_BSK, self.config)
 
     def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
         """Return random factors [B, S, H] around one for the input of the router (jitter).

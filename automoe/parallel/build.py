@@ -25,14 +25,14 @@ from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.moe.dispatch.base import Dispatcher
-from automoe.moe.experts import MakeProducts, expert_backend
+from automoe.moe.experts import MakeExpertBackend, expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.optim.qk_clip import WatchedAttention
 from automoe.parallel.activation_checkpoint import Recomputed
 from automoe.parallel.compile import compiled
 from automoe.parallel.fp8 import fp8_experts
-from automoe.parallel.fsdp import PARAM_DTYPES
+from automoe.parallel.fsdp import MASTER_DTYPES
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 from automoe.parallel.ring import cpu_ring, cuda_ring, ring_masks
@@ -106,9 +106,11 @@ def build_backend(
         chunk_loss = compiled(chunk_loss)
     return BackendConfig(
         pg_collection=pg_collection,
-        make_products=_products(config, meshes) if config.model.num_moe_layers else None,
+        make_expert_backend=_expert_backend_maker(config, meshes)
+        if config.model.num_moe_layers
+        else None,
         dispatcher=dispatcher,
-        router_dtype=PARAM_DTYPES[config.train.dtype],
+        router_dtype=MASTER_DTYPES[config.train.dtype],
         attend=attend,
         masks=masks,
         rope=rope_fns(kernels.rope),
@@ -123,7 +125,7 @@ def build_backend(
     )
 
 
-def _products(config: Config, meshes: Meshes | None) -> MakeProducts:
+def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBackend:
     """Return the function that makes what multiplies by a layer's ``GroupedExperts``.
 
     One of three multiplies: 8-bit products with scales of the layer (``train.fp8``), grouped products

@@ -43,7 +43,7 @@ class HierarchicalDispatcher:
         self.inner = HierarchicalDispatcher(per_part, inner) if inner else None
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
@@ -80,7 +80,7 @@ class HierarchicalDispatcher:
             choices = sum(received)
             rows_per_expert *= num_parts
         token_idx_M = order_M[: sum(sent)] // top_k
-        meta_TC = torch.cat((weights_TK, topk_ids_TK.to(weights_TK.dtype)), dim=1)
+        meta_TC = torch.cat((probs_TK, topk_ids_TK.to(probs_TK.dtype)), dim=1)
         meta_MC = meta_TC[token_idx_M]
         exchange = RowExchange(group, x_TH, token_idx_M, meta_MC, counts_2P, sent, received)
         x_BH, meta_RC = exchange.wait()
@@ -90,12 +90,12 @@ class HierarchicalDispatcher:
         ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
             0, exchange.into.row_M, ids_RK
         )
-        weights_BK = meta_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
+        probs_BK = meta_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
             0, exchange.into.row_M, meta_RC[:, :top_k]
         )
         if self.inner is not None:
-            out_BH = self.inner(x_BH, ids_BK, weights_BK, experts, rows_per_expert)
+            out_BH = self.inner(x_BH, ids_BK, probs_BK, experts, rows_per_expert)
         else:
-            out_BH = run_choices(x_BH, ids_BK, weights_BK, experts, num_local, choices)
+            out_BH = run_choices(x_BH, ids_BK, probs_BK, experts, num_local, choices)
         out_BH = group.all_to_all(out_BH, exchange.out.splits, exchange.into.splits)
         return sum_to_tokens(out_BH, exchange.source_B, x_TH.shape[0])
