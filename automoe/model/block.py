@@ -7,7 +7,6 @@ hidden.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,9 +102,15 @@ class Block(nn.Module):
         """Module that mixes positions: softmax attention or a gated delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, *args: Any) -> Tensor:
-        """Call ``run`` under the layer's wrappers, such as recomputation."""
-        return self.call(self, *args)
+    def forward(
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
+    ) -> Tensor:
+        """Call ``run`` under the layer's wrappers, such as recomputation.
+
+        Args:
+            embedded_BsH: the further argument of ``MTPBlock.run``; nothing in other layers.
+        """
+        return self.call(self, x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
         """Return x plus attention's and the feed-forward's outputs: [B, s, H].

@@ -203,7 +203,7 @@ class BalancedRouter(nn.Module):
         wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
-        self.call_count = wrap(type(self).count)
+        self.call_load_and_losses = wrap(type(self).load_and_losses)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
         self.num_experts = config.num_experts
@@ -221,7 +221,7 @@ class BalancedRouter(nn.Module):
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
-    def count(
+    def load_and_losses(
         self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of chosen experts, the same of plain top-k, and the losses.
@@ -277,7 +277,7 @@ class BalancedRouter(nn.Module):
         return ids_BSK, plain_BSK, torch.where(repeated_BS, differs_BSK.sum(-1), -1)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.call_count(
+        chosen_BE, plain_BE, losses = self.call_load_and_losses(
             self, scores, routing.topk_expert_ids, routing.plain_ids, tokens
         )
         if any(loss.requires_grad for loss in losses):
