@@ -49,7 +49,10 @@ def reward(prompt: str, answer: str, num_tokens: int) -> float:
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; return the last mean reward, negated as an objective."""
+    """Train ``config`` by GRPO on this rank; return the negative of the last mean reward.
+
+    A sweep minimises the result. It is None if no step ran.
+    """
     args: GRPOArgs = config.recipe_args
     train = config.train
 
@@ -138,10 +141,10 @@ Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
 def references_of(
     config: Config, shape: MeshShape, context: RunContext, session: Session
 ) -> dict[str, Session]:
-    """Return the sessions (models) that score the answers next to the trained one, by name.
+    """Return the sessions that score the answers besides the policy, by the name of their scores.
 
-    They are a teacher, and the weights that training began with. Each is a session of its own, or
-    the trained session with its adapters switched off.
+    ``teacher_log_probs`` has a session of its own. ``ref_log_probs``, by the weights before
+    training, has one too, or ``session``, whose LoRA adapters are then switched off.
     """
     references = {}
     if config.recipe_args.teacher:
@@ -162,12 +165,12 @@ def sampled(
     how: Sampling,
     config: Config,
 ) -> list[Numbered]:
-    """Sample the answers of a rollout with the inference engine, prompt by prompt.
+    """Return (prompt index, answer) for all answers of a rollout, prompt by prompt. Collective.
 
-    Args:
-        stream: sends the current weights to the engine.
-        rollout: number of the rollout.
-        how: temperature and other settings of sampling.
+    Answers that are not on disk yet are sampled after an update of the engine's weights.
+
+    Raises:
+        BackendError: the engine returns no expert ids, and ``recipe_args.replay`` needs them.
     """
     args = config.recipe_args
     # Of the rollout: a resumed run draws the same.
@@ -191,10 +194,10 @@ def sampled(
 def samples_of(
     answers: Sequence[Numbered], rollouts: Rollouts, args: GRPOArgs, **values: Sequence[Any]
 ) -> list[Sample]:
-    """Return the training samples of answers: tokens, routes and further values of each.
+    """Return a training sample for each answer, with its prompt, expert ids and log-probabilities.
 
     Args:
-        values: further values of each answer, by name, such as log-probabilities of a reference.
+        values: name -> a further value for each answer, such as its advantage.
     """
     return [
         Sample.of_answer(
@@ -216,38 +219,33 @@ def scores_of(
     rollout: int,
     args: GRPOArgs,
 ) -> dict[str, list[list[Any]]]:
-    """Return log-probabilities of the answers' tokens by trainer, teacher and reference, by name.
+    """Return the log-probabilities of the answers' tokens by trainer, teacher and reference.
 
-    They are computed once a rollout: later updates, and a resumed run, read them from the disk.
-
-    Args:
-        references: further models by name, which score the same answers.
-        rollout: number of the rollout.
+    The result has a list of answers for each name, such as ``old_log_probs``. With routes it has
+    ``differing``: per token the first MoE layer whose router disagrees, or -1. The result is stored
+    once for each rollout; later updates and a resumed run read it from disk.
     """
 
     def asked() -> dict[str, list[list[Any]]]:
-        scores, batch = {}, samples_of(answers, rollouts, args)
-        for name, scorer in {"old_log_probs": session, **references}.items():
-            base = scorer is session and name != "old_log_probs"
-            with scorer.adapter_off() if base else nullcontext():
-                alike = name != "teacher_log_probs"  # in shape, so in routes
-                samples = batch if alike else [replace(s, routes=None) for s in batch]
+        batch = samples_of(answers, rollouts, args)
+        scored = session.log_probs(batch, args.temperature)
+        scores = {"old_log_probs": of_answers(scored.log_probs, answers)}
+        if scored.first_differing:
+            scores["differing"] = of_answers(scored.first_differing, answers)
+        for name, scorer in references.items():
+            alike = name != "teacher_log_probs"  # in shape, so in routes
+            samples = batch if alike else [replace(sample, routes=None) for sample in batch]
+            with scorer.adapter_off() if scorer is session else nullcontext():
                 scored = scorer.log_probs(samples, args.temperature)
             scores[name] = of_answers(scored.log_probs, answers)
-            if scorer is session and scored.first_differing and not base:
-                scores["differing"] = of_answers(scored.first_differing, answers)
         return scores
 
     return rollouts.once(rollout, "scores", asked)
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
-    """Return the scores of each answer's tokens as lists, without those of prompts.
-
-    Args:
-        scored: one number per token of prompt and answer, for each answer.
-    """
+    """Return for each answer the values of its own tokens, from values of prompt and answer."""
     return [
-        values[len(values) - len(answer.tokens) :].tolist()
+        values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)
     ]

@@ -9,6 +9,7 @@ shows the slice of a parameter that a published tensor holds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +24,7 @@ from automoe.classes.build import (
     class_params,
     decoder_layers,
     experts_modules,
+    head_of,
     is_tied,
     refused,
 )
@@ -114,7 +116,7 @@ class ClassFamily(Family):
             family="transformers",
             architecture=type(model).__name__,
             hf_path=path,
-            vocab_size=head.out_features,
+            vocab_size=head_of(model, path).rows,
             hidden_size=head.in_features,
             num_layers=len(layers),
             first_k_dense=len(layers) - len(experts),
@@ -230,7 +232,17 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
     by_name = {name: (whole(name, tuple(tensor.shape)),) for name, tensor in tensors.items()}
-    unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    keys = [
+        piece.key
+        for table in (*tables, by_name)
+        for pieces in (table or {}).values()
+        for piece in pieces
+    ]
+    unread = tuple(  # such a pattern is for tensors that the class does not have
+        pattern
+        for pattern in model._keys_to_ignore_on_load_unexpected or ()
+        if not any(re.search(pattern, key) for key in keys)
+    )
     layouts = []
     for table in (*tables, by_name):
         if table is not None:

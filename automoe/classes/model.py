@@ -22,7 +22,8 @@ from automoe.classes.build import (
     build_causal_lm,
     decoder_layers,
     experts_modules,
-    head_scale,
+    head_of,
+    inner_model,
     refused,
 )
 from automoe.classes.experts import are_swiglu, compute_by
@@ -255,7 +256,8 @@ class TransformersModel(CausalLM):
         super().__init__(config, backend)
         path = str(config.hf_path)
         model = build_causal_lm(path, EXPERTS[moe.experts])
-        self.scale = head_scale(model, path)
+        self.scale, self.soft_cap, self._head_rows = head_of(model, path)
+        self._inner = [inner_model(model, path)[1]]
         _keep_own_values(model, path, self.backend.seed)
         if config.tie_embeddings:
             model.set_output_embeddings(None)
@@ -325,7 +327,7 @@ class TransformersModel(CausalLM):
         Raises:
             ConfigError: a layer does not give the logits of exactly one module.
         """
-        recorded = getattr(self._class[0].base_model, "_can_record_outputs", None) or {}
+        recorded = getattr(self._inner[0], "_can_record_outputs", None) or {}
         recorder = recorded.get("router_logits")
         kind = getattr(recorder, "target_class", recorder)
         for unit in self.units():
@@ -352,7 +354,7 @@ class TransformersModel(CausalLM):
     @property
     def head_weight(self) -> Tensor:
         head = self._class[0].get_output_embeddings()
-        return (self.embedding if head is None else head).weight
+        return (self.embedding if head is None else head).weight[: self._head_rows]
 
     def moe_layers(self) -> Iterator[tuple[int, _MoELayer]]:
         for unit in self.units():
@@ -368,8 +370,7 @@ class TransformersModel(CausalLM):
         self._tokens = tokens
         # transformers starts a new span of attention wherever positions start again.
         positions = tokens.index if tokens.doc_ids is None else tokens.positions
-        layers = self._class[0].base_model
-        x = layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+        x = self._inner[0](input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
         if self._unchecked:
             check_called(self)
             self._unchecked = False

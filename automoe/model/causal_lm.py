@@ -22,7 +22,13 @@ from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.model.backend import BackendConfig
-from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_scores
+from automoe.model.loss import (
+    LossInputs,
+    cap_logits,
+    cross_entropy_sum,
+    greedy_tokens,
+    token_scores,
+)
 from automoe.model.mtp import MTP_METRICS
 from automoe.moe.router import BalancedRouter
 
@@ -78,9 +84,11 @@ class CausalLM(nn.Module, ABC):
         reported: sums of the values that the losses report, by name.
         first_id: token id of the first vocabulary row of embedding and head on this rank.
         notes: lines of text for a run's start that say which kernels compute what.
+        soft_cap: bound of the logits, soft_cap * tanh(logits / soft_cap); 0: none.
     """
 
     notes: tuple[str, ...] = ()
+    soft_cap: float = 0.0
 
     def __init__(
         self,
@@ -214,7 +222,9 @@ class CausalLM(nn.Module, ABC):
         if batch.next_token_at is not None:
             return self._next_tokens(x, batch.next_token_at)
         if batch.labels is None:
-            return nn.functional.linear(self.tp.all_gather(x), local_shard(self.head_weight))
+            weight_VH = local_shard(self.head_weight)
+            logits_BSV = nn.functional.linear(self.tp.all_gather(x), weight_VH)
+            return cap_logits(logits_BSV, self.soft_cap)[0]
         row = self.backend.pg_collection.cp
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
         loss = self._loss(x, inputs)
@@ -248,6 +258,7 @@ class CausalLM(nn.Module, ABC):
                 self.tp,
                 self.backend.chunk_loss,
                 hits,
+                self.soft_cap,
             )
             count = inputs.counts.mtp[depth, 0].clamp_min(1)
             losses.append(loss / count)
@@ -260,7 +271,8 @@ class CausalLM(nn.Module, ABC):
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
         if at_BS.any():
             weight_VH = local_shard(self.head_weight)
-            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], weight_VH, self.first_id, self.tp)
+            head = weight_VH, self.first_id, self.tp, self.soft_cap
+            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], *head)
         return tokens_BS
 
     def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
@@ -274,7 +286,9 @@ class CausalLM(nn.Module, ABC):
                 if key in inputs.given
             }
             wants_entropy = getattr(self.loss, "uses_entropy", False)
-            scores = token_scores(*head, **sampled, wants_entropy=wants_entropy)
+            scores = token_scores(
+                *head, **sampled, wants_entropy=wants_entropy, soft_cap=self.soft_cap
+            )
             entropy_BS, scored_BSK = (
                 None if score is None else score.unflatten(0, inputs.labels.shape)
                 for score in (scores.entropy_T, scores.scored_TK)
@@ -282,7 +296,7 @@ class CausalLM(nn.Module, ABC):
             inputs = replace(inputs, entropy=entropy_BS, scored=scored_BSK)
             loss = self.loss(scores.nll_T.view(inputs.labels.shape), inputs)
             return torch.stack([loss.to(scores.nll_T.dtype)])
-        loss = cross_entropy_sum(*head, self.backend.chunk_loss)
+        loss = cross_entropy_sum(*head, self.backend.chunk_loss, soft_cap=self.soft_cap)
         # A step without one trained label has a loss of zero, not NaN.
         # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])

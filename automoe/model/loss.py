@@ -34,6 +34,7 @@ def chunk_loss(
     vocab: Communicator,
     wanted: bool,
     hits: Tensor | None = None,
+    soft_cap: float = 0.0,
     in_kernels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of a chunk's cross-entropies and its gradient [T, V] with respect to logits.
@@ -48,7 +49,7 @@ def chunk_loss(
         in_kernels: use Triton kernels (``kernels.loss=triton``).
     """
     trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
-    logits_TV = x_TH @ weight_VH.T
+    logits_TV, slope_TV = cap_logits(x_TH @ weight_VH.T, soft_cap)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     if in_kernels:
         from automoe.kernels.cross_entropy import logits_to_gradient_, row_sums
@@ -76,10 +77,24 @@ def chunk_loss(
     factor_T1 = trained_T1 / divisor_T1
     if in_kernels:
         label_T1 = torch.where(here_T1, target_T1, -1)
-        return loss, logits_to_gradient_(logits_TV, largest_T1, factor_T1, label_T1)
-    target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
-    grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
-    return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
+        grad_TV = logits_to_gradient_(logits_TV, largest_T1, factor_T1, label_T1)
+    else:
+        target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
+        grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
+        grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
+    return loss, grad_TV if slope_TV is None else (grad_TV * slope_TV).to(x_TH.dtype)
+
+
+def cap_logits(logits: Tensor, soft_cap: float) -> tuple[Tensor, Tensor | None]:
+    """Return ``soft_cap * tanh(logits / soft_cap)``, in at least float32, and its derivative.
+
+    A ``soft_cap`` of 0 is no cap: the logits themselves and None are returned.
+    """
+    if not soft_cap:
+        return logits, None
+    tanh = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / soft_cap).tanh_()
+    slope = 1 - tanh.square()
+    return tanh.mul_(soft_cap), slope
 
 
 def _chunks(x_TH: Tensor) -> Iterator[slice]:
@@ -162,15 +177,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab: Communicator,
         chunk_fn: ChunkLoss,
         hits,
+        soft_cap: float,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, wide)
-        more = () if hits is None else (hits,)
         wanted = any(ctx.needs_input_grad[:2])
         for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
-                x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, *more
+                x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, hits, soft_cap
             )
             total += loss
             if grad_TV is not None:
@@ -185,7 +200,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scaled = (
             None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
         )
-        return *scaled, None, None, None, None, None
+        return *scaled, *(None,) * 6
 
 
 def cross_entropy_sum(
@@ -196,6 +211,7 @@ def cross_entropy_sum(
     vocab: Communicator = SINGLE_RANK,
     chunk_fn: ChunkLoss = chunk_loss,
     hits: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Return the sum over trained tokens of -log softmax(x @ weight.T)[label].
 
@@ -208,13 +224,15 @@ def cross_entropy_sum(
             ranks returns the whole loss; their gradients of x are terms of a sum.
         chunk_fn: function that computes a chunk, possibly compiled.
         hits: int64 scalar to which the number of labels that are the likeliest token is added.
+        soft_cap: bound of the logits (``cap_logits``); 0: none.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
     if not torch.is_grad_enabled():  # a parameter alone asks for its gradient even then
         x_TH, weight_VH = x_TH.detach(), weight_VH.detach()
-    return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn, hits)
+    head = x_TH, weight_VH, labels_T, first_id, vocab
+    return _ChunkedCrossEntropy.apply(*head, chunk_fn, hits, soft_cap)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -232,17 +250,18 @@ class _TokenScores(torch.autograd.Function):
         candidates_TN,
         scored_ids_TK,
         wants_entropy: bool,
+        soft_cap: float,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         loss_T, log_sum_T, entropy_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(3))
         scored_TK = None
         if scored_ids_TK is not None:
             scored_TK = x_TH.new_empty(scored_ids_TK.shape, dtype=wide)
-        ctx.sampled_by = temperature_T, candidates_TN
+        ctx.sampled_by = temperature_T, candidates_TN, soft_cap
         ctx.first_id = first_id
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
-            logits_TV, left_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
+            logits_TV, left_TV, _ = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
             target_logit_T1 = vocab.all_reduce(
                 torch.where(here_T1, logits_TV.gather(1, target_T1).to(wide), 0.0)
@@ -269,10 +288,10 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
         grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
-        temperature_T, _ = ctx.sampled_by
+        temperature_T = ctx.sampled_by[0]
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
-            logits_TV, left_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
+            logits_TV, left_TV, slope_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             log_probs_TV = logits_TV - log_sum_T[chunk].unsqueeze(1)
             grad_TV = log_probs_TV.exp_() if grad_entropy_T is None else log_probs_TV.exp()
             more_TV = None
@@ -293,26 +312,29 @@ class _TokenScores(torch.autograd.Function):
                 grad_TV += more_TV
             if temperature_T is not None:
                 grad_TV /= temperature_T[chunk].unsqueeze(1)
+            if slope_TV is not None:
+                grad_TV *= slope_TV
             grad_TV = grad_TV.to(x_TH.dtype)
             _add_gradients(grad_TV, x_TH, weight_VH, grad_x_TH, grad_weight_VH, chunk)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_x_TH, grad_weight_VH, *(None,) * 7
+        return grad_x_TH, grad_weight_VH, *(None,) * 8
 
 
 def _sampler_logits(
     ctx, x_TH: Tensor, weight_VH: Tensor, chunk: slice
-) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's logits divided by the temperature, and the allowed ids [T, V].
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
-    Allowed are the ids that top-p or top-k sampling left (bool); None: all ids.
+    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
+    of the soft cap is [T, V]; None: there is no cap.
     """
-    temperature_T, candidates_TN = ctx.sampled_by
-    logits_TV = x_TH[chunk] @ weight_VH.T
+    temperature_T, candidates_TN, soft_cap = ctx.sampled_by
+    logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)
     if temperature_T is not None:
         logits_TV = logits_TV / temperature_T[chunk].unsqueeze(1)
     if candidates_TN is None:
-        return logits_TV, None
+        return logits_TV, None, slope_TV
     ids_TN = candidates_TN[chunk]
     number = weight_VH.shape[0]
     places_TN = ids_TN - ctx.first_id
@@ -322,7 +344,7 @@ def _sampler_logits(
     left_TV = logits_TV.new_zeros(len(logits_TV), number + 1, dtype=torch.bool)
     left_TV = left_TV.scatter_(1, places_TN, True)[:, :number]
     left_TV |= (ids_TN < 0).all(1, keepdim=True)  # a token without a list keeps all ids
-    return logits_TV.masked_fill(~left_TV, -math.inf), left_TV
+    return logits_TV.masked_fill(~left_TV, -math.inf), left_TV, slope_TV
 
 
 class TokenScores(NamedTuple):
@@ -349,6 +371,7 @@ def token_scores(
     candidates_TN: Tensor | None = None,
     scored_ids_TK: Tensor | None = None,
     wants_entropy: bool = False,
+    soft_cap: float = 0.0,
 ) -> TokenScores:
     """Return each token's log p(label) and entropy, p = softmax(x @ weight.T / temperature).
 
@@ -364,14 +387,19 @@ def token_scores(
         candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
             normalised; a token with -1 alone has all ids.
         scored_ids_TK: further ids whose log-probabilities are wanted.
+        soft_cap: bound of the logits before the temperature divides them (``cap_logits``); 0: none.
     """
     head = x_TH, weight_VH, labels_T, first_id, vocab
     sampler = temperature_T, candidates_TN, scored_ids_TK
-    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy))
+    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy, soft_cap))
 
 
 def greedy_tokens(
-    x_NH: Tensor, weight_VH: Tensor, first_id: int = 0, vocab: Communicator = SINGLE_RANK
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    first_id: int = 0,
+    vocab: Communicator = SINGLE_RANK,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Return the likeliest next token of each of N positions: int64 [N], the same on all ranks.
 
@@ -384,7 +412,7 @@ def greedy_tokens(
         vocab: the ranks that hold the other rows.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    logits_NV = x_NH @ weight_VH.T
+    logits_NV, _ = cap_logits(x_NH @ weight_VH.T, soft_cap)  # large ones may become equal
     place_N1 = logits_NV.argmax(-1, keepdim=True)
     best_N1 = logits_NV.gather(1, place_N1).to(wide)
     is_nan_N1 = vocab.all_reduce_max(best_N1.isnan().to(wide)) > 0
