@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +128,8 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden
         self.backend = make_expert_backend(self)
+        # Adapters, which take the backend's place: they multiply by the weights, quantized or not, too.
+        self.lora: nn.Module | None = None
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
@@ -152,11 +153,5 @@ class GroupedExperts(nn.Module):
             # zeros for the columns that other etp ranks hold: the ranks' outputs are summed
             first = global_offset(self.down_proj_bias)[1]
             weights = weights._replace(down_proj_bias=F.pad(bias, (first, missing - first)))
-        return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
-
-    def multiply(self, *args: Any) -> Tensor:
-        """Return the backend's output [R, H] for the arguments of ``forward``.
-
-        Subclasses override this method to compute experts differently.
-        """
-        return self.backend(*args)
+        compute = self.backend if self.lora is None else self.lora
+        return compute(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
