@@ -198,13 +198,13 @@ def split(
                 modules.append(f"model.layers.{layer[1]}.")
     other_modules = tuple(modules)
     ignored = re.compile("|".join(keys.unread))
-    plain = dict(
-        zip(tensors, map(names.plain, tensors) if names.prefixes else tensors, strict=True)
-    )
+    plain = tensors if not names.prefixes else map(names.plain, tensors)
     beside = {
         key: tensors[key]
-        for key, name in plain.items()
+        for key, name in zip(tensors, plain, strict=True)
         if name is None or name.startswith(other_modules) or (keys.unread and ignored.search(name))
     }
-    text = {name: tensors[key] for key, name in plain.items() if name and key not in beside}
+    text = {key: stored for key, stored in tensors.items() if key not in beside}
+    if names.prefixes:
+        text = {names.plain(key): stored for key, stored in text.items()}
     return text, beside
