@@ -151,7 +151,10 @@ def export_run(
 
 
 def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
-    """Build the whole model of a run on the CPU and load its newest weights, or their averages.
+    """Build the whole model of a run on the CPU and load its newest weights.
+
+    Args:
+        ema: load the averages of ``optim.ema_decay`` in place of the weights.
 
     Raises:
         CheckpointError: the run has no weights, or the newest checkpoint is damaged. An older

@@ -7,7 +7,6 @@ ranks automoe starts, calls ``Session.open`` in its ``main``.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -81,7 +80,7 @@ def open_session(
             )
         on = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     else:
-        store = None if world_size > 1 else Path(tempfile.mkdtemp()) / "ranks"
+        store = None if world_size > 1 else dist.HashStore()
         on = init_ranks(checked.launch, rank, world_size, local_rank, store)
         global _opened
         _opened = True

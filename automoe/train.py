@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from automoe.errors import exit_status
+from automoe.errors import ConfigError, exit_status
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
@@ -106,16 +106,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if missing := missing_hardware(shape, device, config.launch.num_ranks):
         # Print the plan and the hardware and data that this machine lacks to train it.
-        from automoe.launch.prepare import missing_data
+        from automoe.launch.prepare import check_data
         from automoe.planner.views.plan_view import print_plan
 
         print_plan(config, shape)
         print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
         print("On a cluster, start the same command on every node with torchrun or srun.")
-        if (data := missing_data(config)) is not None:
+        try:
+            check_data(config)
+        except ConfigError as lacking:
             columns = max(shutil.get_terminal_size().columns, 40)
             layout = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-            print(layout.fill(f"And it lacks data: {data}"))
+            print(layout.fill(f"And it lacks data: {lacking}"))
         return EXIT_NO_HARDWARE
     return train_here(config, shape, device).exit_code
 

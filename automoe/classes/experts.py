@@ -35,7 +35,7 @@ def are_swiglu(experts: nn.Module) -> bool:
 
 
 def compute_by(experts: nn.Module, backend: ExpertFn) -> None:
-    """Replace the forward of ``experts``, which must be plain SwiGLU, by ``backend``."""
+    """Replace the forward of ``experts``, which must be plain SwiGLU, by a call of ``backend``."""
 
     @wraps(experts.forward)  # ``experts_modules`` reads the signature
     def forward(x_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -30,7 +30,10 @@ VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_b
 
 
 def is_taken(name: str) -> bool:
-    """Return True if a step's record may use the key ``name``, so that no other metric can."""
+    """Return True if automoe itself may write the key ``name`` into a step's record.
+
+    A user's own metric needs another name.
+    """
     taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
     of_depth = ("mtp_loss.", "mtp_acceptance.", "val_mtp_loss.", "val_mtp_acceptance.")
     return name in taken or name.startswith(("val_loss.", *of_depth))

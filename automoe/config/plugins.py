@@ -98,10 +98,10 @@ def registered(key: str) -> dict[str, Any]:
 
 
 def look_up(key: str, name: str) -> Any:
-    """Return what a plugin, or ``_SHIPPED``, has for ``key=name``; None if there is nothing.
+    """Return the object that a plugin or automoe registered for ``key=name``; None if none did.
 
     Raises:
-        ConfigError: as ``registered``.
+        ConfigError: a ``"module:attribute"`` cannot be imported.
     """
     value = _registered.get(key, {}).get(name) or _SHIPPED.get(f"{key}={name}")
     if not isinstance(value, str):

@@ -58,9 +58,9 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 # fmt: off
 
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the rules that depend on both model and mesh.
+    """Yield (key, whether broken, rule, remedy) of the rules that depend on model and mesh.
 
-    ``config`` must have passed the other rules.
+    ``config`` must have passed the bounds of single numbers.
     """
     see = Scope(config, shape, device)
     yield from model_rows(config, shape)
@@ -109,11 +109,9 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """
     if not text:
         return None
-    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
-        first = int(match[1])
-        last = int(match[2] or first)
-        if 1 <= first <= last:
-            return first, last
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match and 1 <= (first := int(match[1])) <= (last := int(match[2] or first)):
+        return first, last
     raise ConfigError(
         "observe.profile_steps",
         text,

@@ -195,6 +195,11 @@ class Loader:
 
         The message lists what differs.
         """
+        if "fingerprint" not in (state or ()):
+            raise DataError(
+                "The checkpoint is of a session or of recipe=grpo, and names no rows to go on with. Begin from its "
+                "weights: automoe export RUN --out DIR, then model.hf_path=DIR."
+            )
         saved = state["fingerprint"]
         now = self.fingerprint()
         differing = [

@@ -7,8 +7,10 @@ and the tensors' bytes, without holes: https://github.com/huggingface/safetensor
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -48,6 +50,12 @@ ENDS = {
     "mxfp4": ("_blocks", "_scales", 3),
     "int4": ("_packed", "_scale", 2),
 }
+# A header without escapes, as the safetensors library writes it, taken apart at its quotes.
+_METADATA = re.compile(rb'^\{"__metadata__": ?\{(?:"[^"]*": ?"[^"]*"(?:, ?(?=")|(?=\})))*\}, ?')
+_BETWEEN = (2, 3, 4, 6, 7, 9)  # words that are equal for all tensors
+_SPELLING = b"{:{dtype:,shapedata_offsets"
+_SIZES = re.compile(rb"^: ?(\[[\d, ]*\]), ?$")
+_ESCAPES = bytes(range(32)) + b"\\"
 SHAPE = "_shape"  # suffix of the tensor that holds the two sizes of an INT4 matrix
 
 
@@ -76,7 +84,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def full_shape(self) -> Shape:
-        """Shape of the dequantized tensor, from which ``coded_shapes`` gives those of the codes."""
+        """Shape of the dequantized tensor."""
         if self.encoding == "int4":
             return *self.shape[:-1], 8 * self.shape[-1]
         if self.encoding != "mxfp4":
@@ -90,7 +98,9 @@ class StoredTensor(NamedTuple):
         return sum(part.num_bytes for part in self.in_file("").values())
 
     def in_file(self, key: str) -> Contents:
-        """Return the tensors that store this one in a file, in byte order.
+        """Return the tensors of a file that hold this one, by name and in byte order.
+
+        These are the tensor itself, or its codes and scales, and in INT4 also its shape.
 
         Args:
             key: plain name of this tensor.
@@ -118,8 +128,11 @@ Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and
 
 @lru_cache
 def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
-    """Return dtype, shape and bytes, the same objects for all tensors that have them."""
-    return dtype, shape, math.prod(shape) * BITS[dtype] // 8
+    """Return dtype, shape and size in bytes; equal tensors share the cached objects."""
+    num_bytes, rest = divmod(math.prod(shape) * BITS[dtype], 8)
+    if rest:
+        raise ValueError(f"{list(shape)} {dtype} ends within a byte")
+    return dtype, shape, num_bytes
 
 
 def coded_shapes(
@@ -163,7 +176,7 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 @without_collection()
 def read_headers(path: str | Path, last: bool = False) -> Contents:
-    """Return the place of every tensor of a checkpoint directory, from its index and headers.
+    """Return file, dtype, shape and byte range of every tensor of a checkpoint directory, by name.
 
     Args:
         last: transformers will read the files. Of a tensor in two files it takes the last one,
@@ -224,7 +237,7 @@ def _read_all(folder: Path, last: bool) -> Contents:
 
 
 def unread_adapter(folder: Path) -> list[str]:
-    """Return a note if a peft adapter lies beside the weights, since no command applies it."""
+    """Return a note if a peft adapter, which no command applies, lies beside the weights; else []."""
     if not is_there(folder, ADAPTER):
         return []
     return [
@@ -256,7 +269,7 @@ def are_equal(folder: Path, stored: StoredTensor, other_folder: Path, other: Sto
 
 
 def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
-    """Yield the bytes of a stored tensor, ``_PART`` bytes at a time.
+    """Yield the bytes of a stored tensor, at most 16 MiB at a time.
 
     Raises:
         CheckpointError: the file cannot be read, or became shorter since its header was read.
@@ -272,10 +285,10 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def complete_headers(folder: Path) -> Contents:
-    """Return the headers of ``folder``, or {} while files are missing.
+    """Return the headers of ``folder`` by tensor name, or {} while files are missing.
 
     Raises:
-        CheckpointError: as ``read_headers``.
+        CheckpointError: a file is damaged, or the index contradicts the headers.
     """
     try:
         complete = all(is_there(folder, name) for name in _files_of(_read_index(folder)))
@@ -294,8 +307,8 @@ def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
         tensors: ``complete_headers`` of ``folder``.
 
     Raises:
-        ConfigError: the model has more than ``MANY`` layers or experts per layer, or as
-            ``check_numbers``.
+        ConfigError: the model has more than ``MANY`` layers or experts per layer, or more than
+            twice as many parameters as the files hold numbers.
     """
     if (count := max(config.num_layers, config.num_experts)) > MANY:
         raise damaged(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
@@ -332,7 +345,7 @@ def _files_of(index: dict[str, str]) -> list[str]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor; {} without an index."""
+    """Return {tensor name: file name} of the index; {} if the checkpoint has no index."""
     if not is_there(folder, INDEX_FILE):
         return {}
     file = folder / INDEX_FILE
@@ -349,8 +362,6 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _read_header(folder: Path, name: str) -> Contents:
-    from safetensors import SafetensorError, safe_open
-
     file = folder / name
     with named(file), os.fdopen(open_inside(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -361,6 +372,67 @@ def _read_header(folder: Path, name: str) -> Contents:
         # Read before the library maps the file: a failing disk gives an error here, a signal there.
         length = int.from_bytes(start[:8], "little")
         raw = stream.read(min(length, MAX_HEADER_BYTES))
+    keys, layouts = _usual_header(raw, size - 8 - length) or _any_header(file, raw, size)
+    dtypes, shapes, sizes = zip(*layouts, strict=True) if layouts else ((),) * 3
+    starts = accumulate(sizes, initial=8 + length)
+    fields = zip(repeat(name), dtypes, shapes, starts, sizes, repeat(None), repeat("plain"))
+    return dict(zip(keys, map(partial(tuple.__new__, StoredTensor), fields), strict=True))
+
+
+Layouts = list[tuple[str, Shape, int]]  # dtype, shape and bytes of tensors in the order of bytes
+
+
+def _usual_header(raw: bytes, num_bytes: int) -> tuple[list[str], Layouts] | None:
+    """Return names and layouts of a flawless header in the spelling of the safetensors library.
+
+    Half the time of the library and of reading its result, for an index of 90,000 tensors.
+
+    Args:
+        raw: the JSON text.
+        num_bytes: size of the file without its header.
+
+    Returns:
+        None for all other headers, which ``_any_header`` reads or refuses.
+    """
+    plain = _METADATA.sub(b"{", raw, 1)
+    words = plain.split(b'"')  # ten for a tensor: its name, ": {", "dtype", ": ", "BF16", ", " ...
+    count = len(words) // 10
+    between = [words[place::10] for place in _BETWEEN]
+    ends = b"".join(words[10::10])
+    if (
+        count == 0
+        or len(words) != 10 * count + 1
+        or len(raw.translate(None, _ESCAPES)) != len(raw)
+        or any(column != column[:1] * count for column in between)
+        or b"".join([words[0], *next(zip(*between, strict=True))]).translate(None, b" ")
+        != _SPELLING
+        or ends.translate(None, b"0123456789 ") != b":[,]}," * (count - 1) + b":[,]}}"
+    ):
+        return None
+    kinds = [*zip(words[5::10], words[8::10], strict=True)]
+    try:
+        layout_of = {
+            (dtype, sizes): _layout(dtype.decode(), *json.loads(_SIZES.sub(rb"\1", sizes)))
+            for dtype, sizes in {*kinds}
+        }
+        keys = b"\n".join(words[1::10]).decode().split("\n")
+        spans = json.loads(b"[%b]" % ends.translate(None, b":[]}"))
+    except (KeyError, TypeError, ValueError):
+        return None
+    layouts = [*map(layout_of.__getitem__, kinds)]
+    starts = [*accumulate((layout[2] for layout in layouts), initial=0)]
+    fits = spans[::2] == starts[:-1] and spans[1::2] == starts[1:] and starts[-1] == num_bytes
+    return (keys, layouts) if fits and len({*keys, "__metadata__"}) == count + 1 else None
+
+
+def _any_header(file: Path, raw: bytes, size: int) -> tuple[list[str], Layouts]:
+    """Return names and layouts of a header as the safetensors library reads it.
+
+    Raises:
+        CheckpointError: the library refuses the file, or a name occurs twice.
+    """
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="np") as opened:
             # The library checks all but repeated names, and tensors follow each other without holes.
@@ -368,16 +440,11 @@ def _read_header(folder: Path, name: str) -> Contents:
             if raw.count(b":") != 4 * len(keys) + (0 if settings is None else 1 + len(settings)):
                 parse_json(raw)
             parts = map(opened.get_slice, keys)
-            layouts = [_layout(part.get_dtype(), *part.get_shape()) for part in parts]
+            return keys, [_layout(part.get_dtype(), *part.get_shape()) for part in parts]
     except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{file}: truncated or not a safetensors file: {size:,} bytes ({error}). Copy it again"
         ) from None
-    dtypes, shapes, sizes = zip(*layouts, strict=True) if layouts else ((),) * 3
-    starts = accumulate(sizes, initial=8 + length)
-    return dict(
-        zip(keys, map(StoredTensor, repeat(name), dtypes, shapes, starts, sizes), strict=True)
-    )
 
 
 def _lfs_pointer(file: Path, size: int) -> CheckpointError:

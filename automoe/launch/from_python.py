@@ -115,7 +115,13 @@ def train(
 
 
 def composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
-    """Return the configuration that a list of overrides, a dictionary or a ``Config`` names."""
+    """Compose the ``Config`` that ``automoe.train`` was given in one of its three forms.
+
+    Args:
+        config: a list of overrides, a dictionary of keys, or a whole ``Config``.
+        config_name: primary configuration that overrides apply to.
+        config_dir: further folder of configurations.
+    """
     if isinstance(config, Config):
         if config_name != DEFAULT_PRIMARY or config_dir is not None:
             raise ConfigError(
@@ -143,7 +149,7 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
 
 
 def override_text(value: object) -> str:
-    """Return ``value`` in Hydra's override grammar."""
+    """Return a Python value as text for the right side of a Hydra override, quoted if need be."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (int, float)):

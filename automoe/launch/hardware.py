@@ -113,9 +113,9 @@ def torch_note(installed: str) -> str | None:
 
 
 def start_notes(config: Config) -> list[str]:
-    """Return the notes that a run prints first.
+    """Return the notes that a run prints first, each a line that begins with ``note:``.
 
-    The notes are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
+    They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
@@ -210,9 +210,8 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
-    key, remedy = "train.compile=true", "set train.compile=false"
     if config.train.compile:
-        _check_compiler(key, device, remedy)
+        _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
         raise BackendError(why)
     if config.launch.numa and device != "cuda":
@@ -240,10 +239,14 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
-    """Check for a compiler on the PATH and for Python's headers.
+    """Raise ``BackendError`` without a compiler on the PATH or without Python's headers.
 
     Inductor needs them for its kernels on the CPU, and Triton for its launchers on CUDA. The
     variable CXX or CC may name the compiler.
+
+    Args:
+        key: setting that needs the compiler, for the message.
+        remedy: what to set instead.
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     compiler = os.environ.get(variable, "")

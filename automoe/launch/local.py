@@ -28,9 +28,10 @@ from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
-from automoe.launch.prepare import missing_data
+from automoe.launch.prepare import check_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS, run_rank
+from automoe.storage.sealed import replace_json
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _KILL_AFTER_S = 8  # time for the other ranks to leave by themselves once one has failed
@@ -77,8 +78,7 @@ def train_here(
     """
     check_system()
     check_backends(config, shape, device)
-    if (missing := missing_data(config)) is not None:
-        raise missing
+    check_data(config)
     frozen = resolved(config, shape, device)
     another = runs.check_same_run(Path(config.run_dir).absolute(), frozen)
     for note in start_notes(config) + another:
@@ -163,7 +163,8 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                     save_config(config, run_dir)
             if limit:
                 with runs.telling():
-                    runs.add_to_status(run_dir, failed_attempts=failures)
+                    status = runs.read_status(run_dir) | {"failed_attempts": failures}
+                    replace_json(run_dir / runs.STATUS_FILE, status)
     return result
 
 

@@ -32,14 +32,15 @@ LATENT_NORM_EPS = 1e-6
 
 
 class AttentionSetup:
-    """Rotation angles, masks and the attention kernel that all layers of one forward share.
+    """Rotation angles, masks and attention kernel, made once per forward for all layers.
 
-    It also holds the ranks from which keys and values are gathered, or with which positions are
-    exchanged for heads. ``doc_ids`` covers whole rows if a layer sees whole rows.
+    It also holds the ranks from which keys and values are gathered (``keys``), or with which
+    positions are exchanged for heads (``heads``, Ulysses). ``doc_ids`` covers whole sequences if a
+    layer sees whole sequences. B, S: this rank's queries; R: positions of the whole sequence.
 
     Attributes:
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
-        chosen: [B, S, R] bool, the choice of the last indexer, for layers that share it.
+        chosen: [B, S, R] bool, the keys that the last indexer chose, for layers that share them.
     """
 
     chosen: Tensor | None = None
@@ -81,7 +82,12 @@ class AttentionSetup:
         return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
     def query_blocks(self, window: int = 0, chosen_BSR: Tensor | None = None) -> list[QueryBlock]:
-        """Return blocks of queries, masked by documents and ``window``, or by the chosen keys."""
+        """Return blocks of this rank's queries, each with the range of keys it reads and its mask.
+
+        Args:
+            window: positions of the sliding window, 0 for none.
+            chosen_BSR: True where a query attends to a key, in place of documents and window.
+        """
         assert window in (0, self.window)
         if chosen_BSR is None:
             return self.blocks[window]
@@ -93,10 +99,13 @@ class AttentionSetup:
     def attend(
         self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None, chosen_BSR=None
     ) -> Tensor:
-        """Compute attention as an ``AttentionFn`` does, with the masks of ``query_blocks``.
+        """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
 
         Args:
+            scale: factor of the products of queries and keys.
             window: 0 for a layer without a sliding window.
+            sinks_N: one more logit per head, which takes probability but has no value; None: no
+                sinks.
             chosen_BSR: True where a query attends to a key; None: queries attend to all keys that
                 they may see.
         """
@@ -111,7 +120,11 @@ class AttentionSetup:
 
 
 def own_features(ranks: Communicator, num_heads: int, head_dim: int) -> Features:
-    """Return the features that this rank uses of ``num_heads`` heads; None means all."""
+    """Return the output features of a weight of ``num_heads`` heads that this rank uses.
+
+    Heads are spread over ``ranks``; a head is used by several ranks if there are more ranks than
+    heads. None means all features of the local weight.
+    """
     if ranks.num_ranks == 1:
         return None
     start = first_of_rank(ranks, num_heads) * head_dim
@@ -184,7 +197,7 @@ class GroupedQueryAttention(nn.Module):
         return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
 
     def _norm(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply q_norm and k_norm to each head, or to the heads of all ranks together."""
+        """Apply q_norm and k_norm to each head, or over the heads of all tp ranks together."""
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
         both = q_BSND.flatten(2), k_BSGD.flatten(2)
@@ -197,10 +210,10 @@ class GroupedQueryAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers per token.
+    """Multi-head latent attention (DeepSeek): keys and values expanded from one latent per token.
 
-    With ``index_topk`` a query attends to the keys that an indexer chooses: the layer's own, or the
-    indexer of the last layer before it that has one.
+    The latent has kv_lora_rank numbers. With ``index_topk`` a query attends only to the keys that
+    an indexer chooses: the layer's own, or that of the last layer before it that has one.
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
@@ -277,7 +290,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads.
 
-        They cover whole rows if positions are exchanged for heads.
+        They cover whole sequences if positions are exchanged for heads.
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.

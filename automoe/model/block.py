@@ -56,7 +56,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer ``layer``: dense below ``first_k_dense``, MoE from that layer on."""
+    """Pre-norm decoder layer number ``layer``: a dense FFN below ``first_k_dense``, else MoE."""
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
@@ -101,19 +101,20 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> nn.Module:
-        """The module that mixes positions: softmax attention or a delta net."""
+        """Module that mixes positions: softmax attention or a gated delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(self, *args: Any) -> Tensor:
-        """Return what ``run`` returns."""
+        """Call ``run`` under the layer's wrappers, such as recomputation."""
         return self.call(self, *args)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
         """Return x plus attention's and the feed-forward's outputs: [B, s, H].
 
         Args:
+            x_BsH: hidden states at the s positions of this tp rank.
             setup: angles, masks and kernel of attention, for all S positions.
-            tokens: tensors of the tokens at the s positions of x.
+            tokens: per-token tensors at the s positions.
         """
         x_BsH, h_BsH = self.call_mix(self, x_BsH, setup)
         if isinstance(self.mlp, MoE):
@@ -121,6 +122,9 @@ class Block(nn.Module):
         return x_BsH + self.call_mlp(self.mlp, h_BsH)
 
     def mix(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
-        """Return x plus attention's output, and the norm of that sum for the feed-forward."""
+        """Return x plus attention's output, and the norm of that sum for the feed-forward.
+
+        Both are [B, s, H], s positions of this tp rank.
+        """
         x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
         return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)

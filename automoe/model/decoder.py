@@ -31,10 +31,11 @@ class Decoder(CausalLM):
     checkpoints and training state need no renaming.
 
     Args:
-        layers: the part of ``ModelConfig.all_layers`` that is held; None means all. A part with
-            modules for multi-token prediction holds a copy of the embedding, which they read. The
-            part with the first of these modules holds the final norm.
-        embeds, predicts, backend: see ``CausalLM``.
+        layers: numbers of the layers that this stage holds; None means all. A stage with modules
+            for multi-token prediction holds a copy of the embedding, which they read. The stage
+            with the first of these modules holds the final norm.
+        backend: communicators and implementations; default: one rank and plain torch.
+        embeds, predicts: whether this stage holds the token embedding, and the vocabulary head.
     """
 
     def __init__(

@@ -33,12 +33,15 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Return ``x``, whose backward pass also runs that of ``loss``, with gradient 1."""
+    """Return ``x``; its backward pass also runs the backward of ``loss``, with gradient 1."""
     return _AttachLoss.apply(x, loss)
 
 
 def choices_by_row(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
-    """Return how often each row chose each expert, without padding: [B, E] float64."""
+    """Return how often the tokens of each sequence chose each expert: [B, E] float64.
+
+    Padding, where ``valid_BS`` is False, does not count.
+    """
     ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
     counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)
     return counts_BE.scatter_add_(1, topk_ids_BSK.flatten(1), ones_BSK.flatten(1))
@@ -51,25 +54,26 @@ def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def balance_loss(fractions: Tensor, shares_BSE: Tensor, tokens: Tokens) -> Tensor:
-    """Return a balance loss E * sum over experts of f P: this rank's share of the global batch's mean.
+    """Return this rank's share of the mean balance loss E * sum over experts of f P, a scalar.
 
-    P is the mean share of an expert's scores. The losses differ in the tokens that f is of:
+    f is the fraction of choices that an expert received, P its mean share of scores. The losses
+    differ in the tokens that f is of:
 
-        sequence     a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20); P is of the row, too, and rows
-                     weigh as their tokens. P divides by these and the weight multiplies: they cancel.
-        global       the batch of the previous step. Fractions of this batch are known only after its
-                     last micro-batch; those of the step before change slowly.
-        micro-batch  the rows that all data-parallel ranks process at the same time (arXiv 2101.03961,
-                     eq. 4-6). This loss depends on gradient accumulation, that is on which rows share
-                     a micro-batch, and on nothing else of the mesh.
+        sequence     a sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), P too; sequences weigh
+                     as their tokens. P divides by these and the weight multiplies: they cancel.
+        global       the batch of the previous step. Fractions of this batch are known only after
+                     its last micro-batch; those of the step before change slowly.
+        micro-batch  the sequences that all data-parallel ranks process at the same time (arXiv
+                     2101.03961, eq. 4-6). It depends on gradient accumulation, that is on which
+                     sequences share a micro-batch, and on nothing else of the mesh.
 
     Args:
-        fractions: f, of the batch [E] or of each row [B, E].
+        fractions: f, of the batch [E] or of each sequence [B, E].
         shares_BSE: scores normalised to sum to one.
         tokens: the micro-batch's per-token tensors.
 
     Returns:
-        A scalar, before the coefficient.
+        A scalar, to be multiplied by the loss's coefficient.
     """
     sums = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
     total = (fractions * sums).sum()
@@ -94,8 +98,9 @@ class LoadCounter(nn.Module):
 
     One float64 vector holds all counters, so that a step needs one all-reduce. Its layout: E counts
     of tokens given to each expert before any are dropped, E counts of tokens that plain top-k of
-    the scores would give to it, the losses in the order of ``LOSSES``, and the numbers of dropped
-    choices, of repeated choices of an engine, and of those that the router would not make.
+    the scores would give to it, the losses in the order of ``LOSSES``, the number of dropped
+    choices, the number of choices repeated from an inference engine, and how many of these the
+    router would not make.
     """
 
     totals: Tensor
@@ -123,14 +128,15 @@ class LoadCounter(nn.Module):
         dropped_BSK: Tensor | None = None,
         replayed: Tensor | None = None,
     ) -> None:
-        """Add one micro-batch to the counters, if the pass counts.
+        """Add one micro-batch to the counters, if it is a training pass and not a recomputation.
 
         Args:
             chosen_BE: tokens given to each expert.
             plain_BE: tokens that plain top-k of the scores would give to each expert.
             losses: one scalar for each of ``LOSSES``.
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
-            replayed: [2] repeated choices of an engine, and those that the router lacks.
+            replayed: [2] choices repeated from an inference engine, and how many of them the router
+                would not make; None: there are none.
         """
         if not is_counted():
             return

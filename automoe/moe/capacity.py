@@ -36,15 +36,18 @@ PRIORITY_STEP = 2.0**-16
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return ceil(factor * T * K / E), at most T since a token chooses an expert once.
+    """Return the most tokens that an expert keeps: ceil(factor * T * K / E), at most T.
 
-    The factor is taken as the decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
+    A token chooses an expert once, hence the limit T = ``num_tokens``. The factor is taken as the
+    decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
     """
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
 
 def rank_within_expert(topk_ids_GN: Tensor, num_experts: int, priority_GN: Tensor | None) -> Tensor:
-    """Return the place of each choice in the queue of its expert, 0 for the first: [G, N] int64.
+    """Return the position of each choice in the queue of its expert, 0 for the first: [G, N] int64.
+
+    G groups of tokens have queues of their own; N are a group's choices.
 
     Args:
         topk_ids_GN: int64 expert ids; the id ``num_experts`` marks a choice of no expert.
@@ -71,7 +74,7 @@ def slots_per_expert(
     top_k: int,
     num_experts: int,
 ) -> int:
-    """Return the most choices that one expert can keep from this rank's micro-batch."""
+    """Return the most choices of this rank's micro-batch that one expert can keep."""
     num_rows, size = tokens.index.shape
     if moe.drop_scope == "rank":
         return expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
@@ -80,10 +83,14 @@ def slots_per_expert(
 
 
 def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
-    """Gather x [B, S, ...], at the positions ``index`` of its rows, into whole rows [B, W, ...].
+    """Join the ranks' positions [B, S, ...] to whole sequences [B, W, ...], without gradient.
 
-    Each rank writes its part into zeros, and an all-reduce sums the parts. The sum is exact and
-    independent of the order of ranks. Not differentiable.
+    Each rank writes its positions into zeros, and an all-reduce sums them. The sum is exact and
+    independent of the order of ranks.
+
+    Args:
+        index_BS: index in the sequence of each position of x.
+        pg_collection: its groups hold the other positions.
     """
     if pg_collection.ranks_per_row == 1:
         return x  # a rank with whole rows holds them in order
@@ -103,7 +110,12 @@ def choose_kept(
     moe: MoEConfig,
     num_experts: int,
 ) -> Tensor:
-    """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync."""
+    """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync.
+
+    Args:
+        weights_BSK: routing weights, by which choices may be ranked.
+        pg_collection: groups of the ranks that share the sequences and the micro-batch.
+    """
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     of_rank = moe.drop_scope == "rank"
@@ -139,11 +151,11 @@ def dispatch_padded(
     weights_TK: Tensor,
     experts: RunExperts,
 ) -> Tensor:
-    """Dispatch with exactly ``capacity`` rows per expert, and return the result of ``dispatcher``.
+    """Run ``dispatcher`` with exactly ``capacity`` tokens per expert; return its result [T, H].
 
     No expert may have more than ``capacity`` choices; a choice with the id E is dropped. Each slot
-    of an expert goes to the dispatcher as a token with one choice. A slot without a choice reads
-    token 0 with weight zero, so it changes no sum and no gradient.
+    of an expert (one of its ``capacity`` places) goes to the dispatcher as a token with one choice.
+    A slot without a choice reads token 0 with weight zero, so it changes no sum and no gradient.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     slot_P = torch.arange(capacity, device=x_TH.device)

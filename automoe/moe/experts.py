@@ -41,7 +41,15 @@ MakeProducts = Callable[[nn.Module], ExpertFn]  # takes the ``GroupedExperts`` t
 def loop_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> Tensor:
-    """Compute one expert after the other in any dtype, float64 included: the reference backend."""
+    """Return the experts' weighted outputs [R, H], one expert after the other.
+
+    This is the reference backend. It takes any dtype, float64 included.
+
+    Args:
+        gather_idx_R: token of each row; rows are sorted by expert.
+        offsets_E: int32, end of each expert's rows.
+        probs_R: routing weight of each row.
+    """
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
     by_expert = ([None] * len(ends) if each is None else each.unbind(0) for each in weights)
@@ -91,7 +99,7 @@ def expert_backend(name: str) -> ExpertFn:
 
 
 class GroupedExperts(nn.Module):
-    """Weights of E experts, and the backend that multiplies by them; a dispatcher brings the rows.
+    """Weights of a layer's E experts, and the backend that multiplies tokens by them.
 
     The weights are gate_up_proj [E, 2, I, H] and down_proj [E, H, I]. ``[E, 2, I, H]`` keeps gate
     and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank all gates and the other
@@ -128,7 +136,13 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
     ) -> Tensor:
-        """Return the experts' output [R, H]; the module docstring lists arguments and shapes."""
+        """Return the experts' output [R, H] for R (token, expert) rows.
+
+        Args:
+            gather_idx_R: token of each row; rows are sorted by expert.
+            offsets_E: int32, end of each expert's rows.
+            probs_R: routing weight of each row.
+        """
         # Rows are of this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         weights = ExpertWeights(*(None if p is None else local_shard(p) for p in parameters))
@@ -140,7 +154,7 @@ class GroupedExperts(nn.Module):
         return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
 
     def multiply(self, *args: Any) -> Tensor:
-        """Return the output of the experts' rows [R, H] by the backend (arguments: module docstring).
+        """Return the backend's output [R, H] for the arguments of ``forward``.
 
         Subclasses override this method to compute experts differently.
         """

@@ -24,18 +24,18 @@ from automoe.moe.router import Router, Routing
 
 
 class MoE(nn.Module):
-    """Sparse feed-forward layer; the layer itself knows no ranks.
+    """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
-        pg_collection: groups of ranks that share rows and micro-batches; default: one rank.
+        pg_collection: groups of ranks that share sequences and micro-batches; default: one rank.
         make_products: constructor of the backend that multiplies by the experts' weights; default:
             the backend that ``moe.experts`` names.
         dispatcher: brings tokens to the ranks of their experts; default: this rank has all experts.
         seed: seed of the router's jitter.
         router_dtype: dtype in which the router is stored; default: torch's default.
-        calls: what the layer's calls are wrapped in.
+        calls: wrappers of this layer's calls, such as recomputation.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class MoE(nn.Module):
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the side stream of ``device``, the same in every call."""
+    """Return the second CUDA stream of ``device`` for shared experts, the same in every call."""
     return torch.cuda.Stream(device)
 
 

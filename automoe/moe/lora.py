@@ -28,7 +28,7 @@ PRODUCTS = {"grouped_mm": UNSCALED, "loop": LoopProducts()}
 
 
 class Adapter(nn.Module):
-    """Parameters A... and B... of one adapter.
+    """Base of LoRA adapters: a module with the parameters A... and B... of one adapter.
 
     The adapter's output is multiplied by ``scale``, alpha / rank. Dropout (arXiv 2404.09610) zeroes
     columns of A, that is input features, for a whole ``step``. A counter-based generator chooses
@@ -50,11 +50,11 @@ class Adapter(nn.Module):
 
     @property
     def first_values(self) -> dict[str, str]:
-        """Rules that make ``init.initialize`` leave every parameter to ``lora.fill_adapters``."""
+        """Initial values by parameter name: "kept", since ``fill_adapters`` initialises them."""
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return this rank's shard of ``name`` in ``dtype``; in training, drop columns of A."""
+        """Return this rank's shard of parameter ``name`` in ``dtype``; in training after dropout."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):
@@ -69,14 +69,14 @@ class Adapter(nn.Module):
 
 
 class ExpertLora(Adapter):
-    """Adapters of a layer's routed experts.
+    """LoRA adapters of a layer's routed experts.
 
     Gate and up have A13 [E, r, H] and B13 [E, 2, I, r], down has A2 [E, r, I] and B2 [E, H, r].
     Either pair may be missing.
 
     Args:
         shapes: shapes of the parameters that exist, by name.
-        product: multiplies rows by their experts' matrices.
+        product: multiplies rows by their experts' matrices (``grouped_mm``).
     """
 
     NAMES = ("A13", "B13", "A2", "B2")
@@ -99,7 +99,14 @@ class ExpertLora(Adapter):
     def forward(
         self, x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation
     ) -> Tensor:
-        """Compute the experts as an ``ExpertFn``; their weights and biases get no gradient."""
+        """Return the experts' weighted outputs [R, H], adapters included; weights get no gradient.
+
+        Args:
+            gather_idx_R: token of each row; rows are sorted by expert.
+            offsets_E: int32, end of each expert's rows.
+            probs_R: routing weight of each row.
+            weights: the experts' frozen matrices and biases.
+        """
         a13, b13, a2, b2 = (
             None if getattr(self, name) is None else self.weight(name, x_TH.dtype)
             for name in self.NAMES
@@ -113,7 +120,7 @@ class ExpertLora(Adapter):
 
 
 class LoRAExperts(GroupedExperts):
-    """Experts that take the place of ``base``: frozen weights, which may be packed, and adapters.
+    """Experts that take the place of ``base``: frozen weights, maybe quantized, and adapters.
 
     Args:
         lora: the adapters; their forward multiplies by the frozen weights as well.

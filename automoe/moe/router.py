@@ -45,8 +45,8 @@ class Routing(NamedTuple):
         topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
-        replayed: [B, S] number of a token's repeated choices that the router lacks, -1 where no
-            choice of an engine is repeated; None: nowhere.
+        replayed: [B, S] how many of a token's choices, repeated from an inference engine, the
+            router would not make; -1 for tokens without repeated choices. None: no token has any.
     """
 
     topk_expert_ids: Tensor
@@ -81,7 +81,10 @@ class Scores(NamedTuple):
 
 
 def score_experts(logits_BSE: Tensor, config: RouterConfig) -> Scores:
-    """Return scores of the logits by the family's score function."""
+    """Return each token's scores of all experts from the router's logits, by ``config.score``.
+
+    The score functions are softmax, sigmoid and sqrt(softplus).
+    """
     if config.score == "softmax":
         probs_BSE = logits_BSE.softmax(-1)
         return Scores(
@@ -113,7 +116,7 @@ def topk_indices(x: Tensor, k: int, exact_ties: bool) -> Tensor:
 def select_experts(
     scores_BSE: Tensor, bias_E: Tensor | None, config: RouterConfig, top_k: int
 ) -> Tensor:
-    """Return the top-k of score + bias inside the best groups: [B, S, K] int64.
+    """Return the top-k of score + bias inside the best groups of experts: [B, S, K] int64.
 
     DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
     experts, never in the weight.
@@ -133,8 +136,8 @@ def select_experts(
 def expert_weights(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
     """Return the weights of the chosen experts [B, S, K].
 
-    The weights are ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the
-    family does it.
+    The weights are the scores (or logits) of the chosen experts, normalised over the K and scaled
+    as the model family does it.
     """
     weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
@@ -147,9 +150,9 @@ def expert_weights(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfi
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T in the weight's wider dtype, keeping x for the backward in its own dtype.
+    """Autograd function: x @ weight.T in the weight's wider dtype, saving x in its own dtype.
 
-    Other operations keep x in its own dtype anyway, so the product adds no copy.
+    Other operations save x in its own dtype anyway, so the product adds no copy.
     """
 
     @staticmethod
@@ -174,12 +177,12 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _overlay(forced_BSK: Tensor, live_BSK: Tensor) -> Tensor:
-    """Return the forced choices, and the live ones of tokens whose forced ones are -1."""
+    """Return the forced expert ids, but the router's ``live`` ids where forced ones are -1."""
     return torch.where(forced_BSK >= 0, forced_BSK.to(live_BSK.dtype), live_BSK)
 
 
 class BalancedRouter(nn.Module):
-    """Balance losses and load counters of a layer, whatever chooses its experts.
+    """Base of routers: balance losses and load counters, whatever chooses the experts.
 
     Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
     ``load_fractions`` [E] float64 (saved: fractions of the previous step, for the lagged balance
@@ -221,7 +224,11 @@ class BalancedRouter(nn.Module):
     def count(
         self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
+        """Return counts [B, E] of chosen experts, the same of plain top-k, and the losses.
+
+        Counts are of each sequence's tokens. Plain top-k is without expert bias and groups. The
+        losses are in the order of ``LOSSES``, this rank's shares times their coefficients.
+        """
         chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE
         if plain_ids_BSK is not topk_ids_BSK:
@@ -248,10 +255,11 @@ class BalancedRouter(nn.Module):
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
     def replay(self, live_BSK: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None] | None:
-        """Return this layer's choices under ``tokens.forced_ids``, and ``Routing.replayed``.
+        """Return expert ids [B, S, K] with forced choices in place, and ``Routing.replayed``.
 
-        None if the routes are of no layer like this: there are none, or this is a module for
-        multi-token prediction, which engines do not run.
+        Forced choices are those of ``tokens.forced_ids``, from a recorded run or an inference
+        engine. None if there are none for this layer; engines do not run modules for multi-token
+        prediction.
 
         Args:
             live_BSK: the router's own choices, which tokens without a forced one keep.
@@ -310,7 +318,7 @@ class Router(BalancedRouter):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
     def forward(self, x_BSH: Tensor, tokens: Tokens) -> Routing:
-        """Route the tokens x [B, S, H].
+        """Route the tokens x [B, S, H]: choose experts, weigh them, and apply their capacity.
 
         In training the load counters count the micro-batch, and the weights carry the auxiliary
         losses into the backward. Every expert output is multiplied by a weight, so the weights
@@ -337,7 +345,7 @@ class Router(BalancedRouter):
     # are equal in all layers, so one compilation of each serves every layer.
 
     def score(self, x_BSH: Tensor, jitter_BSH: Tensor | None) -> Scores:
-        """Return scores of all experts, for x times the jitter if given."""
+        """Return the scores of all experts for x, multiplied by the jitter unless that is None."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         dtype = torch.promote_types(x_BSH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BSH is not None:
@@ -362,9 +370,9 @@ class Router(BalancedRouter):
         return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
     def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the factors around one that jitter multiplies the router's input by: [B, S, H].
+        """Return random factors [B, S, H] around one for the input of the router (jitter).
 
-        A factor depends on (seed, layer, row of the training stream, index, dimension) alone.
+        A factor depends on (seed, layer, sequence of the training stream, index, dimension) alone.
         """
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
@@ -395,18 +403,19 @@ def gate_ids(
 ) -> Tensor:
     """Return the choices of a benchmark's gate, equal on every mesh and step: [B, S, K] int64.
 
-        balanced  round robin over the row's (token, choice) pairs: experts' counts differ by at
-                  most one
+        balanced  round robin over the sequence's (token, choice) pairs: experts' counts differ by
+                  at most one
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is
                   the layer's number mod E
 
-    Weights still come from the router's scores, so all other work costs the same as in training.
+    A gate replaces the learned choice. Weights still come from the router's scores, so all other
+    work costs the same as in training.
 
     Args:
         gate: name of the gate, one of ``GATES``.
-        index_BS: index of each token in its row.
+        index_BS: index of each token in its sequence.
         num_experts: number of experts E.
         top_k: choices per token K.
         moe_index: number of the layer among the MoE layers.
@@ -451,15 +460,16 @@ def watch_routing(
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Record the choices of every router of ``model``.
+    """Record the expert choices of every router of ``model`` during the context.
 
-    ``model`` must hold all layers and whole rows (no pp, no cp). Rounding can flip a top-k choice
-    between two runs that are otherwise equal. With the choices of the first run forced on the
-    second, the runs differ in arithmetic alone.
+    ``model`` must hold all layers and whole sequences (no pp, no cp). Rounding can flip a top-k
+    choice between two runs that are otherwise equal. With the choices of the first run forced on
+    the second, the runs differ in arithmetic alone.
 
     Yields:
-        A function that returns the choices so far: [B, S, L, 2, K] int64, with rows in the order of
-        the forward passes; the dim of size 2 holds chosen and plain top-k.
+        A function that returns the choices so far: [B, S, L, 2, K] int64, with sequences in the
+            order
+        of the forward passes; the dim of size 2 holds chosen and plain top-k.
     """
     seen: dict[int, list[Tensor]] = {}
 

@@ -53,7 +53,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         "parameters": f"{short_number(params.total)} total, {short_number(params.active)} active per token",
         "default mesh": _product(mesh, "default"),
         "moe mesh": _product(mesh, "moe"),
-        "batch": f"{batch.rows_per_step} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
+        "batch": f"{train.global_batch_size} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
         f"{_count(mesh.dp, 'dp rank')} x {_count(batch.num_micro_batches, 'micro-batch', 'es')} x "
         f"{_count(train.micro_batch_size, 'row')}"
         + ("" if ramp is None else f", from {ramp[0]} rows by {ramp[1]} over {ramp[2]:,} rows"),

@@ -40,7 +40,7 @@ from automoe.parallel.runner import checked_loss
 
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:
-    """Return what the calls of layer number ``layer`` are wrapped in."""
+    """Return the wrappers (recomputation, compilation) of the calls of layer number ``layer``."""
     modules = recomputed_modules(config.parallel, layer)
 
     def if_named(name: str, wrap: Wrap) -> Wrap:
@@ -81,14 +81,16 @@ def chain(*wraps: Wrap) -> Wrap:
 def build_backend(
     config: Config, meshes: Meshes | None = None, dispatcher: Dispatcher | None = None
 ) -> BackendConfig:
-    """Return the communicators and implementations of every part; ``meshes`` None: one rank.
+    """Return the communicators and kernels that every pipeline stage of the model is built with.
 
-    ``dispatcher`` is the ``expert_dispatcher`` of the meshes.
+    Args:
+        meshes: the run's device meshes; None: one rank.
+        dispatcher: brings tokens to the ranks of their experts; None: all experts are here.
 
     Raises:
         BackendError: the package of an implementation is missing, or this machine does not support
             it.
-        ConfigError: as ``checked_loss``.
+        ConfigError: a metric's name of the configured loss is taken (``checked_loss``).
     """
     kernels = config.kernels
     pg_collection = ProcessGroupCollection()

@@ -31,9 +31,9 @@ class _OtherPassFailed(Exception):
 
 
 class Turns:
-    """Turns of two threads that run a forward and a backward pass, one thread at a time.
+    """Scheduler of a forward and a backward pass in two threads, of which one runs at a time.
 
-    ``TURNS`` is the only instance.
+    A pass hands over when it has started an all-to-all. ``TURNS`` is the only instance.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Turns:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def run(self, first: Callable[[], object], second: Callable[[], T]) -> T:
-        """Run both functions to their ends by turns; ``first`` begins, in a thread of its own.
+        """Run both functions to their ends, alternating; ``first`` begins, in a thread of its own.
 
         Returns:
             The result of ``second``.
@@ -96,9 +96,9 @@ class Turns:
             self._wake[1 - me].release()
 
     def wait_for_turn(self, me: int) -> None:
-        """Block until it is the turn of pass ``me``.
+        """Block until pass ``me`` (0: first, 1: second) may run.
 
-        ``launch.stuck`` recognises this function by name.
+        The watchdog of hanging ranks recognises this function by name.
         """
         self._wake[me].acquire()
         self._turn = me
@@ -106,7 +106,7 @@ class Turns:
             raise _OtherPassFailed
 
     def swap(self) -> None:
-        """Let the other pass run until it gives the turn back or ends.
+        """Let the other pass run until it hands over again or ends.
 
         Returns at once outside ``run``, and when the other pass has ended.
         """
@@ -119,7 +119,7 @@ class Turns:
         self.wait_for_turn(me)
 
     def finish(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass during a started exchange, then call ``wait``."""
+        """Run deferred work and the other pass while an all-to-all travels; then call ``wait``."""
         self.work_off()
         self.swap()
         wait()
@@ -134,7 +134,7 @@ class Turns:
             self._waiting.popleft()()
 
     def check_nothing_waits(self) -> None:
-        """Raise ``AssertionError`` if deferred work has not been done by the end of a step."""
+        """Raise ``AssertionError`` if deferred work is left at the end of a step."""
         assert not self._waiting, f"{len(self._waiting)} deferred products were not computed"
 
 
@@ -142,7 +142,7 @@ TURNS = Turns()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, forward and backward, during which the other pass runs."""
+    """Autograd function: all-to-all of tokens, forward and backward, while the other pass runs."""
 
     @staticmethod
     def forward(

@@ -19,7 +19,7 @@ from automoe.errors import DataError
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer
 from automoe.storage.files import replace_durably, set_aside
-from automoe.storage.sealed import sealed, unsealed
+from automoe.storage.sealed import read_json, sealed
 
 FOLDER = "rollouts"
 
@@ -173,7 +173,7 @@ class Rollouts:
 
     def _read(self, file: Path, facts: str) -> Any:
         try:
-            content = unsealed(file.read_bytes()) if file.is_file() else {}
+            content = read_json(file, must_be_sealed=True) if file.is_file() else {}
         except ValueError as error:
             raise DataError(
                 f"{file} cannot be read ({error}). Remove it: the answers are then drawn anew"
@@ -203,8 +203,9 @@ class Rollouts:
         Raises:
             DataError: the checkpoint's run had other prompts.
         """
+        state = state or {}  # a session's checkpoint has None
         self._history = dict(state.get("history", {}))  # states before 0.18 have none
-        if state["prompts"] != self.digest:
+        if state.get("prompts") != self.digest:
             raise DataError(
                 "observe.samples: the prompts are not those that the checkpoint was trained with. "
                 "Restore them, or set checkpoint.resume=never"

@@ -182,6 +182,10 @@ class Session:
             raise ConfigError(
                 "data.document_mask", False, "a session packs samples into rows", "Set it to true"
             )
+        for name in ("record_routing", "replay_routing"):
+            if (folder := getattr(config.moe, name)) is not None:
+                rule = "a session takes routes with its samples"
+                raise ConfigError(f"moe.{name}", folder, rule, "Leave it out")
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
         # Of the settings as given: those are what a resumed run is compared with.

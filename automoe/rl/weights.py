@@ -99,8 +99,8 @@ class WeightStream:
                 item = items.get(key)
                 writes = self._writer[key] == ranks.rank
                 parts: list[torch.Tensor] = []
-                if item is not None and ranks.rank in item.holders:
-                    whole = gather(item)  # by all holders
+                if item is not None:
+                    whole = gather(item, ranks.rank)  # by all ranks of the stage
                     if writes:
                         parts = transfer.stored(item, whole)
                     del whole

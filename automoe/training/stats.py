@@ -31,13 +31,15 @@ class StepStats:
         balance_losses: balance losses by the names in ``LOSSES``, summed over layers, coefficients
             included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
-            before any is dropped.
+            before any is dropped; L MoE layers.
         dropped_share: [L] share of the choices that exceeded an expert's capacity.
         device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
             that plain top-k of the scores would give.
         metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers;
-            ``routes_differ``: share of an engine's repeated choices that routers would not make.
-        replayed: [L, 2] an engine's repeated choices, and those that the router would not make.
+            ``routes_differ``: share of the choices repeated from an inference engine that routers
+            would not make.
+        replayed: [L, 2] choices repeated from an inference engine, and how many of them the routers
+            would not make.
     """
 
     loss: float
@@ -55,11 +57,12 @@ def gather_stats(
     config: Config,
     reported: Mapping[str, Tensor],
 ) -> StepStats:
-    """Sum loss shares and every layer's counters over all ranks, and zero the counters.
+    """Return the step's statistics, summed over all ranks; zero every layer's counters. Collective.
 
     Each rank fills in its own stages' layers, so one sum serves dp, cp and pp at once.
 
     Args:
+        loss_share: this rank's share of the loss; the loss is the sum over ranks.
         reported: this rank's shares of the values that the loss reports; the names are the same on
             every rank.
     """
@@ -134,9 +137,7 @@ def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]
 
 
 def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the maximum of each named value over all ranks, in float64.
-
-    The function makes one all-reduce over the CPU backend.
+    """Return the maximum of each named value over all ranks, in float64. One all-reduce on the CPU.
 
     Args:
         values: the same names in the same order on every rank.

@@ -16,9 +16,9 @@ from automoe.moe.dispatch.wire import arrived, encode_rows
 class AllGatherDispatcher:
     """Dispatcher that gathers tokens and routing, and reduce-scatters the local experts' outputs.
 
-    Each call has one host sync, for the number of rows to compute. Without the sync, memory and
-    element-wise work would be needed for every choice of all ranks: P times the average number of
-    rows.
+    Each call has one host sync, for the number of (token, expert) pairs to compute. Without the
+    sync, memory and element-wise work would be needed for every choice of all P ranks: P times the
+    average.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:

@@ -19,11 +19,11 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 @dataclass
 class ExpertTensorDispatcher:
-    """Wrapper of ``dispatcher`` whose experts are sharded over the etp group.
+    """Wrapper of ``dispatcher`` for experts whose width is sharded over the etp group.
 
-    Each call has one more host sync, for the sizes. The all-gather and reduce-scatter of unequal
-    parts are made of all-to-alls, which take unequal sizes in every backend (gloo's own all-gather
-    and reduce-scatter would need padding).
+    It gathers the tokens of the group and reduce-scatters the outputs. Each call has one more host
+    sync, for the sizes. Both collectives are made of all-to-alls, which take unequal sizes in every
+    backend (gloo's own all-gather and reduce-scatter would need padding).
     """
 
     dispatcher: Dispatcher

@@ -27,13 +27,13 @@ from automoe.moe.dispatch.rows import RowExchange
 
 
 class HierarchicalDispatcher:
-    """Dispatcher over two levels of ranks.
+    """Dispatcher over two levels of ranks: first across nodes, then within a node.
 
-    Each level has one host sync, for the sizes, or none if ``rows_per_expert`` gives them.
+    Each level has one host sync, for the sizes, or none if the caller gives ``rows_per_expert``.
 
     Args:
         levels: the group across nodes, then the group within the node; either may be left out.
-            Each part of a level has an equal number of consecutive experts.
+            Each rank of a level has an equal number of consecutive experts.
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
@@ -45,9 +45,15 @@ class HierarchicalDispatcher:
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        """Dispatch between the parts of the first level, then within a part over the other levels.
+        """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
-        Ids outside 0 ... E - 1 are dropped.
+        Tokens go over the first level's group, then over the other levels. Expert ids outside 0 ...
+        E - 1 are dropped.
+
+        Args:
+            experts: function that runs this rank's experts.
+            rows_per_expert: choices of each expert on this rank if all are equal; None: sizes are
+                exchanged.
         """
         group = self.group
         num_parts = group.num_ranks

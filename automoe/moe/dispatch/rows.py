@@ -24,7 +24,10 @@ from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
 
 
 class Layout:
-    """Positions of rows and words in the lines of a buffer, a block of rows for each rank.
+    """Layout of a send or receive buffer: per rank a block of rows, then lines with their words.
+
+    A row is one token's hidden states; its words are a few numbers, such as routing weights. A line
+    is as wide as a row.
 
     Args:
         counts_P: rows of each rank's block.
@@ -35,7 +38,7 @@ class Layout:
     Attributes:
         splits: number of lines in each rank's block.
         row_M: int64, the line of each row.
-        word_MC: int64, the place of each row's words, counted in words from the start of the
+        word_MC: int64, the position of each row's words, counted in words from the start of the
             buffer.
     """
 
@@ -58,13 +61,16 @@ class Layout:
         self.word_MC = word_M.unsqueeze(1) + torch.arange(num_words, device=device)
 
     def word_places(self, width: int) -> Tensor:
-        """Return ``word_MC`` for lines ``width`` words wide that hold ``line_words`` words each."""
+        """Return the positions ``word_MC`` in a buffer whose lines are ``width`` words wide.
+
+        Each line still holds ``line_words`` words, at its beginning.
+        """
         if width == self.line_words:
             return self.word_MC
         return self.word_MC // self.line_words * width + self.word_MC % self.line_words
 
     def words(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the words [M, C] that lines of any width hold."""
+        """Return the words [M, C] of all rows, read from the lines of a buffer as ``dtype``."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _words(lines_BW, dtype)[self.word_places(width)]
 
@@ -82,8 +88,8 @@ def _packed(rows_TW: Tensor, words_MC: Tensor, source_B: Tensor, word_MC: Tensor
 class _Arrived(torch.autograd.Function):
     """Autograd function that takes received lines apart into rows [B, H] and words [R, C].
 
-    x and words are those of the rows that this rank sent. The backward sends the gradients back, in
-    lines of x's dtype.
+    Its inputs x and words are those that this rank sent. The backward sends the gradients back to
+    the ranks that the rows came from, in lines of x's dtype.
     """
 
     @staticmethod
@@ -113,16 +119,19 @@ class _Arrived(torch.autograd.Function):
 
 
 class RowExchange:
-    """One all-to-all of rows with their words, started by the constructor.
+    """All-to-all of tokens' hidden states (rows) with a few numbers each (words), started at once.
+
+    The constructor starts it, ``wait`` returns the result.
 
     Args:
-        token_idx_M: row of x that each sent row reads, sorted by the destination rank.
+        x_TH: hidden states of this rank's tokens.
+        token_idx_M: token that each sent row copies, sorted by the destination rank.
         words_MC: words of each row; a row of x must be a whole number of words wide.
         counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` are
             the same counts on the host.
 
     Attributes:
-        source_B: row of x in each sent line; T for a line of words.
+        source_B: token in each sent line; T for a line of words.
         out, into: layouts of the lines sent and received.
     """
 
@@ -159,7 +168,10 @@ class RowExchange:
         self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the lines [B, H] and the words [R, C] that have arrived. Call it once."""
+        """Wait for the exchange; return its lines [B, H], rows and others, and the words [R, C].
+
+        Call it once. ``into.row_M`` has the lines that are rows.
+        """
         lines, sent = self.group.wait(self._lines), self._sent
         del self._lines, self._sent
         rows_BH, words_RC = _Arrived.apply(*sent, lines, self)
@@ -167,9 +179,12 @@ class RowExchange:
 
 
 def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) -> Tensor:
-    """Run the experts on rows that arrive with their routing weights: [R, H], in order of arrival.
+    """Run this rank's experts on the tokens that arrive: output [R, H], in order of arrival.
 
-    ``regroup_by_expert`` describes ``counts_PE``.
+    Args:
+        exchange: its words are one routing weight per token.
+        counts_PE: tokens from each of P ranks for each of this rank's E experts.
+        experts: function that runs the experts on rows sorted by expert.
     """
     line_R = exchange.into.row_M
     by_expert_R, back_R = regroup_by_expert(counts_PE, len(line_R))
