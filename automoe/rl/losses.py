@@ -86,7 +86,7 @@ def group_advantages(
 
 
 def trained(inputs: LossInputs) -> Tensor:
-    """Return [B, S] bool, True for trained tokens."""
+    """Return [B, S] bool: True for trained tokens, False for prompts and padding."""
     return inputs.labels >= 0
 
 
@@ -369,8 +369,7 @@ def dr_grpo(
 ) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
 
-    ``length`` is a constant, e.g. the longest answer. Advantages:
-    ``group_advantages(scale=False)``.
+    ``length`` is a constant, such as the largest number of tokens of an answer.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -450,7 +449,7 @@ def dppo(
 
 @policy_loss("tokens")
 def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Policy gradient with the ratio r = pi / old as importance weight: -r A."""
+    """Policy gradient with the ratio r = pi / old as importance weight: -r A, A = advantage."""
     return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
 
 
