@@ -32,12 +32,7 @@ from automoe.launch.worker import STOP_SIGNALS, end_process
 from automoe.storage.guarded import die_with_parent, fork
 
 # These modules import nearly everything that a shipped recipe needs.
-IMPORTED = (
-    "automoe.run.run",
-    "automoe.run.weights",
-    "automoe.training.step",
-    "automoe.data.loader",
-)
+IMPORTED = "automoe.run.run automoe.run.weights automoe.training.step automoe.data.loader".split()
 _MAX_MESSAGE = 1 << 20  # bytes
 _MAX_FILES = 253  # Linux's SCM_MAX_FD
 

@@ -19,11 +19,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from automoe.config.facts import SAVES
 from automoe.errors import LaunchError
@@ -116,7 +115,7 @@ class StuckWatch:
 
     Attributes:
         run_dir: run directory, which all ranks can read and write.
-        terminal: stream that shows warnings about slow collectives.
+        terminal: text stream that shows warnings; it must not raise ``OSError``.
         tells_errors: True under torchrun and srun, without automoe's launcher.
         timeout_s: timeout of a step's collectives; None until the configuration is read.
         device: this rank's torch.device, once it has one.
@@ -125,7 +124,7 @@ class StuckWatch:
     run_dir: Path
     rank: int
     num_ranks: int
-    terminal: TextIO
+    terminal: Any
     tells_errors: bool = False
     timeout_s: float | None = None
     device: Any = None
@@ -238,12 +237,7 @@ class StuckWatch:
         """Warn about the slow collective ``slow`` once; ranks need not tell their positions any more."""
         self._named.add(str(slow))
         for stream in (self.terminal, sys.stderr):
-            with suppress(OSError):
-                print(
-                    f"warning: {message} It may take up to {slow.timeout_s:.0f} s",
-                    file=stream,
-                    flush=True,
-                )
+            print(f"warning: {message} It may take up to {slow.timeout_s:.0f} s", file=stream)
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
@@ -254,8 +248,7 @@ class StuckWatch:
         )
         failure = runs.error_report(LaunchError(message), rank)
         if runs.record_failure(self.run_dir, failure) and self.tells_errors:
-            with suppress(OSError):
-                print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
+            print(f"error: {runs.describe_error(failure)}", file=self.terminal)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
         standings = {}
