@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
@@ -69,7 +69,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
     Environment variables are written by name, so files and trackers never see their content.
     """
-    return _plain(asdict(config))
+    return mapped(asdict(config), written)
 
 
 class FromEnvironment(str):
@@ -105,14 +105,14 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 
     This inverts ``config_to_dict``. A variable that ``environment`` lacks stays as written.
     """
-    if isinstance(raw, dict):
-        return {key: from_environment(value, environment) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [from_environment(value, environment) for value in raw]
-    if not isinstance(raw, str) or not named_variables(raw):
-        return raw
-    text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), raw)
-    return FromEnvironment(text, raw)
+
+    def content(value: Any) -> Any:
+        if not isinstance(value, str) or not named_variables(value):
+            return value
+        text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), value)
+        return FromEnvironment(text, value)
+
+    return mapped(raw, content)
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
@@ -301,9 +301,13 @@ def type_name(hint: Any) -> str:
     return (kinds | {str: "text", PathText: "text"}).get(hint, str(hint))
 
 
-def _plain(value: Any) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to every value in nested dictionaries, lists and tuples; return the copy.
+
+    Tuples become lists.
+    """
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return written(value)
+        return [mapped(item, change) for item in value]
+    return change(value)

@@ -37,11 +37,9 @@ def local_folder(spec: str | Path) -> Path:
     Args:
         spec: a path, or ``OWNER/NAME@COMMIT``.
     """
-    folder = user_path("path", spec)
-    match = _ID.fullmatch(str(spec))
-    if match is None or match[3] is None or folder.exists():
-        return folder
-    return _cache_of(match[1]) / "snapshots" / match[3]
+    if (pin := id_and_commit(str(spec))) is None:
+        return user_path("path", spec)
+    return _cache_of(pin[0]) / "snapshots" / pin[1]
 
 
 def _cache_of(name: str) -> Path:

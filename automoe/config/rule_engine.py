@@ -260,10 +260,8 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose two conditions (the first two cells) both hold."""
     for rows in tables:
         for row in rows:
-            for part in _both(row[0], row[1]):
-                if not part.holds(part.reader(see), part.values(see)):
-                    break
-            else:
+            parts = _both(row[0], row[1])
+            if all(part.holds(part.reader(see), part.values(see)) for part in parts):
                 yield row
 
 
@@ -339,10 +337,7 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
     """
     for key, broken, rule, remedy in rows:
         if broken:
-            on_mesh = shape is not None and key.startswith("mesh.")
-            value = (
-                attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
-            )
+            value = Scope(config, shape or config.mesh, config.launch.device)(key)
             if config.model.hf_path is not None:
                 remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
