@@ -195,8 +195,8 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
 
     Args:
         composed: Hydra's ``DictConfig``.
-        overrides: those of the command line. If they have ``recipe=NAME`` and the working directory
-            has ``recipes/NAME.py``, the recipe becomes that file.
+        overrides: with ``recipe=NAME`` among them, ``recipes/NAME.py`` of the working directory is
+            taken if it exists.
 
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.

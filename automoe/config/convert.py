@@ -134,13 +134,10 @@ def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
 def check_key(key: str, value: object) -> Any:
     """Return the type hint that the schema gives the dotted ``key``.
 
-    Keys of ``recipe_args`` have ``Any``: the recipe declares them, and the primary may name it.
-
-    Args:
-        value: value to show in the error.
+    Keys of ``recipe_args`` have ``Any``: the recipe declares them.
 
     Raises:
-        ConfigError: the key is not in the schema; the message suggests the nearest one.
+        ConfigError: the key is unknown; the message shows ``value`` and the nearest key.
     """
     hint: Any = Config
     parts = key.split(".")
@@ -178,7 +175,7 @@ def nearest(word: str, choices: list[str], likeness: float = 0.6) -> list[str]:
     """Return the choice most like ``word`` as a list of one; an empty list if none is close.
 
     Args:
-        likeness: smallest ratio of ``difflib`` that counts as close, from 0 to 1.
+        likeness: smallest ratio of ``difflib`` that counts as close.
     """
     return difflib.get_close_matches(word, choices, 1, likeness)
 

@@ -149,10 +149,7 @@ def first_host(node_list: str) -> str:
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
-    """Return the names of variables in ``env`` by which ranks find each other, such as ``RANK``.
-
-    Without torchrun or srun they are left over from an earlier launch.
-    """
+    """Return the names of variables in ``env`` by which ranks find each other, such as ``RANK``."""
     return [name for name in RENDEZVOUS_VARIABLES if name in env]
 
 

@@ -115,11 +115,10 @@ def train(
 
 
 def composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
-    """Compose the ``Config`` that ``automoe.train`` was given in one of its three forms.
+    """Return the ``Config`` that overrides, a dictionary of keys or a whole ``Config`` stand for.
 
     Args:
-        config: a list of overrides, a dictionary of keys, or a whole ``Config``.
-        config_name: primary configuration that overrides apply to.
+        config_name: primary configuration that overrides or keys apply to.
         config_dir: further folder of configurations.
     """
     if isinstance(config, Config):

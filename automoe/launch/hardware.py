@@ -245,7 +245,7 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
     variable CXX or CC may name the compiler.
 
     Args:
-        key: setting that needs the compiler, for the message.
+        key: setting that needs the compiler.
         remedy: what to set instead.
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])

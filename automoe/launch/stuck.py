@@ -48,11 +48,10 @@ class Pending:
     """Collective that a rank has entered and not left, read from torch's flight recorder.
 
     Attributes:
-        op: name of the collective, such as ``all_reduce``.
-        number: sequence number of the collective in its process group.
-        group: name of the process group.
+        op: its name, such as ``all_reduce``.
+        number: its sequence number in the process group ``group``.
         ranks: global ranks of the group.
-        seconds: time since the collective was first seen, soon after it began.
+        seconds: time since it was first seen, soon after it began.
         timeout_s: timeout of the group; larger for a group that waits for slow disks.
     """
 
@@ -168,7 +167,7 @@ class StuckWatch:
     def explain(self, error: BaseException) -> None:
         """Record which rank is missing if ``error`` is the timeout of a collective.
 
-        If a rank is already asking, wait until the outcome is recorded, up to 20 s.
+        If a rank is already asking all ranks for their positions, wait up to 20 s for the outcome.
         """
         self._error = error
         if self._asked() is None and _is_timeout(error) and self.timeout_s and self._ask():
@@ -375,8 +374,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 def _working_thread() -> threading.Thread:
     """Return the thread that does this rank's work: the main thread, or that of a backward pass.
 
-    With ``parallel.overlap_all_to_all`` the backward pass of one micro-batch runs in a second
-    thread, and at times the main thread waits for it.
+    With ``parallel.overlap_all_to_all`` one micro-batch's backward pass runs in a second thread, for
+    which the main thread waits at times.
     """
     main = threading.main_thread()
     if any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main)):
