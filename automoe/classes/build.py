@@ -299,14 +299,14 @@ def head_of(model: Any, path: str) -> Head:
 
 
 def _numbers(values: Any) -> set[float]:
-    """Return 1, and the numbers of a configuration, with their inverses."""
-    found = {1.0}
+    """Return 1, the numbers in nested dicts and lists, and their inverses, as floats."""
+    numbers = {1.0}
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, dict | list):
-            found |= _numbers(value)
+            numbers |= _numbers(value)
         elif type(value) in (int, float) and value:
-            found |= {float(value), 1 / value}
-    return found
+            numbers |= {float(value), 1 / value}
+    return numbers
 
 
 def _as_stated(measured: float, stated: set[float]) -> float:

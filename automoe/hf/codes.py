@@ -196,13 +196,15 @@ def split(
             layer = re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", names.plain(key) or "")
             if layer and int(layer[1]) not in config.all_layers:
                 modules.append(f"model.layers.{layer[1]}.")
-    beside_model = tuple(modules)
+    other_modules = tuple(modules)
     ignored = re.compile("|".join(keys.unread))
-    text, beside = {}, {}
-    for key, stored in tensors.items():
-        name = names.plain(key)
-        if name is None or name.startswith(beside_model) or (keys.unread and ignored.search(name)):
-            beside[key] = stored
-        else:
-            text[name] = stored
+    plain = dict(
+        zip(tensors, map(names.plain, tensors) if names.prefixes else tensors, strict=True)
+    )
+    beside = {
+        key: tensors[key]
+        for key, name in plain.items()
+        if name is None or name.startswith(other_modules) or (keys.unread and ignored.search(name))
+    }
+    text = {name: tensors[key] for key, name in plain.items() if name and key not in beside}
     return text, beside

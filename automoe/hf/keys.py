@@ -309,11 +309,17 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     """Return name and shape of every tensor of a checkpoint of ``config`` in layout ``keys``."""
-    return {
-        piece.key: piece.shape
-        for name, shape in our_tensors(config)
-        for piece in keys.pieces(name, shape)
-    }
+    tensors: dict[str, Shape] = {}
+    alike: dict[tuple[str, Shape], list[tuple[str, Shape]]] = {}  # names below a layer, its shapes
+    for name, shape in our_tensors(config):
+        match = None if keys.table else _LAYER.fullmatch(name)
+        layer, kind = match.groups() if match else ("", name)
+        prefix = f"model.{layer}" if layer else ""
+        if (kind, shape) not in alike:
+            pieces = keys.pieces(name, shape)
+            alike[kind, shape] = [(each.key.removeprefix(prefix), each.shape) for each in pieces]
+        tensors |= {prefix + key: full for key, full in alike[kind, shape]}
+    return tensors
 
 
 def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> bool:

@@ -207,7 +207,7 @@ def optimizer_step(
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
             report = {**report, "max_attention_logit": logits.largest()}
         # One reduction serves all agreed values; the host has waited for the device already.
-        over_ranks = max_over_ranks({"skip": reason is not None, **report})
+        over_ranks = max_over_ranks({**report, "skip": reason is not None})
         skipped = bool(over_ranks["skip"])
         # Scales come before the update: the host would have to wait for the update otherwise.
         clipped_share = update_scales(model_parts, meshes, stepped=not skipped)
