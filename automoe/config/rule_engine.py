@@ -258,7 +258,8 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose two conditions (the first two cells) both hold."""
     for rows in tables:
         for row in rows:
-            parts = _both(row[0], row[1])
+            # The second condition comes first: it may be that a divisor of the first is not zero.
+            parts = parsed(row[1]) + parsed(row[0])
             if all(part.holds(part.reader(see), part.values(see)) for part in parts):
                 yield row
 
@@ -267,12 +268,6 @@ def refused(see: Scope, *tables: Table) -> Iterator[Row]:
     """Yield the broken rules of ``tables`` in order, as (key, True, rule, remedy)."""
     for row in holding(see, *tables):
         yield _row(see, *row)
-
-
-@cache
-def _both(first: str, second: str) -> tuple[Comparison, ...]:
-    # The second condition may be that a number is not zero, by which the first one divides.
-    return parsed(second) + parsed(first) if " % " in first else parsed(first) + parsed(second)
 
 
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
