@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,12 +100,29 @@ class Space:
         # What many families share: layers, parts of layers, bytes, and settings.
         self._same, self._plain = cache(self._layer), cache(self._without_experts)
         self._kept, self._settings = cache(self._kept_bytes), cache(self._of_family)
+        self._routed = dict[tuple[Any, ...], Passes]()
 
-    def columns(self, families: Sequence[Family], rungs: int | None = None) -> Array:
-        """Time the layers of ``families`` with the first ``rungs`` choices of recomputation."""
+    def timed(self, families: Sequence[Family], rungs: int | None = None) -> Array:
+        """Time the layers of ``families`` with the first ``rungs`` choices of recomputation.
+
+        Returns:
+            One record per family and choice, family by family: the choice's number, and the fields
+            ``COLUMN`` and ``LAYER``. Records without objects pass quickly between processes.
+        """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
-        return np.array(rows, [*WAITING.descr, *((name, float) for name in COLUMN), *kinds])
+        return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
+
+    def columns(self, families: Sequence[Family], timed: Array) -> Array:
+        """Return the records that ``timed`` made of ``families``, with the fields of ``WAITING``."""
+        each = len(timed) // max(len(families), 1)
+        fields = [field for field in timed.dtype.descr if field[0] != "rung"]
+        columns = np.zeros(len(timed), [*WAITING.descr, *fields])
+        for name in timed.dtype.names or ():
+            columns[name] = timed[name]
+        repeated = (family for family in families for _ in range(each))
+        columns["item"] = np.fromiter(repeated, object, len(timed))
+        return columns
 
     def _rows(self, family: Family, rungs: int | None) -> Iterator[tuple[Any, ...]]:
         made = [
@@ -115,7 +133,7 @@ class Space:
         ]
         axes = family.micro_batch_size, family.cp * family.tp, family.ep * family.etp
         for rung, values in enumerate(zip(*made, strict=True)):
-            yield 0.0, 0.0, 0, rung, family, *axes, *zip(*values, strict=True)
+            yield rung, *axes, *zip(*values, strict=True)
 
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
@@ -131,12 +149,11 @@ class Space:
             # only rows in 8 bits are encoded once more
             arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
             if arrives not in timed:
-                passes, stage = (
-                    Passes(*(half.copy() for half in plain)),
-                    Stage(Passes(Pass(), Pass())),
-                )
+                passes, stage = plain, Stage(Passes(Pass(), Pass()))
                 if kind.routed:
-                    add_experts(place, layer, passes, arrives)
+                    shared = plain.forward.parts.get("shared_experts", 0.0)
+                    experts = self._experts(place, family, layer, shared, arrives)
+                    passes = Passes(*map(add, plain, experts))
                 add_layer(place, stage, layer, 1, passes)
                 timed[arrives] = passes.forward, stage
             forward, stage = timed[arrives]
@@ -166,6 +183,22 @@ class Space:
     def _of_family(self, family: Family) -> tuple[Config, Machine]:
         config = family.of(self.config)
         return config, Machine.of(config, Constants.load())
+
+    def _experts(
+        self, place: Place, family: Family, layer: int, shared: float, arrives: bool
+    ) -> Passes:
+        """Return the passes of the routed experts of ``layer``, beside the others' seconds ``shared``.
+
+        They depend on the number of a rank's tokens, not on how rows are cut into them.
+        """
+        cut = family._replace(cp=1, micro_batch_size=1, context="")
+        key = place.tokens, cut, layer, arrives
+        if key not in self._routed:
+            passes = Passes(Pass(parts={"shared_experts": shared}), Pass())
+            add_experts(place, layer, passes, arrives)
+            del passes.forward.parts["shared_experts"]
+            self._routed[key] = passes
+        return self._routed[key]
 
     def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
         """Return the passes of ``layer`` without routed experts, and the seconds of the head."""

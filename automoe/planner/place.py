@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -38,13 +38,21 @@ class Pass:
         if cost is not NOTHING:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
-    def copy(self) -> Pass:
-        """Return an equal pass to which other parts may be added."""
-        return replace(
-            self,
-            parts=dict(self.parts),
-            communication=dict(self.communication),
-            again=dict(self.again),
+    def __add__(self, other: Pass) -> Pass:
+        """Return a pass that does the work of both."""
+        parts, sent = dict(self.parts), dict(self.communication)
+        for part, seconds in other.parts.items():
+            parts[part] = parts.get(part, 0.0) + seconds
+        for axis, cost in other.communication.items():
+            sent[axis] = sent.get(axis, NOTHING) + cost
+        return Pass(
+            self.compute + other.compute,
+            parts,
+            sent,
+            self.idle + other.idle,
+            self.weights + other.weights,
+            self.experts + other.experts,
+            self.again | other.again,
         )
 
     @property

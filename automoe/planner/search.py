@@ -165,8 +165,8 @@ class Queue:
             if grad == "autograd" or (adds and fp8 == "off")
         ]
         # meshes, columns, candidates, timed candidates
-        self.left = [self._spread(families, 1, 1.0), self.space.columns([])]
-        self.left += [np.empty(0, WAITING)] * 3
+        meshes = self._spread(families, 1, 1.0)
+        self.left = [meshes, meshes[:0], *[np.empty(0, WAITING)] * 3]
         self.since = 0  # candidates since the last result
 
     def highest(self) -> list[float]:
@@ -208,9 +208,8 @@ class Queue:
             rungs: number of choices of recomputation; None: all.
             hidden: share of all-to-alls that take no time.
         """
-        columns: Array = np.concatenate(
-            in_halves(lambda part: self.space.columns(part, rungs), families)
-        )
+        timed = in_halves(lambda part: self.space.timed(part, rungs), families)
+        columns = self.space.columns(families, np.concatenate(timed))
         times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
         whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
         share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
