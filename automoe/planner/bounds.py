@@ -299,14 +299,13 @@ class Layout:
         return tuple(map(np.array, (count, pairs, held, done)))
 
     def _most(self, stages: list[int], entries: tuple[Entry, ...]) -> Array:
-        now = np.zeros((2, len(stages)))  # micro-batches in flight; stages with gradients
-        most = [0.0, 0.0]
-        num_bytes = now
+        flying, done = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        most = (0, 0)
+        at_most = flying.copy(), done.copy()
         for kind, stage, _ in (action for entry in entries for action in reversed(entry)):
-            local = stages.index(stage)
-            now[0, local] += (kind == "F") - (kind in "BW")
-            now[1, local] = now[1, local] or kind in "BW"
-            if kind == "F" and (total := now.sum(axis=1).tolist()) > most:
-                most, num_bytes = total, now.copy()
-        sizes: Array = num_bytes @ self.sizes[stages]
+            flying[stage] += (kind == "F") - (kind in "BW")
+            done[stage] |= kind in "BW"
+            if kind == "F" and (total := (sum(flying.values()), sum(done.values()))) > most:
+                most, at_most = total, (flying.copy(), done.copy())
+        sizes: Array = np.array([[*held.values()] for held in at_most]) @ self.sizes[stages]
         return sizes
