@@ -53,7 +53,7 @@ WAITING = np.dtype(
 
 
 class Family(NamedTuple):
-    """What the time of a layer depends on, besides what all candidates of a search share."""
+    """Mesh axes and settings on which the time of a layer depends."""
 
     tp: int
     cp: int
@@ -68,13 +68,13 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """The family of layers without experts."""
+        """The same settings without those of routed experts, for the rest of a layer."""
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with the settings of the family."""
+        """Return ``config`` with the family's settings; keywords set other keys of ``parallel``."""
         return changed(
             config,
             moe={"dispatcher": self.dispatcher, "dispatch_dtype": self.dispatch_dtype},
@@ -84,7 +84,11 @@ class Family(NamedTuple):
 
 
 class Space:
-    """Layers of a configuration, timed once for each family."""
+    """Times and bytes of a model's layers for all families of a search, each computed once.
+
+    Args:
+        rungs: tried values of ``parallel.recompute``.
+    """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
         self.config = config
@@ -138,7 +142,11 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return the values ``LAYER`` for each choice of recomputation."""
+        """Return seconds and bytes of ``layer`` in the order of ``LAYER``, for each of ``kinds``.
+
+        Args:
+            kinds: properties of the layer with each choice of recomputation.
+        """
         place = self._place(family)
         config, mesh, batch = place.config, place.mesh, place.batch
         load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
@@ -201,12 +209,12 @@ class Space:
         return self._routed[key]
 
     def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
-        """Return the passes of ``layer`` without routed experts, and the seconds of the head."""
+        """Return ``layer``'s times without routed experts, and the seconds of the output head."""
         place = self._place(family)
         return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))
 
     def _kept_bytes(self, layer: int, load: TokenLoad) -> list[float]:
-        """Return the bytes of activations that ``layer`` keeps, by choice of recomputation."""
+        """Return the bytes of ``layer``'s activations, for each choice of recomputation."""
         model, variants = self.config.model, self.variants[layer]
         if not tier_of(model).resizable:  # it is measured, which imports torch
             return [0.0] * len(variants)
@@ -217,7 +225,11 @@ class Space:
 
 
 class Layout:
-    """Pipeline ranks with their stages: a schedule on ``pp`` ranks, and what FSDP does."""
+    """A pipeline schedule on ``pp`` ranks with its FSDP policy; it bounds time and memory of steps.
+
+    Args:
+        settings: values of ``parallel``, such as ``schedule`` and ``stages_per_rank``.
+    """
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
         self.pp = pp
@@ -236,7 +248,13 @@ class Layout:
         self.has_head = np.array([[len(self.sizes) - 1 in stages] for stages in self.held])
 
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
-        """Return the micro-batches of a step; 0 where ranks or rows are left over."""
+        """Return the number of micro-batches of a step for each record of ``columns``.
+
+        It is 0 where the ranks or the rows of the global batch do not divide.
+
+        Args:
+            ranks: number of all ranks.
+        """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
         unit = np.maximum(dp, 1) * columns["micro"]
         count, rows = np.divmod(self.config.train.global_batch_size, unit)
@@ -247,7 +265,11 @@ class Layout:
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, count: int) -> Array:
-        """Return for each column the least seconds of a step of ``count`` micro-batches."""
+        """Return a lower bound of the seconds of a step, for each record of ``columns``.
+
+        Args:
+            count: micro-batches of a step.
+        """
         parallel = self.parallel
         forward, head = columns["forward"].T, columns["head"][:, 0]
         whole = forward + columns["backward"].T
@@ -268,7 +290,14 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, count: int, ranks: int) -> Array:
-        """Return the least bytes of the rank that needs most, at the end of a forward pass."""
+        """Return a lower bound of the bytes of the fullest rank, for each record of ``columns``.
+
+        It is the memory at the end of a forward pass.
+
+        Args:
+            count: micro-batches of a step.
+            ranks: number of all ranks.
+        """
         parallel, optim = self.parallel, self.config.optim
         wide, compute, reduced = DTYPE_BYTES[self.config.train.dtype]
         moment = compute if optim.moments == "bfloat16" else wide
@@ -283,10 +312,12 @@ class Layout:
         return least
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
-        """Return how much each rank pairs, and what it holds most of at the end of a forward pass.
+        """Return what the schedule overlaps and holds in a step of ``count`` micro-batches.
 
-        These are the micro-batches after which rounds repeat, pairs of passes, layers in flight by
-        kind, and layers with gradients.
+        Returns:
+            The number of micro-batches after which all rounds are alike; and for each pipeline rank
+            the number of overlapped pairs of passes, the layers of each kind whose activations it
+            holds at its fullest moment, and the layers of each kind that then have gradients.
         """
         schedule = self.parallel.schedule
         if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:

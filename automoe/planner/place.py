@@ -18,7 +18,7 @@ AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
 
 @dataclass
 class Pass:
-    """Forward or backward pass of a layer: seconds of compute by module, collectives by axis."""
+    """Forward or backward pass of a layer: seconds by module, and collectives by mesh axis."""
 
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Pass:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
     def __add__(self, other: Pass) -> Pass:
-        """Return a pass that does the work of both."""
+        """Return the sum of two passes, such as those of a layer's attention and of its experts."""
         parts, sent = dict(self.parts), dict(self.communication)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + seconds
@@ -61,7 +61,7 @@ class Pass:
 
 
 class Passes(NamedTuple):
-    """Forward and backward pass of a layer or a stage."""
+    """Predicted forward and backward pass of a layer or a pipeline stage."""
 
     forward: Pass
     backward: Pass
@@ -76,7 +76,7 @@ class Passes(NamedTuple):
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Return the assumed expert rows of the busiest rank, relative to the mean of all ranks."""
+    """Return the assumed expert rows of the busiest rank, as a multiple of the ranks' mean."""
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if mesh.ep == 1:
@@ -87,14 +87,14 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
 
 
 def key_of(config: Config) -> str:
-    """Return the ``Place.key`` of ``config``."""
+    """Return a cache key: text that is equal for equal model, LoRA, trained parameters and dtype."""
     train = config.train
     return repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Setting of a layer's timing: configuration, mesh, machine and micro-batches."""
+    """What a layer's time depends on: configuration, mesh, machine and micro-batches."""
 
     config: Config
     mesh: MeshShape
@@ -106,7 +106,7 @@ class Place:
 
     @property
     def fused_experts(self) -> bool:
-        """True if the experts' matmuls add to the float32 gradients."""
+        """True if the experts' matmuls add weight gradients to the float32 sum themselves."""
         return self.fused or self.config.parallel.expert_wgrad != "autograd"
 
     @property
