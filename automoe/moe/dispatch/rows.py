@@ -6,6 +6,9 @@ a row:
 
     rows for rank 0 | lines with their metadata | rows for rank 1 | lines with their metadata ...
 
+With 2 rows for rank 0, 3 for rank 1, one metadata per row and 2 per line these are 2 + 1 and 3 + 2
+lines: rows in lines 0, 1 and 3, 4, 5; metadata at 4, 5 and 12, 13, 14, counted in metadata.
+
 Rows thus keep their width and alignment, rows and metadata are separated without a copy, float32
 weights beside bfloat16 rows lose no bit, and the gradient of the metadata comes back the same way. If
 the group sends rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``), and gradients
