@@ -108,7 +108,13 @@ class Family(Tier):
         return self
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Return our configuration of the model in a ``config.json``, as ``transformers`` reads it.
+        """Return our configuration of the model that a ``config.json`` describes.
+
+        Absent keys have the defaults of transformers' configuration class.
+
+        Args:
+            hf: content of config.json.
+            path: its folder, for errors and as ``hf_path`` of the result.
 
         Raises:
             ConfigError: a key is missing, or has a value that this decoder does not compute.
