@@ -218,8 +218,8 @@ class Session:
         firsts = torch.full_like(recorded.log_probs, layers, dtype=torch.int64)
 
         def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
-            if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
-                differs_BS = lacking_BS > 0
+            if (differing_BS := routing.differing) is not None and tokens.row_ids is not None:
+                differs_BS = differing_BS > 0
                 rows = tokens.row_ids[differs_BS].cpu() - packed.rows.first_row
                 places = packed.values["places"][rows, tokens.index[differs_BS].cpu()]
                 places = places[places >= 0]
