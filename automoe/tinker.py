@@ -408,7 +408,7 @@ def elementwise(
 
 
 def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-    """Return the sum of the loss terms (``elementwise``) of this rank's tokens.
+    """Loss for ``Session``: return the sum of the terms (``elementwise``) of this rank's tokens.
 
     Tokens that are not trained have weights and advantages of 0. ``options`` are those of
     ``elementwise``.
