@@ -39,7 +39,7 @@ KINDS = (
     "model.family",  # automoe.hf.families.family.Family whose model_type is the name
     # a function of num_experts and a moe.dispatch.base.DispatchGroup that returns a Dispatcher
     "moe.dispatcher",
-    # a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits
+    # a function with the signature of automoe.moe.experts.ExpertBackend, which checks its own limits
     "moe.experts",
     "data.kind",  # automoe.data.corpora.Source
     "train.loss",  # automoe.model.loss.Loss: a function of single tokens' losses and LossInputs
