@@ -16,6 +16,7 @@ from automoe.hf.writers import BASE
 from automoe.storage.foreign import brief
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+INTEGERS = "I64"
 # For each encoding: dtype of the codes, and those that scales may have.
 _DTYPES = {
     "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
@@ -50,7 +51,14 @@ def decodable(
 
 
 def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
-    """Return encoding and block size from ``quantization_config`` of a config.json, ``hf``."""
+    """Return the encoding and FP8 block size (rows, columns) that config.json declares.
+
+    Args:
+        hf: content of config.json. Without ``quantization_config`` the encoding is ``plain``.
+
+    Raises:
+        CheckpointError: the quantization cannot be read.
+    """
     stated = quantization_in(hf)
     if stated is None:
         return "plain", FP8_BLOCK
@@ -92,7 +100,11 @@ def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tup
 
 
 def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
-    """Attach scales to their codes, under the name of the unquantized tensor."""
+    """Join each quantized tensor's codes with its scales, under the unquantized tensor's name.
+
+    Returns:
+        All tensors by name; those of scales are now part of their codes' entries.
+    """
     if encoding == "plain":
         return tensors
     codes_end, scales_end, least_dims = ENDS[encoding]
@@ -125,11 +137,14 @@ def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Content
 def _check_encodings(
     folder: Path, sources: Contents, encoding: Encoding, block: tuple[int, int]
 ) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
+    """Raise ``CheckpointError`` for an unreadable dtype, or scales that do not fit their codes."""
     unscaled = [
         key
         for key, s in sources.items()
-        if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
+        # int64 holds no codes; ``check_catalog`` knows which tensors may have it
+        if s.encoding == "plain"
+        and s.dtype not in (*FLOAT_DTYPES, INTEGERS)
+        and not key.endswith(SHAPE)
     ]
     if unscaled:
         quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
@@ -166,11 +181,18 @@ def _check_encodings(
 def split(
     tensors: Contents, names: Names, config: ModelConfig, keys: KeyMap
 ) -> tuple[Contents, Contents]:
-    """Split a folder's tensors: the model's by plain name, and the rest by name in the files.
+    """Split a folder's tensors into those of the text model and all others.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. A surplus layer without this projection is kept among
     the model's tensors, so that the files of a larger model are refused.
+
+    Args:
+        tensors: stored tensors by name in the files.
+        names: map from names in the files to plain names, those of a text model alone.
+
+    Returns:
+        (the model's tensors by plain name, other tensors by name in the files).
     """
     modules = ["mtp."]
     for key in tensors:

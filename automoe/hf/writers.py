@@ -35,7 +35,9 @@ _ROWS = {
 def check_writer(
     folder: Path, hf: Mapping[str, Any], family: str, tensors: Mapping[str, Any]
 ) -> None:
-    """Raise ``CheckpointError`` if a program is known to write folders that no reader loads correctly.
+    """Raise ``CheckpointError`` if a program wrote the folder in a form that is not read here.
+
+    The message names the program or format and a way out.
 
     Args:
         hf: content of config.json.
