@@ -139,6 +139,29 @@ def test_a_header_is_read_or_refused_as_the_library_does(spelling: bytes, tmp_pa
     assert 20 < num_read < 400
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"dtype", b"dty pe"),
+        (b"shape", b"sha pe"),
+        (b"data_offsets", b"data_ offsets"),
+        (b"{", b'{"__metadata__":{"format":"\xff"},'),
+        (b"{", b'{"__metadata__":{"\xc3":"pt"},'),
+        (b"[0]", b"[0,99999999999999999999]"),
+        (b"[0]", b"[18446744073709551615,2,0]"),
+        (b"}}", b"}}" + b" " * 100_000_000),
+    ],
+    ids=["dtype", "shape", "offsets", "value", "key", "no size", "overflow", "too long"],
+)
+def test_a_header_that_the_library_refuses_is_no_usual_one(old: bytes, new: bytes, tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'.replace(old, new, 1)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert as_the_library_reads(file) is None
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        read_headers(tmp_path)
+
+
 def test_directory_without_weights(single: Path) -> None:
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
     assert "model.safetensors" in (message := refused(single)) and INDEX_FILE in message
