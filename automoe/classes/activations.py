@@ -63,11 +63,11 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
         part = TransformersModel(model, MoEConfig(experts=config.moe.experts))
     num_local = max(1, model.num_experts // ep)
 
-    def dispatch(x_TH, topk_ids_TK, weights_TK, experts) -> Tensor:
+    def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
         """Stand in for a dispatcher: ``expert_rows`` copies of tokens reach this rank's experts."""
         token_R = topk_ids_TK.new_zeros(expert_rows)
         received_RH = x_TH.index_select(0, token_R)
-        probs_R = weights_TK.flatten().index_select(0, token_R)
+        probs_R = probs_TK.flatten().index_select(0, token_R)
         out_RH = experts(received_RH, token_R, token_R.new_zeros(num_local).int(), probs_R)
         return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
 

@@ -128,7 +128,7 @@ class RoutedCall(OwnCode):
                 "as int32 or int64 and their weights [T, K]",
                 "Compute these three before the call. A mask over all experts names no choices",
             )
-        x_TH, topk_ids_TK, weights_TK = arguments
+        x_TH, topk_ids_TK, probs_TK = arguments
         # Not checked on CUDA, where reading the bounds would be a host sync.
         if topk_ids_TK.is_cpu and topk_ids_TK.numel():
             least, most = (int(bound) for bound in topk_ids_TK.aminmax())
@@ -140,12 +140,12 @@ class RoutedCall(OwnCode):
                     "Give each of the K choices an expert; one that should not count has weight 0",
                 )
         # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
-        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        wide = torch.promote_types(probs_TK.dtype, torch.float32)
 
         def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:
-            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
+            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(probs_TK.dtype))
 
-        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), probs_TK.to(wide), experts)
         # The caller may add to the result in place; FSDP's hook would be lost with a view.
         return routed.clone()
 

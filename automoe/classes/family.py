@@ -107,10 +107,9 @@ class ClassFamily(Family):
         names = model.state_dict(keep_vars=True).items()
         if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):
             raise refused(path, "modules share parameters")
-        if tables := [name for name, buffer in names if not buffer.is_floating_point()]:
-            raise refused(
-                path, f"{tables[0]} holds whole numbers, which its files are not read for"
-            )
+        odd = [name for name, x in names if not (x.is_floating_point() or x.dtype == torch.int64)]
+        if odd:
+            raise refused(path, f"{odd[0]} holds neither fractions nor int64")
         head = model.get_output_embeddings()
         config = ModelConfig(
             family="transformers",
@@ -225,6 +224,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
 
     model = build_causal_lm(path)
     tensors = {param.name: torch.empty(param.shape, device="meta") for param in class_params(path)}
+    integers = [name for name, x in model.state_dict().items() if x.dtype == torch.int64]
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     tables = []
     for with_prefixes in (False, True):
@@ -255,7 +255,8 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
                 )
                 for name, pieces in table.items()
             }
-            layouts.append(KeyMap(table=named, unread=unread))
+            of_ids = frozenset(piece.key for name in integers for piece in named[name])
+            layouts.append(KeyMap(table=named, unread=unread, integers=of_ids))
     return replace(layouts[0], layouts=tuple(layouts))
 
 

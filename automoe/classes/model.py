@@ -96,7 +96,12 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
             problem = f"{type(model).__name__} does not initialise {names[module]}.{key}"
             raise refused(path, problem)
         vars(module)[kind][key] = buffer
-        initial.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
+        first = values[0][place]
+        if first.dtype == torch.int64 and first.dim() == 2 and not first.any():
+            # A table of each token id's experts that waits for a checkpoint: use all experts alike.
+            experts = next(iter(experts_modules(model).values()))
+            first = torch.arange(first.numel()).view_as(first) % experts.num_experts
+        initial.setdefault(module, {}).setdefault(kind, {})[key] = first
     for module, kinds in initial.items():
         module.first_values = kinds.get("_parameters", {})
         module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
@@ -147,7 +152,7 @@ class ClassRouter(BalancedRouter):
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
-        logits = routing.topk_scores.new_zeros(shape) if self.logits is None else self.logits
+        logits = routing.topk_probs.new_zeros(shape) if self.logits is None else self.logits
         self.logits = None
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
 
@@ -181,9 +186,8 @@ class _Repeated(TorchFunctionMode):
         if live.shape[-1] != router.top_k or live.numel() != shape.numel() * router.top_k:
             return out
         router.live = live.view(*shape, router.top_k)
-        replay = router.replay(router.live, self._tokens)
-        assert replay is not None
-        ids = replay[0].view(live.shape)
+        ids_BSK, *_ = router.replay(router.live, router.live, self._tokens)
+        ids = ids_BSK.view(live.shape)
         return torch.return_types.topk((args[0].gather(-1, ids), ids))
 
 
@@ -312,7 +316,7 @@ class TransformersModel(CausalLM):
             rule += "is not a Triton kernel and has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
-            make = self.backend.make_products or (lambda _: expert_backend(chosen))
+            make = self.backend.make_expert_backend or (lambda _: expert_backend(chosen))
             for experts in modules:
                 compute_by(experts, make(experts))
         whose = "automoe's" if ours else "transformers' own"
@@ -463,19 +467,18 @@ class TransformersModel(CausalLM):
         """
         tokens = self._tokens
         assert tokens is not None
-        x_TH, ids_TK, weights_TK = args
+        x_TH, ids_TK, probs_TK = args
         if self._probe is not None:
             ids_TK = self._probe.choose(experts, ids_TK)
-        ids_BSK, weights_BSK = (
-            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, weights_TK)
+        ids_BSK, probs_BSK = (
+            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, probs_TK)
         )
-        live_BSK, replayed = ids_BSK, None
+        live_BSK, differing = ids_BSK, None
         if tokens.forced_ids is not None:
             if router.live is None:
                 rule = f"{self.config.architecture} chooses experts by other means than topk"
                 raise ConfigError("routes", "given", rule, "Train without routes of an engine")
             live_BSK, router.live = router.live, None
-            replay = router.replay(live_BSK, tokens)
-            replayed = None if replay is None else replay[1]
-        routing = router(Routing(ids_BSK, weights_BSK, live_BSK, replayed=replayed), tokens)
-        return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)
+            _, _, differing = router.replay(live_BSK, live_BSK, tokens)
+        routing = router(Routing(ids_BSK, probs_BSK, live_BSK, differing=differing), tokens)
+        return x_TH, ids_TK, routing.topk_probs.flatten(0, 1)

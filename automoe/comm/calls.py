@@ -28,7 +28,8 @@ class LayerCalls:
     """Wrappers of one layer's calls, such as compilation and recomputation; default: none.
 
     ``automoe.parallel.build`` makes them, and the modules of the layer apply them. A wrapped
-    function gets its module as the first argument.
+    function is an unbound method, which gets its module as the first argument: one compilation of it
+    then serves all layers.
 
     Attributes:
         layer: the whole layer.

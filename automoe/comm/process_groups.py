@@ -75,36 +75,36 @@ class ProcessGroupCollection:
     """Every group that a model's modules communicate over; the default is a model on one rank.
 
     Attributes:
-        sequence: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
+        tp: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
             blocks each rank has its shard of the positions, which are gathered where the weights
             multiply them.
-        context: the ranks of context parallelism, which hold parts of the same sequences. Delta
-            nets exchange positions for heads with them.
-        keys: the ranks from which attention gathers keys and values: ``context``, or this rank
-            alone under ring attention and if positions are exchanged for heads.
-        heads: the ranks with which attention exchanges positions for heads (Ulysses): ``context``,
-            or this rank alone.
+        cp: context parallelism. Its ranks hold parts of the same sequences. Delta nets exchange
+            positions for heads with them.
+        key_gather: the ranks from which attention gathers keys and values: those of ``cp``, or this
+            rank alone under ring attention and if positions are exchanged for heads.
+        head_exchange: the ranks with which attention exchanges positions for heads (Ulysses): those
+            of ``cp``, or this rank alone.
         data: the ranks with other sequences of the same micro-batch; one communicator per mesh
             axis.
     """
 
-    sequence: Communicator = SINGLE_RANK
-    context: Communicator = SINGLE_RANK
-    keys: Communicator = SINGLE_RANK
-    heads: Communicator = SINGLE_RANK
+    tp: Communicator = SINGLE_RANK
+    cp: Communicator = SINGLE_RANK
+    key_gather: Communicator = SINGLE_RANK
+    head_exchange: Communicator = SINGLE_RANK
     data: tuple[Communicator, ...] = ()
 
     @property
     def ranks_per_row(self) -> int:
         """Number of ranks (tp and cp) that share the tokens of a sequence between two blocks."""
-        return self.context.num_ranks * self.sequence.num_ranks
+        return self.cp.num_ranks * self.tp.num_ranks
 
     def sum_over_row(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks that share a sequence's tokens between two blocks.
 
         Not differentiable.
         """
-        return self.context.all_reduce(self.sequence.all_reduce(x))
+        return self.cp.all_reduce(self.tp.all_reduce(x))
 
     def sum_over_data(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks with other sequences of the micro-batch.

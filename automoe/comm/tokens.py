@@ -91,12 +91,12 @@ class Tokens:
     row_ids: Tensor | None = None
     not_padding: Tensor | None = None
 
-    def local_shard(self, sequence: Communicator) -> Tokens:
+    def local_shard(self, tp: Communicator) -> Tokens:
         """Return these tensors for this rank's shard of the positions."""
-        if sequence.num_ranks == 1:
+        if tp.num_ranks == 1:
             return self
         shards = {
-            name: sequence.local_shard(value)
+            name: tp.local_shard(value)
             for name, value in vars(self).items()
             if name != "num_tokens" and value is not None
         }

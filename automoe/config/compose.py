@@ -26,6 +26,7 @@ from automoe.config.convert import (
     config_to_dict,
     from_environment,
     nearest,
+    typed,
 )
 from automoe.config.frozen import is_free
 from automoe.config.jobs import BY_JOB, register_jobs
@@ -128,7 +129,7 @@ def compose_config(
     """
     overrides = list(overrides or [])
     raw = composed_container(config_name, overrides, config_dir)
-    load_plugins(raw["plugins"])
+    load_plugins(typed("plugins", raw["plugins"]))
     config = config_from_dict(raw)
     if "run_dir" in map(key_of, overrides):
         return config
@@ -195,8 +196,8 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
 
     Args:
         composed: Hydra's ``DictConfig``.
-        overrides: those of the command line. If they have ``recipe=NAME`` and the working directory
-            has ``recipes/NAME.py``, the recipe becomes that file.
+        overrides: with ``recipe=NAME`` among them, ``recipes/NAME.py`` of the working directory is
+            taken if it exists.
 
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.

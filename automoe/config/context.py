@@ -66,8 +66,7 @@ def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) 
 
     Args:
         linear: the layer is a gated delta net, which sends the input of its convolution.
-        tp: ranks of the tensor-parallel axis.
-        cp: ranks of the context-parallel axis.
+        tp, cp: sizes of the mesh axes.
     """
     if linear:
         values = attention.linear_num_value_heads * attention.linear_value_head_dim

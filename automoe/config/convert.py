@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
@@ -69,7 +69,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
     Environment variables are written by name, so files and trackers never see their content.
     """
-    return _plain(asdict(config))
+    return mapped(asdict(config), written)
 
 
 class FromEnvironment(str):
@@ -105,14 +105,14 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 
     This inverts ``config_to_dict``. A variable that ``environment`` lacks stays as written.
     """
-    if isinstance(raw, dict):
-        return {key: from_environment(value, environment) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [from_environment(value, environment) for value in raw]
-    if not isinstance(raw, str) or not named_variables(raw):
-        return raw
-    text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), raw)
-    return FromEnvironment(text, raw)
+
+    def content(value: Any) -> Any:
+        if not isinstance(value, str) or not named_variables(value):
+            return value
+        text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), value)
+        return FromEnvironment(text, value)
+
+    return mapped(raw, content)
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
@@ -134,13 +134,10 @@ def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
 def check_key(key: str, value: object) -> Any:
     """Return the type hint that the schema gives the dotted ``key``.
 
-    Keys of ``recipe_args`` have ``Any``: the recipe declares them, and the primary may name it.
-
-    Args:
-        value: value to show in the error.
+    Keys of ``recipe_args`` have ``Any``: the recipe declares them.
 
     Raises:
-        ConfigError: the key is not in the schema; the message suggests the nearest one.
+        ConfigError: the key is unknown; the message shows ``value`` and the nearest key.
     """
     hint: Any = Config
     parts = key.split(".")
@@ -178,7 +175,7 @@ def nearest(word: str, choices: list[str], likeness: float = 0.6) -> list[str]:
     """Return the choice most like ``word`` as a list of one; an empty list if none is close.
 
     Args:
-        likeness: smallest ratio of ``difflib`` that counts as close, from 0 to 1.
+        likeness: smallest ratio of ``difflib`` that counts as close.
     """
     return difflib.get_close_matches(word, choices, 1, likeness)
 
@@ -301,9 +298,13 @@ def type_name(hint: Any) -> str:
     return (kinds | {str: "text", PathText: "text"}).get(hint, str(hint))
 
 
-def _plain(value: Any) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to every value in nested dictionaries, lists and tuples; return the copy.
+
+    Tuples become lists.
+    """
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return written(value)
+        return [mapped(item, change) for item in value]
+    return change(value)

@@ -145,7 +145,7 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
     """Read the configuration of a run from its ``config.yaml``.
 
     Args:
-        plugins: import the plugins that the file names. Set this only for a folder of this run.
+        plugins: import the plugins that the file names: only for a trusted folder.
 
     Raises:
         ConfigError: the file is missing, unreadable, or does not fit the schema.
@@ -223,7 +223,7 @@ def goes_on(key: str, then: Any, now: Any) -> bool:
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return text such as ``optim.lr was 0.003, is 0.001; and 2 more``, which names six changes.
+    """Return text that names up to six changes: ``optim.lr was 0.003, is 0.001; and 2 more``.
 
     Args:
         changed: dotted key -> (earlier value, value now).

@@ -30,18 +30,13 @@ _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders
 
 
 def local_folder(spec: str | Path) -> Path:
-    """Return the folder that a path or a Hub id with its commit has here, without network access.
+    """Return the local folder of a path, or of ``OWNER/NAME@COMMIT`` in the Hub's cache.
 
-    For an id it is the commit's folder in the Hub's cache. The folder need not exist.
-
-    Args:
-        spec: a path, or ``OWNER/NAME@COMMIT``.
+    It need not exist; nothing is downloaded.
     """
-    folder = user_path("path", spec)
-    match = _ID.fullmatch(str(spec))
-    if match is None or match[3] is None or folder.exists():
-        return folder
-    return _cache_of(match[1]) / "snapshots" / match[3]
+    if (pin := id_and_commit(str(spec))) is None:
+        return user_path("path", spec)
+    return _cache_of(pin[0]) / "snapshots" / pin[1]
 
 
 def _cache_of(name: str) -> Path:
@@ -117,7 +112,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     be asked for the model's files, a cached copy is used as it is, and a note says so.
 
     Args:
-        key: config key that names the model, for error messages.
+        key: config key of the model, for errors.
         name: ``OWNER/NAME``.
 
     Raises:

@@ -26,10 +26,10 @@ def register_jobs(named: Collection[str]) -> None:
     """Register the OmegaConf resolver ``by_job``, which picks a default by the kind of training job.
 
     ``${by_job:A,B,...}`` gives A for random weights, else the value for full fine-tuning, adapters,
-    preferences, or preferences with adapters; the last value stands for those that are missing.
+    preferences, or preferences with adapters; the last value stands for missing ones.
 
     Args:
-        named: keys and groups that overrides set. If ``optim`` is among them, its values are A.
+        named: keys and groups that overrides set.
     """
     from omegaconf import OmegaConf
 

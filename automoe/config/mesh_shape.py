@@ -152,12 +152,9 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
 
 
 def preset_choice(typed: MeshConfig, num_ranks: int | None) -> str:
-    """Return which axes a preset chose, for an error message, or '' if it chose none above 1.
+    """Return `` (mesh.preset=fsdp_ep chose ep=8 for 8 ranks)`` for an error message.
 
-    For example `` (mesh.preset=fsdp_ep chose ep=8 for 8 ranks)``.
-
-    Args:
-        typed: mesh section as the user wrote it.
+    It names the axes above 1 that the preset of ``typed`` chose; '' without any.
     """
     axes = vars(expand_preset(typed, num_ranks)).items()
     chosen = ", ".join(f"{a}={n}" for a, n in axes if n not in ("", 1, getattr(typed, a)))

@@ -7,17 +7,10 @@ from typing import Any
 
 from automoe.storage.sealed import SEAL
 
+# tokens: trained tokens (labels that count) of the whole run so far
 REQUIRED_KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",  # trained tokens (labels that count) of the whole run so far
-    "tokens_per_second",
-    "mfu",
-    "peak_memory_bytes",
-    "expert_max_load",
-)
+    "step loss grad_norm lr tokens tokens_per_second mfu peak_memory_bytes expert_max_load"
+).split()
 # Optional keys of a step's record, and keys that a validation adds.
 OTHER_KEYS = (
     "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents "

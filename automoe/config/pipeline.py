@@ -32,10 +32,7 @@ MERGES = ("Interleaved1F1B", "DualPipeV")
 
 
 def runs_halves(schedule: str) -> bool:
-    """Return True if ``schedule`` runs some backward passes as two halves.
-
-    These are the gradients of the input, and later those of the weights.
-    """
+    """Return True if ``schedule`` splits backward passes: gradients of inputs, later of weights."""
     return schedule in (*IN_HALVES, *V_SHAPED)
 
 

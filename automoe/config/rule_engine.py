@@ -87,12 +87,11 @@ class Comparison(NamedTuple):
     """A comparison in a rule's condition, such as ``mesh.cp > 1``, which ``parsed`` makes from text.
 
     Attributes:
-        key: config key that an error names, and that a remedy sets.
+        key: config key that an error names and a remedy sets.
         number: expression on the left.
-        operator: word between the sides, ``not``, or '' if the left side alone is tested.
+        operator: word between the sides; ``not`` or '' if there is no right side.
         choices: words on the right.
-        reader: function that computes the left side.
-        choice_readers: functions that compute each word on the right.
+        reader, choice_readers: functions that compute both sides.
     """
 
     key: str
@@ -166,7 +165,7 @@ class Comparison(NamedTuple):
     def _divisor(self, see: Scope, key: str) -> list[str]:
         """Return ``[key=N]``, where N is the nearest value of ``key`` with which b divides a.
 
-        A new size of a mesh axis also divides its present size. The list is empty without such N.
+        A new size of a mesh axis also divides its present size. The list may be empty.
         """
         number, _, unit = self.number.partition(" % ")
         value = see(key)
@@ -223,8 +222,7 @@ def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
     """Return the function that computes a word on the right: a constant, or another key's value.
 
     Args:
-        word: ``true``, a number, a dotted key, ``default`` (that of ``key``), or any text.
-        key: config key of the comparison.
+        word: ``true``, a number, a dotted key, ``default`` (of ``key``), or any text.
     """
     value: Any = _WORDS.get(word, word)
     if re.fullmatch(r"[\d.]+", word):
@@ -260,10 +258,9 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose two conditions (the first two cells) both hold."""
     for rows in tables:
         for row in rows:
-            for part in _both(row[0], row[1]):
-                if not part.holds(part.reader(see), part.values(see)):
-                    break
-            else:
+            # The second condition comes first: it may be that a divisor of the first is not zero.
+            parts = parsed(row[1]) + parsed(row[0])
+            if all(part.holds(part.reader(see), part.values(see)) for part in parts):
                 yield row
 
 
@@ -273,17 +270,11 @@ def refused(see: Scope, *tables: Table) -> Iterator[Row]:
         yield _row(see, *row)
 
 
-@cache
-def _both(first: str, second: str) -> tuple[Comparison, ...]:
-    # The second condition may be that a number is not zero, by which the first one divides.
-    return parsed(second) + parsed(first) if " % " in first else parsed(first) + parsed(second)
-
-
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
     """Return (key, True, rule, remedy) of a broken rule.
 
-    Values of settings that the conditions read are added to ``reason``. An empty ``remedy``, or one
-    that begins with a comma, is preceded by settings that make a condition false.
+    ``reason`` gets the values of the settings that it does not show. Without a ``remedy``, or before
+    one that begins with a comma, come settings that make a condition false.
     """
     first = parsed(condition)
     key, parts = first[0].key, first + parsed(also)
@@ -332,17 +323,13 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
     """Raise ``ConfigError`` for the first broken rule.
 
     Args:
-        config: configuration whose value of the key the error shows.
-        rows: (key, whether the rule is broken, rule, remedy) of each rule. Pass a generator: a rule
-            may divide by a number that an earlier rule found not to be zero.
-        shape: resolved mesh; the error then shows its values for ``mesh.*``.
+        rows: (key, whether broken, rule, remedy) of each rule. Pass a generator: a rule may divide
+            by a number that an earlier one found not to be zero.
+        shape: resolved mesh, whose values the error shows for ``mesh.*``; None shows the config's.
     """
     for key, broken, rule, remedy in rows:
         if broken:
-            on_mesh = shape is not None and key.startswith("mesh.")
-            value = (
-                attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
-            )
+            value = Scope(config, shape or config.mesh, config.launch.device)(key)
             if config.model.hf_path is not None:
                 remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:

@@ -123,7 +123,7 @@ kernels.loss == triton | launch.device == cpu | Triton's kernels need CUDA, and 
 moe.experts == triton | EXPERTS and launch.device == cpu | Triton's kernels need CUDA, and this run is on cpu
     | Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly
 """, EXPERTS=_HAS_EXPERTS)
-_EXPERTS = table("""
+EXPERTS = table("""
 moe.experts == triton|te | train.dtype == float64 and train.fp8 == off and EXPERTS
     | {moe.experts} has no float64, and train.dtype=float64 | Set moe.experts=loop
 model.hidden_size % 4 | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
@@ -142,7 +142,7 @@ model.moe_intermediate_size % 8 * mesh.etp | train.dtype == bfloat16 and moe.exp
 # Modules of DISCARDED_OUTPUTS drop their outputs and recompute them for their readers; within a
 # compiled part the compiler decides which outputs to recompute. With tp, torch 2.13 mistakes the
 # mesh of a weight for a tensor that it has to keep.
-_COMPILE = table("""
+COMPILE = table("""
 train.compile | RING | WHOLE the calls of parallel.context=ring cannot be part of that
 train.compile | kernels.attention == te | WHOLE the modules of kernels.attention=te cannot be part of that
 train.compile | kernels.attention == flex
@@ -176,16 +176,6 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the broken rules of ``kernels`` and of expert backends from other packages."""
     see = Scope(config, shape, device).knowing(**_heads(config, shape))
     yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
-
-
-def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Return the broken rules on the dtypes and sizes that ``moe.experts`` needs."""
-    return refused(Scope(config, shape, device), _EXPERTS)
-
-
-def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Return the broken rules of ``train.compile``: compiled code must not contain graph breaks."""
-    return refused(Scope(config, shape), _COMPILE)
 
 
 def _heads(config: Config, shape: MeshShape) -> dict[str, object]:

@@ -6,6 +6,8 @@ Stages go down the ranks and up again, so each rank holds one stage of either wa
 
 from __future__ import annotations
 
+from collections import Counter
+
 Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 
 
@@ -19,20 +21,21 @@ class _Order:
     def __init__(self, stages: tuple[int, int]) -> None:
         self.stages = stages
         self.made: list[tuple[Action, ...]] = []
-        self.counts: dict[tuple[str, int], int] = {}
+        self.counts: Counter[tuple[str, int]] = Counter()
         # Weight halves (W) that may run at any time: (stage, micro-batch).
         self.waiting: list[tuple[int, int]] = []
 
     def _next(self, kind: str, chunk: int) -> Action:
         counted = "F" if kind == "F" else "B"
-        index = self.counts[counted, chunk] = self.counts.get((counted, chunk), -1) + 1
+        index = self.counts[counted, chunk]
+        self.counts[counted, chunk] += 1
         if kind == "I":
             self.waiting.append((self.stages[chunk], index))
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
         """Return how many actions such as ``F0`` (kind F on the rank's stage 0) were added."""
-        return self.counts.get((word[0], int(word[1])), -1) + 1
+        return self.counts[word[0], int(word[1])]
 
     def add(self, *actions: str) -> None:
         """Append an entry for each word of ``actions``.

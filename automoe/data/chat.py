@@ -88,7 +88,7 @@ def num_bytes(message: Message) -> int:
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
     """Yield every conversation in order, up to ``data.max_bytes`` of contents.
 
-    A pair yields two conversations, the preferred one first.
+    A preference pair yields two conversations, the preferred one first.
 
     Raises:
         DataError: the text of a file is malformed (bad UTF-8 or JSON, a missing key, an unknown

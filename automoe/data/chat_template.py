@@ -187,7 +187,7 @@ class ChatTemplate(ChatRenderer):
     def _renders(
         self, conversation: Conversation, messages: list[Message], n: int
     ) -> tuple[str, str]:
-        """Return two rendered texts: up to answer ``messages[n]``, and through it.
+        """Return two rendered texts: the conversation up to answer ``messages[n]``, and through it.
 
         The first ends with the generation prompt, and the second begins with the first.
 
@@ -258,7 +258,8 @@ class ChatTemplate(ChatRenderer):
         Args:
             before, through: the two texts that ``_renders`` returns.
             prompt, ids: the token ids of these texts.
-            asked: arguments of ``_find_ending``.
+            asked: True if the answer calls tools, and the conversation's arguments for the template
+                as JSON.
         """
         start = num_shared(prompt, ids)
         self.counts["answers"] += 1
@@ -306,7 +307,8 @@ class ChatTemplate(ChatRenderer):
         Args:
             ids: tokens through the answer.
             start: index of the answer's first token.
-            asked: arguments of ``_find_ending``.
+            asked: True if the answer calls tools, and the conversation's arguments for the template
+                as JSON.
         """
         ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
         behind = {end: self.decode(ids[end:]).strip() for end in ends}

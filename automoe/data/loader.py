@@ -171,7 +171,7 @@ class Loader:
 
     @property
     def num_pairs(self) -> int:
-        """Number of preference pairs of all sources; indices count one source after the other."""
+        """Number of preference pairs of all sources together."""
         return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.codes import FLOAT_DTYPES, decodable, split
+from automoe.hf.codes import FLOAT_DTYPES, INTEGERS, decodable, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
@@ -142,10 +142,16 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             "config.json ties the output head to the embedding, and lm_head.weight has different numbers. Set "
             "tie_word_embeddings to false there: transformers also keeps both and does not tie them"
         )
+    mistyped = [
+        f"{key} is {sources[key].dtype}"
+        for key in wanted
+        if key in sources and (sources[key].dtype == INTEGERS) != (key in keys.integers)
+    ]
     kinds = {
         "tensors are missing": missing,
         "are not the model's": unexpected,
         "tensors differ from the model's in shape": wrong,
+        "tensors are integers where the model has fractions, or the reverse": mistyped,
     }
     if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
         raise CheckpointError(

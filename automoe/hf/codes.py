@@ -16,6 +16,7 @@ from automoe.hf.writers import BASE
 from automoe.storage.foreign import brief
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+INTEGERS = "I64"
 # For each encoding: dtype of the codes, and those that scales may have.
 _DTYPES = {
     "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
@@ -140,7 +141,10 @@ def _check_encodings(
     unscaled = [
         key
         for key, s in sources.items()
-        if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
+        # int64 holds no codes; ``check_catalog`` knows which tensors may have it
+        if s.encoding == "plain"
+        and s.dtype not in (*FLOAT_DTYPES, INTEGERS)
+        and not key.endswith(SHAPE)
     ]
     if unscaled:
         quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
@@ -196,15 +200,13 @@ def split(
             layer = re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", names.plain(key) or "")
             if layer and int(layer[1]) not in config.all_layers:
                 modules.append(f"model.layers.{layer[1]}.")
-    other_modules = tuple(modules)
+    beside_model = tuple(modules)
     ignored = re.compile("|".join(keys.unread))
-    plain = dict(
-        zip(tensors, map(names.plain, tensors) if names.prefixes else tensors, strict=True)
-    )
-    beside = {
-        key: tensors[key]
-        for key, name in plain.items()
-        if name is None or name.startswith(other_modules) or (keys.unread and ignored.search(name))
-    }
-    text = {name: tensors[key] for key, name in plain.items() if name and key not in beside}
+    text, beside = {}, {}
+    for key, stored in tensors.items():
+        name = names.plain(key)
+        if name is None or name.startswith(beside_model) or (keys.unread and ignored.search(name)):
+            beside[key] = stored
+        else:
+            text[name] = stored
     return text, beside

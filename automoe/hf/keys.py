@@ -187,6 +187,7 @@ class KeyMap:
         layouts: layouts that files may have, if they cannot be derived; the last one is that of the
             parameters in memory.
         unread: regular expressions of stored tensors to skip.
+        integers: stored tensors of int64, such as a table of the experts of each token id.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -196,6 +197,7 @@ class KeyMap:
     table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     layouts: tuple[KeyMap, ...] = ()
     unread: tuple[str, ...] = ()
+    integers: frozenset[str] = frozenset()
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
@@ -309,16 +311,15 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     """Return name and shape of every tensor of a checkpoint of ``config`` in layout ``keys``."""
-    tensors: dict[str, Shape] = {}
-    alike: dict[tuple[str, Shape], list[tuple[str, Shape]]] = {}  # names below a layer, its shapes
+    tensors = {}
+    alike = {}  # names below a layer and shapes, which are made once for equal layers
     for name, shape in our_tensors(config):
-        match = None if keys.table else _LAYER.fullmatch(name)
-        layer, kind = match.groups() if match else ("", name)
-        prefix = f"model.{layer}" if layer else ""
-        if (kind, shape) not in alike:
+        layer = None if keys.table else _LAYER.fullmatch(name)
+        prefix, kind = (f"model.{layer[1]}", (layer[2], shape)) if layer else ("", name)
+        if kind not in alike:
             pieces = keys.pieces(name, shape)
-            alike[kind, shape] = [(each.key.removeprefix(prefix), each.shape) for each in pieces]
-        tensors |= {prefix + key: full for key, full in alike[kind, shape]}
+            alike[kind] = [(piece.key.removeprefix(prefix), piece.shape) for piece in pieces]
+        tensors |= {prefix + key: full for key, full in alike[kind]}
     return tensors
 
 

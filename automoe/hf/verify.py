@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -263,16 +263,28 @@ def _relative_error(
     return error
 
 
-def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Set transformers to loop over experts if torch's grouped product cannot multiply them.
+def expert_product(
+    config: ModelConfig, dtype: torch.dtype, etp: int = 1
+) -> Literal["grouped_mm", "loop"]:
+    """Return grouped_mm if torch's grouped product can multiply the model's experts, else loop.
 
-    The grouped product, transformers' default, needs rows of a multiple of 16 bytes and no float64.
+    It does not support float64, and the size of its rows must be a multiple of 16 bytes.
+
+    Args:
+        etp: ranks that share the columns of an expert.
+    """
+    widths = (config.hidden_size, config.moe_intermediate_size // etp)
+    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
+    return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
+
+
+def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Set transformers to loop over experts if its default, torch's product, cannot multiply them.
 
     Args:
         hf_config: transformers' configuration object, changed in place.
     """
-    widths = config.hidden_size | config.moe_intermediate_size
-    if config.num_moe_layers and (widths % 4 or dtype == torch.float64):
+    if config.num_moe_layers and expert_product(config, dtype) == "loop":
         hf_config._experts_implementation = "eager"
 
 

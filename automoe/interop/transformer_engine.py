@@ -30,7 +30,7 @@ from automoe.kernels.attention import AttentionFn
 from automoe.kernels.row_sums import gather_rows
 from automoe.model.norm import RMSNorm
 from automoe.moe.expert_weights import ExpertWeights
-from automoe.moe.experts import ExpertFn
+from automoe.moe.experts import ExpertBackend
 from automoe.moe.grouped_mm import grouped_mm_experts
 
 
@@ -68,7 +68,7 @@ def attention() -> AttentionFn:
     return attend
 
 
-def experts() -> ExpertFn:
+def experts() -> ExpertBackend:
     """Return the expert backend that multiplies by transformer-engine's ``GroupedLinear``.
 
     ``automoe.moe.experts`` describes the arguments and the result. Each call has one host sync, for

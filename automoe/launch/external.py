@@ -149,10 +149,7 @@ def first_host(node_list: str) -> str:
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
-    """Return the names of variables in ``env`` by which ranks find each other, such as ``RANK``.
-
-    Without torchrun or srun they are left over from an earlier launch.
-    """
+    """Return the names of variables in ``env`` by which ranks find each other, such as ``RANK``."""
     return [name for name in RENDEZVOUS_VARIABLES if name in env]
 
 
@@ -229,7 +226,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             frozen = resolved(config, shape, device)
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
-                print(note, file=sys.stderr, flush=True)
+                print(note, file=sys.stderr)
             if config.train.epochs:
                 from automoe.data.prepare import with_steps
 
@@ -238,7 +235,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             save_config(frozen, run_dir)
         except (AutomoeError, OSError) as error:
             # The error is printed first, because telling the other ranks imports torch.
-            print(f"error: {in_words(error)}", file=sys.stderr, flush=True)
+            print(f"error: {in_words(error)}", file=sys.stderr)
             store = _open_store(launch)
             store.set(_KEY, json.dumps({"config": None}))
             # Wait until all ranks have read the message.

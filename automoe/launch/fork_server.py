@@ -32,12 +32,7 @@ from automoe.launch.worker import STOP_SIGNALS, end_process
 from automoe.storage.guarded import die_with_parent, fork
 
 # These modules import nearly everything that a shipped recipe needs.
-IMPORTED = (
-    "automoe.run.run",
-    "automoe.run.weights",
-    "automoe.training.step",
-    "automoe.data.loader",
-)
+IMPORTED = "automoe.run.run automoe.run.weights automoe.training.step automoe.data.loader".split()
 _MAX_MESSAGE = 1 << 20  # bytes
 _MAX_FILES = 253  # Linux's SCM_MAX_FD
 
@@ -98,10 +93,10 @@ class ForkedRank:
 
 
 def python() -> list[str]:
-    """Return the command that runs a module, such as ``[python, "-Pm"]``; the module's name follows.
+    """Return the command that runs a module: ``[python, "-Pm"]``, to be followed by its name.
 
-    ``-P`` keeps files of the working directory from being imported in place of libraries. It is
-    left out in a checkout of automoe, where automoe itself is imported from there.
+    ``-P`` keeps files of the working directory from shadowing libraries. A checkout of automoe as
+    working directory needs ``-m`` alone, to be importable.
     """
     inside = Path(__file__).parents[2] == Path.cwd()
     return [sys.executable, "-m" if inside else "-Pm"]
@@ -302,9 +297,8 @@ def become(
 
     Args:
         parent: process id of the server.
-        files: descriptors of standard output, standard error, and then one for each rank, or none.
-        requests: the server's socket, which is closed here.
-        imports: outcome of the server's imports.
+        files: descriptors of standard output and error, then one for each rank or none.
+        requests: the server's socket, to be closed.
     """
     try:
         requests.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
-from automoe.config.convert import config_from_dict
+from automoe.config.convert import config_from_dict, typed
 from automoe.config.frozen import flat
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, export_name
@@ -115,11 +115,10 @@ def train(
 
 
 def composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
-    """Compose the ``Config`` that ``automoe.train`` was given in one of its three forms.
+    """Return the ``Config`` that overrides, a dictionary of keys or a whole ``Config`` stand for.
 
     Args:
-        config: a list of overrides, a dictionary of keys, or a whole ``Config``.
-        config_name: primary configuration that overrides apply to.
+        config_name: primary configuration that overrides or keys apply to.
         config_dir: further folder of configurations.
     """
     if isinstance(config, Config):
@@ -127,7 +126,7 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
             raise ConfigError(
                 "config_name", config_name, "a Config is composed already", "Leave config_name out"
             )
-        load_plugins(config.plugins)
+        load_plugins(typed("plugins", config.plugins))
         return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
         overrides = [f"{key}={override_text(value)}" for key, value in flat(config).items()]

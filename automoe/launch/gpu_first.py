@@ -101,8 +101,7 @@ def run_checks(
 
     Args:
         folder: new folder for the runs and for ``results.json``, which has every outcome so far.
-        facts: description of the machine, stored in ``results.json``.
-        device: value of ``launch.device`` for checks that need GPUs.
+        facts: description of the machine, to be stored.
     """
     records = {}
     outcomes = {}
@@ -124,10 +123,10 @@ def run_checks(
 
 
 def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
-    """Return the outcome of a check: its ``records``, and in ``wrong`` why it failed, '' if it passed.
+    """Return a check's outcome: its ``records``, and in ``wrong`` why it failed, or ''.
 
     Args:
-        records: records of the training steps by name of the check, for those that have run.
+        records: records of training steps by name of the check.
     """
     run = records[check.name]
     losses = [record["loss"] for record in run]

@@ -192,6 +192,12 @@ moe.experts == te | model.num_moe_layers > 0 | moe.experts=te | TE | INSTALL moe
 """, INSTALL="Install transformer-engine with its torch part for this CUDA, or set",
     # The Python part installs anywhere, but imports only together with the part built for torch.
     TE="transformer_engine transformer_engine_torch")
+_CUDA_ONLY = table("""
+launch.numa | launch.device != cuda
+    | launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it to false
+moe.dispatcher == deepep | launch.device != cuda and mesh.ep > 1
+    | moe.dispatcher=deepep needs CUDA, and this run is on cpu. Set moe.dispatcher=alltoall
+""")
 # On CUDA norms and the gradient norm always launch Triton's kernels; on the CPU, torch's own
 # operations do what no key asks of Triton.
 _TRITON = table("""
@@ -214,17 +220,11 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
         _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
         raise BackendError(why)
-    if config.launch.numa and device != "cuda":
-        raise BackendError(
-            "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it to false"
-        )
-    if config.moe.dispatcher == "deepep" and shape.ep > 1 and device != "cuda":
-        raise BackendError(
-            f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
-        )
     # mlflow-skinny cannot write to a database.
     in_database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", config.observe.mlflow)
     see = Scope(config, shape, device).knowing(in_database=in_database)
+    for _, _, why in holding(see, _CUDA_ONLY):
+        raise BackendError(why)
     kernels = [(filled(see, said), instead) for _, _, said, instead in holding(see, _TRITON)]
     needed = [row[2:] for row in holding(see, _PACKAGES)]
     needed += [(said, "triton", f"Install triton, or set {instead}") for said, instead in kernels]
@@ -245,7 +245,7 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
     variable CXX or CC may name the compiler.
 
     Args:
-        key: setting that needs the compiler, for the message.
+        key: setting that needs the compiler.
         remedy: what to set instead.
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])

@@ -146,14 +146,13 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                 failures.append({"attempt": number, "step": step, "error": result.error})
                 if (why_not := refusal(failures, limit)) is not None:
                     if limit:
-                        print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
+                        print(f"no further attempt: {why_not}", file=sys.stderr)
                     break
                 after = "" if step is None else f" after step {step}"
                 print(
                     f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
                     f"starting again from the newest checkpoint: restart {number} of at most {limit}",
                     file=sys.stderr,
-                    flush=True,
                 )
                 runs.start_again(run_dir, number)
                 if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
@@ -227,7 +226,6 @@ class _Launch:
                     "what they did since the newest checkpoint is lost. Give them more time, or save more often "
                     "(checkpoint.every)",
                     file=sys.stderr,
-                    flush=True,
                 )
                 self._give_up()
             elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:

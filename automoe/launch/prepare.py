@@ -97,8 +97,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
     If ``model.hf_path`` is set, the checkpoint's ``config.json`` defines the model.
 
     Args:
-        config: composed configuration.
-        overrides: those that it was composed with; they must not contradict the checkpoint.
+        overrides: those of the command line, which must not contradict the checkpoint.
 
     Raises:
         ConfigError: the checkpoint does not exist or has an unknown family; an override contradicts
@@ -211,7 +210,6 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 
     Args:
         asked: ``model.rope`` as the user set it.
-        checkpoint: model of the checkpoint.
         named: keys that the command line sets.
 
     Raises:
@@ -258,10 +256,10 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 
 
 def check_data(config: Config) -> None:
-    """Raise ``ConfigError`` if a model with random weights has no data or base that suits it.
+    """Raise ``ConfigError`` if a model with random weights lacks data.
 
-    A model of ``LARGE`` parameters needs more text than the demonstration corpus, and a tokenizer.
-    ``lora.base`` other than ``weights`` needs a checkpoint.
+    With ``LARGE`` parameters it needs more text than the demonstration corpus, and a tokenizer.
+    Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:
         return

@@ -240,7 +240,7 @@ def telling() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr, flush=True)
+        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:

@@ -19,11 +19,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from automoe.config.facts import SAVES
 from automoe.errors import LaunchError
@@ -49,11 +48,10 @@ class Pending:
     """Collective that a rank has entered and not left, read from torch's flight recorder.
 
     Attributes:
-        op: name of the collective, such as ``all_reduce``.
-        number: sequence number of the collective in its process group.
-        group: name of the process group.
+        op: its name, such as ``all_reduce``.
+        number: its sequence number in the process group ``group``.
         ranks: global ranks of the group.
-        seconds: time since the collective was first seen, soon after it began.
+        seconds: time since it was first seen, soon after it began.
         timeout_s: timeout of the group; larger for a group that waits for slow disks.
     """
 
@@ -116,7 +114,7 @@ class StuckWatch:
 
     Attributes:
         run_dir: run directory, which all ranks can read and write.
-        terminal: stream that shows warnings about slow collectives.
+        terminal: text stream that shows warnings; it must not raise ``OSError``.
         tells_errors: True under torchrun and srun, without automoe's launcher.
         timeout_s: timeout of a step's collectives; None until the configuration is read.
         device: this rank's torch.device, once it has one.
@@ -125,7 +123,7 @@ class StuckWatch:
     run_dir: Path
     rank: int
     num_ranks: int
-    terminal: TextIO
+    terminal: Any
     tells_errors: bool = False
     timeout_s: float | None = None
     device: Any = None
@@ -169,7 +167,7 @@ class StuckWatch:
     def explain(self, error: BaseException) -> None:
         """Record which rank is missing if ``error`` is the timeout of a collective.
 
-        If a rank is already asking, wait until the outcome is recorded, up to 20 s.
+        If a rank is already asking all ranks for their positions, wait up to 20 s for the outcome.
         """
         self._error = error
         if self._asked() is None and _is_timeout(error) and self.timeout_s and self._ask():
@@ -238,12 +236,7 @@ class StuckWatch:
         """Warn about the slow collective ``slow`` once; ranks need not tell their positions any more."""
         self._named.add(str(slow))
         for stream in (self.terminal, sys.stderr):
-            with suppress(OSError):
-                print(
-                    f"warning: {message} It may take up to {slow.timeout_s:.0f} s",
-                    file=stream,
-                    flush=True,
-                )
+            print(f"warning: {message} It may take up to {slow.timeout_s:.0f} s", file=stream)
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
@@ -254,8 +247,7 @@ class StuckWatch:
         )
         failure = runs.error_report(LaunchError(message), rank)
         if runs.record_failure(self.run_dir, failure) and self.tells_errors:
-            with suppress(OSError):
-                print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
+            print(f"error: {runs.describe_error(failure)}", file=self.terminal)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
         standings = {}
@@ -382,8 +374,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 def _working_thread() -> threading.Thread:
     """Return the thread that does this rank's work: the main thread, or that of a backward pass.
 
-    With ``parallel.overlap_all_to_all`` the backward pass of one micro-batch runs in a second
-    thread, and at times the main thread waits for it.
+    With ``parallel.overlap_all_to_all`` one micro-batch's backward pass runs in a second thread, for
+    which the main thread waits at times.
     """
     main = threading.main_thread()
     if any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main)):

@@ -44,7 +44,7 @@ from automoe.config.compose import (
     short_keys,
     swept_keys,
 )
-from automoe.config.convert import config_from_dict
+from automoe.config.convert import config_from_dict, typed
 from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, resolved
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
@@ -80,16 +80,14 @@ Predict = Callable[[Config, MeshShape], Record]
 def run_sweep(args: Arguments, predict: Predict) -> int:
     """Run every combination of the comma-separated overrides, and return the exit status.
 
-    Every combination is a job: a training run with its own ranks. The status is 0 if every job that
-    could run is done, 1 if one is not, 2 if no job could run, and 130, 143 or 129 if Ctrl-C, SIGTERM
-    or SIGHUP stopped the sweep.
+    Each is a job with its own ranks. The status is 0 if every job that could run is done, 1 if one
+    is not, 2 if no job could run, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
 
     Hydra sweepers such as Optuna minimise a job's objective: its final validation loss, else its
     training loss, else infinity. With ``observe.objective=tokens_per_second`` the objective is the
     negative median of tokens per second.
 
     Args:
-        args: command line; its overrides give keys several values.
         predict: function that returns the planner's prediction for a job, with the keys
             ``tokens_per_second``, ``mfu``, ``memory`` and ``balance``.
 
@@ -366,7 +364,7 @@ class Sweep:
         try:
             raw = resolved_container(composed, task) | {"run_dir": str(self.directory / name)}
             try:
-                load_plugins(raw["plugins"])
+                load_plugins(typed("plugins", raw["plugins"]))
                 config = settle(config_from_dict(raw), task)
                 shape, device = check_here(config)
                 check_alone(device, num_jobs)

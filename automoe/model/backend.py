@@ -18,7 +18,7 @@ from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.dispatch.base import Dispatcher
-from automoe.moe.experts import MakeProducts
+from automoe.moe.experts import MakeExpertBackend
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share sequences, weights and micro-batches.
-        make_products: function that takes a layer's ``GroupedExperts`` and returns what multiplies
+        make_expert_backend: function that takes a layer's ``GroupedExperts`` and returns what multiplies
             by them; None: the backend ``expert_backend(moe.experts)``.
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
@@ -46,7 +46,7 @@ class BackendConfig:
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
-    make_products: MakeProducts | None = None
+    make_expert_backend: MakeExpertBackend | None = None
     dispatcher: Dispatcher | None = None
     router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend

@@ -7,7 +7,6 @@ hidden.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class MLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         gated_output: bool = False,
-        sequence: Communicator = SINGLE_RANK,
+        tp: Communicator = SINGLE_RANK,
         gather: Wrap = as_it_is,
     ) -> None:
         super().__init__()
@@ -43,14 +42,13 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
         self.output_gate = Linear(hidden_size, 1) if gated_output else None
-        self.sequence = sequence
-        self.gather = gather(sequence.all_gather)
+        self.tp = tp
+        self.gather = gather(tp.all_gather)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = self.gather(x_BsH)
-        out_BsH = self.sequence.reduce_scatter(
-            self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
-        )
+        activation_BSF = F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)
+        out_BsH = self.down_proj.project_and_scatter(activation_BSF, self.tp)
         # The gate sees only this rank's positions, since the result holds no others.
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
 
@@ -64,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        ranks = backend.pg_collection.sequence, calls.gather
+        ranks = backend.pg_collection.tp, calls.gather
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
@@ -92,7 +90,7 @@ class Block(nn.Module):
                 moe_index,
                 shared,
                 backend.pg_collection,
-                backend.make_products,
+                backend.make_expert_backend,
                 backend.dispatcher,
                 backend.seed,
                 backend.router_dtype,
@@ -104,9 +102,15 @@ class Block(nn.Module):
         """Module that mixes positions: softmax attention or a gated delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, *args: Any) -> Tensor:
-        """Call ``run`` under the layer's wrappers, such as recomputation."""
-        return self.call(self, *args)
+    def forward(
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
+    ) -> Tensor:
+        """Call ``run`` under the layer's wrappers, such as recomputation.
+
+        Args:
+            embedded_BsH: the further argument of ``MTPBlock.run``; nothing in other layers.
+        """
+        return self.call(self, x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
         """Return x plus attention's and the feed-forward's outputs: [B, s, H].

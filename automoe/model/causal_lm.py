@@ -105,8 +105,8 @@ class CausalLM(nn.Module, ABC):
         self.loss = self.backend.loss
         self.mtp_loss_weight = TrainConfig.mtp_loss_weight
         self.reported = dict[str, Tensor]()
-        self.sequence = self.backend.pg_collection.sequence
-        self.first_id = first_of_rank(self.sequence, config.vocab_size)
+        self.tp = self.backend.pg_collection.tp
+        self.first_id = first_of_rank(self.tp, config.vocab_size)
 
     @abstractmethod
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -223,9 +223,9 @@ class CausalLM(nn.Module, ABC):
             return self._next_tokens(x, batch.next_token_at)
         if batch.labels is None:
             weight_VH = local_shard(self.head_weight)
-            logits_BSV = nn.functional.linear(self.sequence.all_gather(x), weight_VH)
+            logits_BSV = nn.functional.linear(self.tp.all_gather(x), weight_VH)
             return cap_logits(logits_BSV, self.soft_cap)[0]
-        row = self.backend.pg_collection.context
+        row = self.backend.pg_collection.cp
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
         loss = self._loss(x, inputs)
         if batch.mtp_labels is not None:
@@ -251,11 +251,11 @@ class CausalLM(nn.Module, ABC):
         for depth, state_BsH in enumerate(states):
             hits = torch.zeros((), dtype=torch.int64, device=state_BsH.device)
             loss = cross_entropy_sum(
-                self.sequence.all_gather(state_BsH).flatten(0, 1),
+                self.tp.all_gather(state_BsH).flatten(0, 1),
                 weight_VH,
                 labels_BSD[..., depth].flatten(),
                 self.first_id,
-                self.sequence,
+                self.tp,
                 self.backend.chunk_loss,
                 hits,
                 self.soft_cap,
@@ -267,18 +267,18 @@ class CausalLM(nn.Module, ABC):
         return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _next_tokens(self, x_BsH: Tensor, at_BS: Tensor) -> Tensor:
-        x_BSH = self.sequence.all_gather(x_BsH)
+        x_BSH = self.tp.all_gather(x_BsH)
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
         if at_BS.any():
             weight_VH = local_shard(self.head_weight)
-            head = weight_VH, self.first_id, self.sequence, self.soft_cap
+            head = weight_VH, self.first_id, self.tp, self.soft_cap
             tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], *head)
         return tokens_BS
 
     def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
         weight_VH = local_shard(self.head_weight)
-        x_TH = self.sequence.all_gather(x_BsH).flatten(0, 1)
-        head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.sequence
+        x_TH = self.tp.all_gather(x_BsH).flatten(0, 1)
+        head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.tp
         if self.loss is not None:
             sampled = {
                 name: inputs.given[key].flatten(0, 1)

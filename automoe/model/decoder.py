@@ -86,7 +86,7 @@ class Decoder(CausalLM):
         if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
         setup = AttentionSetup(self.config, tokens, self.backend, x.dtype)
-        local_tokens = tokens.local_shard(self.sequence)
+        local_tokens = tokens.local_shard(self.tp)
         for block in blocks:
             x = block(x, setup, local_tokens)
         return x
@@ -106,13 +106,13 @@ class Decoder(CausalLM):
             # a copy: a recomputation reads the tokens of its own depth
             setup = copy(setup)
             setup.tokens = here
-            local_tokens = here.local_shard(self.sequence)
+            local_tokens = here.local_shard(self.tp)
             x_BsH = block(x_BsH, setup, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
-        return self.sequence.reduce_scatter(self.embed_tokens(ids_BS))
+        return self.tp.reduce_scatter(self.embed_tokens(ids_BS))
 
     def last_norm(self, x_BsH: Tensor) -> Tensor:
         return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)

@@ -147,11 +147,11 @@ class GatedDeltaNet(nn.Module):
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence
-        self.gather = calls.gather(self.sequence.all_gather)
-        self.context = backend.pg_collection.context
+        self.tp = backend.pg_collection.tp
+        self.gather = calls.gather(self.tp.all_gather)
+        self.cp = backend.pg_collection.cp
         self.features = self._own_features(SINGLE_RANK)
-        self.conv_features = self._own_features(self.context)
+        self.conv_features = self._own_features(self.cp)
         channels = 2 * keys + values
         self.is_split = a.linear_split_projections
         if self.is_split:
@@ -186,7 +186,7 @@ class GatedDeltaNet(nn.Module):
         )
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         bias_N, log_N = (
-            own_heads(self.context, local_shard(x)).to(wide) for x in (self.dt_bias, self.A_log)
+            own_heads(self.cp, local_shard(x)).to(wide) for x in (self.dt_bias, self.A_log)
         )
         log_decay_BSN = -log_N.exp() * F.softplus(a_BSN.to(wide) + bias_N)
         if docs_BS is not None:  # a document's first token keeps nothing of the state before it
@@ -199,10 +199,10 @@ class GatedDeltaNet(nn.Module):
             log_decay_BSN,
             b_BSN.sigmoid(),
         )
-        out_BSNV = exchange_positions(self.context, out_BSNV)
+        out_BSNV = exchange_positions(self.cp, out_BSNV)
         gate_BSNV = z.reshape(out_BSNV.shape).to(wide)
         out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
-        return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
+        return self.out_proj.project_and_scatter(out_BSNV.flatten(2), self.tp)
 
     def _project(self, x_BSH: Tensor, width: int) -> tuple[Tensor, ...]:
         """Return convolution input, output gates, betas and decays of this rank's heads.
@@ -226,30 +226,30 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return convolution input, betas and decays of whole sequences and of fewer heads.
 
-        The recurrence runs through the whole sequence, so each rank of ``context`` computes some of
+        The recurrence runs through the whole sequence, so each rank of ``cp`` computes some of
         the heads.
         """
-        if self.context.num_ranks == 1:
+        if self.cp.num_ranks == 1:
             return mixed_BSD, b_BSN, a_BSN
         heads = b_BSN.shape[2] // self.repeats
         widths = self.key_dim, self.key_dim, self.repeats * self.value_dim
         mixed = mixed_BSD.split([heads * width for width in widths], dim=-1)
         per_head = [x.unflatten(-1, (heads, -1)) for x in (*mixed, b_BSN, a_BSN)]
-        (row_BRGD,) = exchange_heads(self.context, torch.cat(per_head, dim=-1))
+        (row_BRGD,) = exchange_heads(self.cp, torch.cat(per_head, dim=-1))
         *mixed, b, a = row_BRGD.split((*widths, self.repeats, self.repeats), dim=-1)
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
-    def _own_features(self, context: Communicator) -> Features:
+    def _own_features(self, cp: Communicator) -> Features:
         """Return the convolution's channels (queries, keys and values) of this tp rank's heads.
 
-        If ``context`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
+        If ``cp`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
         """
-        ranks = self.sequence.num_ranks * context.num_ranks
+        ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:
             return None
-        first = first_of_rank(self.sequence, self.key_heads)
+        first = first_of_rank(self.tp, self.key_heads)
         held = self.key_heads // ranks
-        first += context.rank * held
+        first += cp.rank * held
         features = []
         start = 0
         for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):

@@ -66,7 +66,7 @@ class Indexer(nn.Module):
         super().__init__()
         attention = config.attention
         assert attention.q_lora_rank is not None, "refused by the rules"
-        self.ranks = backend.pg_collection.sequence
+        self.ranks = backend.pg_collection.tp
         self.dim = attention.index_head_dim
         self.topk = attention.index_topk
         self.interleaved = attention.index_interleaved
@@ -95,7 +95,7 @@ class Indexer(nn.Module):
         q_BsJD, k_Bs1D = (
             setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
         )
-        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.keys)
+        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.key_gather)
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
         return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)

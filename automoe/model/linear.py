@@ -44,13 +44,13 @@ class Linear(nn.Module):
     def forward(self, x_BSI: Tensor) -> Tensor:
         return self.multiply(x_BSI, None if self.bias is None else self.shard(self.bias))
 
-    def reduce_scatter(self, x_BSI: Tensor, sequence: Communicator) -> Tensor:
+    def project_and_scatter(self, x_BSI: Tensor, tp: Communicator) -> Tensor:
         """Return x @ weight.T + bias at this rank's positions, if input features are sharded.
 
-        Each rank multiplies by its input features; a reduce-scatter over ``sequence`` sums the
+        Each rank multiplies by its input features; a reduce-scatter over ``tp`` sums the
         terms, and the bias is added once.
         """
-        out_BSO = sequence.reduce_scatter(self.multiply(x_BSI))
+        out_BSO = tp.reduce_scatter(self.multiply(x_BSI))
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:

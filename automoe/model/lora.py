@@ -21,7 +21,7 @@ from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
 
 
 class Lora(Adapter):
@@ -62,7 +62,7 @@ def adapt(
 ) -> None:
     """Freeze the parameters that ``lora`` or ``train.freeze`` exclude, and add adapters on meta.
 
-    Modules with adapters are replaced by ``LoRALinear`` and ``LoRAExperts``.
+    Linear layers with adapters are replaced by ``LoRALinear``; ``GroupedExperts`` get them as ``lora``.
 
     Args:
         part: decoder, or a pipeline stage of it, on the meta device.
@@ -89,7 +89,7 @@ def adapt(
 
 
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
-    """Replace the modules of one layer that have adapters, and experts with quantized matrices.
+    """Add adapters to the modules of one layer, also to experts with quantized matrices alone.
 
     Modules of foreign classes stay, and the model adds the adapters' outputs to theirs.
 
@@ -114,7 +114,7 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
             adapter = Lora(*options, *reversed(owned[0].shape))
         adapter.to("meta", dtype)
         if isinstance(base, GroupedExperts):
-            part.set_submodule(name, LoRAExperts(base, adapter))
+            base.lora = adapter
         elif isinstance(base, Linear):
             part.set_submodule(name, LoRALinear(base, adapter))
         else:

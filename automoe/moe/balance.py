@@ -7,6 +7,8 @@ rows, S positions of this rank, E experts, K top-k.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -93,14 +95,29 @@ def z_loss(logits_BSE: Tensor, tokens: Tokens) -> Tensor:
 LOSSES = ("seq_balance_loss", "global_balance_loss", "micro_batch_balance_loss", "z_loss")
 
 
+class Loads(NamedTuple):
+    """Views of the counters of one MoE layer, or with a first dim [L, ...] of L layers.
+
+    Attributes:
+        experts: [2, E] tokens given to each expert before any are dropped, and tokens that plain
+            top-k of the scores would give to it.
+        losses: the balance losses, in the order of ``LOSSES``.
+        dropped: [] number of dropped choices.
+        replayed: [2] number of choices repeated from an inference engine, and of those among them
+            that the router would not make.
+    """
+
+    experts: Tensor
+    losses: Tensor
+    dropped: Tensor
+    replayed: Tensor
+
+
 class LoadCounter(nn.Module):
     """Counters of one MoE layer over the micro-batches of a step, zeroed after each step.
 
-    One float64 vector holds all counters, so that a step needs one all-reduce. Its layout: E counts
-    of tokens given to each expert before any are dropped, E counts of tokens that plain top-k of
-    the scores would give to it, the losses in the order of ``LOSSES``, the number of dropped
-    choices, the number of choices repeated from an inference engine, and how many of these the
-    router would not make.
+    One float64 vector holds all counters, so that a step needs one all-reduce; ``views`` names its
+    parts.
     """
 
     totals: Tensor
@@ -115,6 +132,13 @@ class LoadCounter(nn.Module):
     def size(num_experts: int) -> int:
         """Return the length of the vector for a layer of E experts."""
         return 2 * num_experts + len(LOSSES) + 3
+
+    @staticmethod
+    def views(totals: Tensor) -> Loads:
+        """Return views of the counters in one vector, or in a table with one for each layer."""
+        num_counts = totals.shape[-1] - len(LOSSES) - 3
+        experts, losses, dropped, replayed = totals.split((num_counts, len(LOSSES), 1, 2), dim=-1)
+        return Loads(experts.unflatten(-1, (2, -1)), losses, dropped.squeeze(-1), replayed)
 
     def reset_buffers(self) -> None:
         self.totals.zero_()
@@ -140,13 +164,13 @@ class LoadCounter(nn.Module):
         """
         if not is_counted():
             return
-        self.totals[:-3] += torch.cat(
-            (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))
-        )
+        loads = self.views(self.totals)
+        loads.experts.add_(torch.stack((chosen_BE.sum(0), plain_BE.sum(0))))
+        loads.losses.add_(torch.stack(losses))
         if dropped_BSK is not None:
-            self.totals[-3] += dropped_BSK.sum()
+            loads.dropped.add_(dropped_BSK.sum())
         if replayed is not None:
-            self.totals[-2:] += replayed
+            loads.replayed.add_(replayed)
 
 
 @torch.no_grad()

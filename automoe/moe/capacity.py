@@ -104,7 +104,7 @@ def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupColle
 @torch.no_grad()
 def choose_kept(
     topk_ids_BSK: Tensor,
-    weights_BSK: Tensor,
+    probs_BSK: Tensor,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
@@ -113,7 +113,7 @@ def choose_kept(
     """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync.
 
     Args:
-        weights_BSK: routing weights, by which choices may be ranked.
+        probs_BSK: routing weights, by which choices may be ranked.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
     """
     num_rows, size, top_k = topk_ids_BSK.shape
@@ -121,16 +121,16 @@ def choose_kept(
     of_rank = moe.drop_scope == "rank"
     if of_rank:
         # Choices queue by position, then by row.
-        ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
+        ids_GN, probs_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, probs_BSK))
         num_tokens = num_rows * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
-        both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
+        both = torch.stack((ids_BSK.to(torch.float64), probs_BSK.to(torch.float64)), dim=-1)
         joined = join_row_parts(both, tokens.index, pg_collection)
-        ids_GN, weights_GN = joined.flatten(1, 2).unbind(-1)
+        ids_GN, probs_GN = joined.flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
         num_tokens = size * pg_collection.ranks_per_row
-    priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
+    priority_GN = (probs_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
     if of_rank:
@@ -148,7 +148,7 @@ def dispatch_padded(
     capacity: int,
     x_TH: Tensor,
     topk_ids_TK: Tensor,
-    weights_TK: Tensor,
+    probs_TK: Tensor,
     experts: RunExperts,
 ) -> Tensor:
     """Run ``dispatcher`` with exactly ``capacity`` tokens per expert; return its result [T, H].
@@ -164,9 +164,9 @@ def dispatch_padded(
     choice_C = torch.where(filled_C, order_M[place_C.clamp_max(len(order_M) - 1)], 0)
     token_C = choice_C // topk_ids_TK.shape[1]
 
-    weights_C1 = torch.where(filled_C, weights_TK.flatten()[choice_C], 0).unsqueeze(1)
+    probs_C1 = torch.where(filled_C, probs_TK.flatten()[choice_C], 0).unsqueeze(1)
     ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(
         capacity, output_size=len(token_C)
     )
-    y_CH = dispatcher(gather_rows(x_TH, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity)
+    y_CH = dispatcher(gather_rows(x_TH, token_C), ids_C.unsqueeze(1), probs_C1, experts, capacity)
     return sum_to_tokens(y_CH, token_C, x_TH.shape[0])

@@ -8,17 +8,14 @@ hidden, I expert width, J = 2 I (gate, then up), r rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.local_shard import global_offset, local_shard, take_over
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import LoraConfig
 from automoe.kernels.activation import Activation
 from automoe.kernels.counter_random import uniform_at
 from automoe.moe.expert_weights import ExpertWeights
-from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import UNSCALED, GroupedProducts, LoopProducts, grouped_mm_experts
 
 # A [..., r, I] and B [..., O, r] of an adapter for this rank's shard of a weight, and their scale
@@ -117,18 +114,3 @@ class ExpertLora(Adapter):
         return grouped_mm_experts(
             *rows, weights, activation, *products, adapters=adapters, scale=self.scale
         )
-
-
-class LoRAExperts(GroupedExperts):
-    """Experts that take the place of ``base``: frozen weights, maybe quantized, and adapters.
-
-    Args:
-        lora: the adapters; their forward multiplies by the frozen weights as well.
-    """
-
-    def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
-        take_over(self, base)
-        self.lora = lora
-
-    def multiply(self, *args: Any) -> Tensor:
-        return self.lora(*args)

@@ -42,18 +42,18 @@ class Routing(NamedTuple):
 
     Attributes:
         topk_expert_ids: [B, S, K] int64, the experts that compute.
-        topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
+        topk_probs: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
-        replayed: [B, S] how many of a token's choices, repeated from an inference engine, the
+        differing: [B, S] how many of a token's choices, repeated from an inference engine, the
             router would not make; -1 for tokens without repeated choices. None: no token has any.
     """
 
     topk_expert_ids: Tensor
-    topk_scores: Tensor
+    topk_probs: Tensor
     plain_ids: Tensor
     kept: Tensor | None = None
-    replayed: Tensor | None = None
+    differing: Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -133,20 +133,20 @@ def select_experts(
     return topk_indices(choice_BSE, top_k, config.exact_ties)
 
 
-def expert_weights(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
-    """Return the weights of the chosen experts [B, S, K].
+def routing_probs(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
+    """Return the routing probabilities [B, S, K]: factors of the chosen experts' outputs.
 
-    The weights are the scores (or logits) of the chosen experts, normalised over the K and scaled
+    They are the scores (or logits) of the chosen experts, normalised over the K and scaled
     as the model family does it.
     """
-    weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
+    probs_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
-        weights_BSK = weights_BSK.softmax(-1)
+        probs_BSK = probs_BSK.softmax(-1)
     elif config.norm_topk_prob:
         # The epsilon is DeepSeek's, for scores that may all vanish; softmax scores cannot.
         tiny = 0.0 if config.score == "softmax" else 1e-20
-        weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + tiny)
-    return weights_BSK * config.routed_scaling_factor
+        probs_BSK = probs_BSK / (probs_BSK.sum(-1, keepdim=True) + tiny)
+    return probs_BSK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
@@ -203,7 +203,7 @@ class BalancedRouter(nn.Module):
         wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
-        self.call_count = wrap(type(self).count)
+        self.call_load_and_losses = wrap(type(self).load_and_losses)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
         self.num_experts = config.num_experts
@@ -221,7 +221,7 @@ class BalancedRouter(nn.Module):
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
-    def count(
+    def load_and_losses(
         self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return counts [B, E] of chosen experts, the same of plain top-k, and the losses.
@@ -254,40 +254,41 @@ class BalancedRouter(nn.Module):
         )
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
-    def replay(self, live_BSK: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None] | None:
-        """Return expert ids [B, S, K] with forced choices in place, and ``Routing.replayed``.
+    def replay(
+        self, live_BSK: Tensor, plain_BSK: Tensor, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return chosen experts, those of plain top-k, and ``Routing.differing``, under replay.
 
-        Forced choices are those of ``tokens.forced_ids``, from a recorded run or an inference
-        engine. None if there are none for this layer; engines do not run modules for multi-token
-        prediction.
+        Tokens with ``forced_ids``, from a recorded run or an inference engine, repeat these.
 
         Args:
-            live_BSK: the router's own choices, which tokens without a forced one keep.
+            live_BSK: the router's own choices, which other tokens keep.
+            plain_BSK: plain top-k of the router's scores; an engine does not tell it.
         """
         forced = tokens.forced_ids
+        # An engine runs no modules for multi-token prediction: their layers come after its last.
         if forced is None or self.moe_index >= forced.shape[2]:
-            return None
-        forced_BSK = forced[:, :, self.moe_index, 0]
-        ids_BSK = _overlay(forced_BSK, live_BSK)
-        if forced.shape[3] > 1:  # a repeated training run is not judged
-            return ids_BSK, None
-        ours_BS = tokens.valid & (forced_BSK[..., 0] >= 0)
-        lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
-        return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
+            return live_BSK, plain_BSK, None
+        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+        if forced.shape[3] > 1:  # a recorded run, which is this model's own and is not judged
+            return ids_BSK, _overlay(forced[:, :, self.moe_index, 1], plain_BSK), None
+        repeated_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        differs_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
+        return ids_BSK, plain_BSK, torch.where(repeated_BS, differs_BSK.sum(-1), -1)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.call_count(
+        chosen_BE, plain_BE, losses = self.call_load_and_losses(
             self, scores, routing.topk_expert_ids, routing.plain_ids, tokens
         )
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(
-                topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
+                topk_probs=attach_loss(routing.topk_probs, torch.stack(losses).sum())
             )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
         replayed = None
-        if (lacking_BS := routing.replayed) is not None:
-            repeated = (lacking_BS >= 0).sum() * self.top_k
-            replayed = torch.stack((repeated, lacking_BS.clamp_min(0).sum()))
+        if (differing_BS := routing.differing) is not None:
+            repeated = (differing_BS >= 0).sum() * self.top_k
+            replayed = torch.stack((repeated, differing_BS.clamp_min(0).sum()))
         self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, replayed)
         return routing
 
@@ -329,13 +330,13 @@ class Router(BalancedRouter):
         )
         scores = self.call_score(self, x_BSH, jitter_BSH)
         with torch.no_grad():
-            topk_ids_BSK, plain_ids_BSK, replayed = save_for_recompute(
+            topk_ids_BSK, plain_ids_BSK, differing = save_for_recompute(
                 self._choose, scores.choice, tokens
             )
-        weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
-        routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK, replayed=replayed)
+        probs_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
+        routing = Routing(topk_ids_BSK, probs_BSK, plain_ids_BSK, differing=differing)
         if self.moe.capacity_factor:
-            args = topk_ids_BSK, weights_BSK, tokens, self.pg_collection, self.moe, self.num_experts
+            args = topk_ids_BSK, probs_BSK, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -367,7 +368,7 @@ class Router(BalancedRouter):
 
     def weigh(self, choice_BSE: Tensor, topk_ids_BSK: Tensor) -> Tensor:
         """Return the factors [B, S, K] of the chosen experts' outputs, from the scores of all experts."""
-        return expert_weights(choice_BSE, topk_ids_BSK, self.config)
+        return routing_probs(choice_BSE, topk_ids_BSK, self.config)
 
     def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
         """Return random factors [B, S, H] around one for the input of the router (jitter).
@@ -387,12 +388,7 @@ class Router(BalancedRouter):
         else:
             gate = self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
             ids_BSK = plain_BSK = gate_ids(*gate)
-        replay = self.replay(ids_BSK, tokens)
-        if replay is None:
-            return ids_BSK, plain_BSK, None
-        if tokens.forced_ids is not None and tokens.forced_ids.shape[3] > 1:
-            plain_BSK = _overlay(tokens.forced_ids[:, :, self.moe_index, 1], plain_BSK)
-        return replay[0], plain_BSK, replay[1]
+        return self.replay(ids_BSK, plain_BSK, tokens)
 
 
 GATES = ("balanced", "zipf", "one_hot", "empty")

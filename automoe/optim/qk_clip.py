@@ -49,8 +49,8 @@ class WatchedAttention:
         chosen_BSR: Tensor | None = None,
     ) -> Tensor:
         if is_counted():
-            self.first = setup.heads.rank * q_BSND.shape[2]
-            valid_BS = gather_row(setup.tokens.valid.int(), setup.heads) > 0
+            self.first = setup.head_exchange.rank * q_BSND.shape[2]
+            valid_BS = gather_row(setup.tokens.valid.int(), setup.head_exchange) > 0
             for queries, keys, mask in setup.query_blocks(window, chosen_BSR):
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
@@ -113,7 +113,7 @@ def take_largest_logits(
     rows = []
     for module in watched:
         largest, module.attend.largest = module.attend.largest, None
-        first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
+        first = first_of_rank(module.tp, module.num_heads) + module.attend.first
         row = largest.new_full((module.num_heads,), -math.inf)
         row[first : first + len(largest)] = largest
         rows.append(row)

@@ -21,7 +21,8 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
 from automoe.parallel.mesh import Meshes
 
-PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
+# by ``train.dtype``: the optimizer updates parameters in the first, products are in the second
+MASTER_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -52,7 +53,7 @@ def apply_data_parallel(
         dtype: ``train.dtype``, in which unsharded parameters are multiplied.
     """
     compute = COMPUTE_DTYPES[dtype]
-    reduce = PARAM_DTYPES[dtype]
+    reduce = MASTER_DTYPES[dtype]
     # Inputs are cast at the layer: the experts need routing weights in full precision, and the loss
     # its inputs.
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)

@@ -33,12 +33,14 @@ class _OtherPassFailed(Exception):
 class Turns:
     """Scheduler of a forward and a backward pass in two threads, of which one runs at a time.
 
-    A pass hands over when it has started an all-to-all. ``TURNS`` is the only instance.
+    A pass hands over when it has started an all-to-all (``overlap``). Before, it runs the products
+    of weight gradients that backward passes have deferred until then (``defer``). ``TURNS`` is the
+    only instance.
     """
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
 
     def run(self, first: Callable[[], object], second: Callable[[], T]) -> T:
         """Run both functions to their ends, alternating; ``first`` begins, in a thread of its own.
@@ -78,7 +80,7 @@ class Turns:
         finally:
             self._turn = None
         if self._errors:
-            self._waiting.clear()
+            self._deferred.clear()
             raise self._errors[0]
         return result
 
@@ -118,24 +120,24 @@ class Turns:
         self._wake[1 - me].release()
         self.wait_for_turn(me)
 
-    def finish(self, wait: Callable[[], object]) -> None:
+    def overlap(self, wait: Callable[[], object]) -> None:
         """Run deferred work and the other pass while an all-to-all travels; then call ``wait``."""
-        self.work_off()
+        self.run_deferred()
         self.swap()
         wait()
 
     def defer(self, work: Callable[[], None]) -> None:
         """Keep ``work`` until the calling pass has started its next all-to-all."""
-        self._waiting.append(work)
+        self._deferred.append(work)
 
-    def work_off(self) -> None:
+    def run_deferred(self) -> None:
         """Run the deferred work in order."""
-        while self._waiting:
-            self._waiting.popleft()()
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def check_nothing_waits(self) -> None:
+    def check_nothing_is_deferred(self) -> None:
         """Raise ``AssertionError`` if deferred work is left at the end of a step."""
-        assert not self._waiting, f"{len(self._waiting)} deferred products were not computed"
+        assert not self._deferred, f"{len(self._deferred)} deferred products were not computed"
 
 
 TURNS = Turns()
@@ -155,7 +157,7 @@ class _Exchange(torch.autograd.Function):
         work = dist.all_to_all_single(
             out, x, output_splits, input_splits, group=group, async_op=True
         )
-        TURNS.finish(work.wait)
+        TURNS.overlap(work.wait)
         return out
 
     @staticmethod

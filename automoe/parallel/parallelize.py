@@ -21,7 +21,7 @@ from automoe.parallel.expert import (
     expert_parallel_style,
 )
 from automoe.parallel.fp8 import apply_fp8
-from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
+from automoe.parallel.fsdp import COMPUTE_DTYPES, MASTER_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.tensor import apply_tensor_parallel
 
@@ -68,7 +68,7 @@ def build_decoder(
 def parameter_dtype(config: Config) -> torch.dtype:
     """Return the dtype in which parameters are stored, except those of routers."""
     narrow = config.optim.master_weights == "stochastic"
-    return torch.bfloat16 if narrow else PARAM_DTYPES[config.train.dtype]
+    return torch.bfloat16 if narrow else MASTER_DTYPES[config.train.dtype]
 
 
 def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:

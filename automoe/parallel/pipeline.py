@@ -224,7 +224,7 @@ class PipelineRunner(StepRunner):
     def _train(self, inputs: MicroBatch) -> Tensor:
         losses: list[Tensor] = []
         self._run("step", inputs, losses)
-        TURNS.check_nothing_waits()
+        TURNS.check_nothing_is_deferred()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(zero).sum() if losses else zero
 

@@ -36,10 +36,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weight of each token, since trainer and engine differ: w = old / mu.
-
-    old and mu are the token's probabilities by the trainer's weights before the update and by the
-    engine.
+    """Importance weight w = old / mu of a token: probability by the trainer over the engine's.
 
     - ``truncate``: min(w, high) (truncated importance sampling).
     - ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855).
@@ -71,10 +68,9 @@ def group_advantages(
 ) -> list[float]:
     """Return (reward - mean of its group) / (deviation + epsilon), 0 in a group of equal rewards.
 
-    A group is the ``group_size`` answers to one prompt.
-
     Args:
-        rewards: those of the first prompt's answers, then those of the second's, and so on.
+        rewards: those of the first prompt's answers (a group), then those of the second's, and so
+            on.
         scale: False leaves the division out (Dr. GRPO). The deviation divides by group_size - 1.
     """
     if group_size < 1 or len(rewards) % group_size:
@@ -90,7 +86,7 @@ def group_advantages(
 
 
 def trained(inputs: LossInputs) -> Tensor:
-    """Return [B, S] bool, True for trained tokens."""
+    """Return [B, S] bool: True for trained tokens, False for prompts and padding."""
     return inputs.labels >= 0
 
 
@@ -100,10 +96,7 @@ def log_ratio(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def sum_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return [B, S]: at each token the sum of ``x_BS`` over its sample's trained tokens.
-
-    A sample that ``cp`` cuts is summed over its ranks. The result has no gradient.
-    """
+    """Return [B, S]: at each token the detached sum of ``x_BS`` over the sample's trained ones."""
     sums_BD = inputs.sum_by_document(torch.where(trained(inputs), x_BS.detach(), 0.0))
     doc_ids = torch.zeros_like(inputs.labels) if inputs.doc_ids is None else inputs.doc_ids
     return sums_BD.gather(1, doc_ids.clamp_min(0))
@@ -142,10 +135,7 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return the importance weight [B, S] of each token, as ``correction`` defines it.
-
-    It also reports how many answers lose a token to ``mask`` or ``reject``, by the answer's length.
-    """
+    """Return each token's importance weight [B, S]; report answers of which it drops a token."""
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
     if correction.level != "token":
@@ -161,11 +151,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report by answer length how many answers there are, and how many have a dropped token.
-
-    Args:
-        dropped_BS: True for tokens whose loss is set to 0.
-    """
+    """Report by answer length how many answers there are, and how many ``dropped_BS`` marks."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
@@ -189,18 +175,15 @@ def finish(
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Return this rank's share of the loss from the per-token losses ``loss_BS``.
-
-    It applies the options that all losses have, and averages.
+    """Apply the options that all losses have to per-token losses; return this rank's share.
 
     Args:
         mean: ``tokens``: over the trained tokens of the global batch; ``samples``: over the tokens
             of a sample, then over samples; ``length``: the sum divided by samples * ``length``;
             ``sum``.
         correction: importance weight for the mismatch of trainer and engine.
-        max_drift: drop answers with a negative advantage whose mean of log mu - log pi exceeds it,
-            where mu is the engine, or the weights before the update if the engine's numbers are
-            missing (DeepSeek-V3.2, arXiv 2512.02556, eq. 9); None: drop none.
+        max_drift: drop answers with A < 0 whose mean of log mu - log pi exceeds it; mu is old if
+            the engine's numbers are missing (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
         kl_coef: weight of ``kl`` to the reference (``ref_log_probs``).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
     """
@@ -208,7 +191,7 @@ def finish(
         loss_BS = loss_BS * corrected(inputs, correction)
     if max_drift is not None:
         values = inputs.given
-        drawn_BS = values["sampler_log_probs" if "sampler_log_probs" in values else "old_log_probs"]
+        drawn_BS = values.get("sampler_log_probs", values["old_log_probs"])
         drift_BS = mean_of_sample(drawn_BS + nll_BS, inputs)
         far_BS = (drift_BS > max_drift) & (values["advantages"] < 0) & trained(inputs)
         report_dropped(far_BS, inputs)
@@ -228,8 +211,7 @@ def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -
     """Return this rank's share of the mean of ``loss_BS`` over the global batch.
 
     Args:
-        mean: ``tokens``: over trained tokens; ``samples``: over the tokens of a sample, then over
-            samples; ``length``: the sum divided by samples * ``length``; ``sum``.
+        mean: ``tokens``, ``samples``, ``length`` or ``sum``; ``finish`` defines them.
     """
     loss_BS = torch.where(trained(inputs), loss_BS, 0.0)
     counts = inputs.counts
@@ -259,10 +241,7 @@ def _clipped(
 
 
 def _with_rest(log_probs_BSK: Tensor) -> Tensor:
-    """Append the log-probability of all other ids together: [B, S, K] becomes [B, S, K + 1].
-
-    Their probability is at least the dtype's epsilon.
-    """
+    """Append the log-probability of all other ids together: [B, S, K] becomes [B, S, K + 1]."""
     tiny = torch.finfo(log_probs_BSK.dtype).eps
     mass_BS1 = log_probs_BSK.exp().sum(-1, keepdim=True).clamp_max(1 - tiny)
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
@@ -275,11 +254,7 @@ def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report the mean k3 estimates ``ref_kl``, ``old_kl`` and ``sampler_kl`` over trained tokens.
-
-    They compare pi with the reference, pi with the weights before the update, and those with the
-    engine.
-    """
+    """Report k3 estimates: pi to reference, old weights to pi, engine to old weights."""
     old_BS = inputs.given.get("old_log_probs", -nll_BS)
     gaps = {"old_kl": old_BS + nll_BS}
     if "ref_log_probs" in inputs.given:
@@ -299,14 +274,12 @@ def policy_loss(
     """Return a decorator that turns a function for per-token losses into a loss for ``Session``.
 
     The function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the
-    options of ``finish``. Its attributes ``reads``, ``metrics`` and ``mean`` are the arguments;
-    ``options`` has the type of each option.
+    options of ``finish``; its attribute ``options`` has the type of each option.
 
     Args:
-        mean: default of the option ``mean`` of ``finish``.
+        mean: default of the option ``mean`` of ``finish``; ``fixed``: callers may not change it.
         reads: names of the samples' values that the loss needs.
         metrics: names of numbers that it reports besides ``METRICS``.
-        fixed: True if callers may not change ``mean``.
     """
 
     def decorate(of_tokens: Callable[..., Tensor]) -> Any:
@@ -334,10 +307,7 @@ def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if ``loss`` lacks one of the options, or an option's type is wrong.
-
-    Functions that ``policy_loss`` did not make are not checked.
-    """
+    """Raise ``ConfigError`` if a loss of ``policy_loss`` lacks an option, or a value is invalid."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -399,8 +369,7 @@ def dr_grpo(
 ) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
 
-    ``length`` is a constant, such as the most tokens of an answer. Its advantages are not divided
-    by the deviation (``group_advantages(..., scale=False)``).
+    ``length`` is a constant, such as the largest number of tokens of an answer.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -413,10 +382,7 @@ def dapo(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """DAPO (arXiv 2503.14476): the loss of ``grpo`` with a higher upper clip, as a mean of tokens.
-
-    The mean is over all trained tokens of the global batch.
-    """
+    """DAPO (arXiv 2503.14476): the loss of ``grpo``, a higher upper clip, averaged over tokens."""
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
 
@@ -452,10 +418,7 @@ def cispo(
 def sapo(
     nll_BS: Tensor, inputs: LossInputs, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, with r = pi / old.
-
-    tau is ``tau_positive`` for A > 0, else ``tau_negative``.
-    """
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, r = pi / old, tau by A's sign."""
     advantages_BS = inputs.given["advantages"]
     r_BS = log_ratio(nll_BS, inputs).exp()
     tau_BS = torch.where(advantages_BS > 0, tau_positive, tau_negative)
@@ -473,8 +436,7 @@ def dppo(
 ) -> Tensor:
     """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, by total variation of the sampled token.
 
-    r is pi / old. The loss drops tokens whose pi - old is above clip_high if A > 0, and otherwise
-    those whose pi - old is below -clip_low.
+    It drops tokens whose pi - old is above clip_high if A > 0, else those below -clip_low.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()
@@ -487,7 +449,7 @@ def dppo(
 
 @policy_loss("tokens")
 def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Policy gradient with the ratio r = pi / old as importance weight: -r A."""
+    """Policy gradient with the ratio r = pi / old as importance weight: -r A, A = advantage."""
     return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
 
 
@@ -499,10 +461,10 @@ def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation by the teacher's log-probabilities of sampled tokens.
+    """On-policy distillation by the teacher's log-probabilities of sampled tokens: -r A'.
 
-    A policy gradient lowers the reverse KL: the loss is -r A', where r = pi / old, A' = A -
-    strength sg[log pi - log teacher], and A are ``advantages``, or 0 if there are none.
+    It lowers the reverse KL by a policy gradient: A' = A - strength sg[log pi - log teacher], where
+    r = pi / old, and A are ``advantages``, or 0 if there are none.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS

@@ -56,13 +56,11 @@ class LogProbs:
     """Result of ``Session.log_probs``: a list with a float64 CPU tensor [n] for each sample.
 
     Attributes:
-        log_probs: log-probability of token i given the tokens before it, 0 for tokens that are not
-            trained.
-        entropy: entropy in nats of the distribution that token i was drawn from, 0 for tokens that
-            are not trained; None: not requested.
-        first_differing: int64, for token i the first MoE layer whose router would choose other
-            experts than ``Sample.routes`` has, when it predicts token i; -1: no such layer. None:
-            no sample has routes.
+        log_probs: log-probability of token i given the tokens before it, 0 if it is not trained.
+        entropy: entropy in nats of the distribution of token i, 0 if it is not trained; None: not
+            requested.
+        first_differing: int64: when predicting token i, the first MoE layer whose router would
+            choose other experts than ``Sample.routes`` has, or -1. None: no sample has routes.
     """
 
     log_probs: list[torch.Tensor]
@@ -172,8 +170,7 @@ class Session:
 
         Args:
             config: ``train.seq_len`` is the longest row, ``train.micro_batch_size`` times it the
-                most positions of a micro-batch; ``optim`` and ``mesh`` mean what they mean in
-                pretraining.
+                most positions of a micro-batch.
             auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
                 modules for multi-token prediction, so that a batch whose gradient is zero leaves
                 every weight unchanged. True follows the configuration.
@@ -221,8 +218,8 @@ class Session:
         firsts = torch.full_like(recorded.log_probs, layers, dtype=torch.int64)
 
         def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
-            if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
-                differs_BS = lacking_BS > 0
+            if (differing_BS := routing.differing) is not None and tokens.row_ids is not None:
+                differs_BS = differing_BS > 0
                 rows = tokens.row_ids[differs_BS].cpu() - packed.rows.first_row
                 places = packed.values["places"][rows, tokens.index[differs_BS].cpu()]
                 places = places[places >= 0]
@@ -254,14 +251,12 @@ class Session:
             temperature: divides the logits, as in the sampler.
             counts: divisors of the loss; None: the counts of this batch. If several calls make one
                 update, pass the counts of the whole update (``count``).
-            options: options of the loss.
 
         Raises:
             ConfigError: the loss does not take an option or returns no scalar, or the temperature
                 or a count is invalid.
             DataError: a sample is wrong, or its routes are far from the router's choices.
-            Exception: whatever the loss raises. After this, and after wrong routes, all accumulated
-                gradients are cleared.
+            Exception: whatever the loss raises; this and wrong routes clear the gradients so far.
         """
         if isinstance(loss, partial):  # which has not the loss's notes of what it reads
             loss, options = loss.func, {**loss.keywords, **options}
@@ -305,8 +300,7 @@ class Session:
 
         Args:
             lr: learning rate of this step; None: the one of ``optim`` at this step.
-            report: numbers of this rank whose maximum over ranks is wanted, by name, as
-                ``automoe.training.step.optimizer_step`` takes them.
+            report: name -> number of this rank; the result has the maximum over ranks.
 
         Returns:
             Learning rate, gradient norm before clipping, and whether the update was skipped.
@@ -477,11 +471,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite number of at least ``least``.
-
-    Raises:
-        ConfigError: it is no such number; the message begins with ``key``.
-    """
+    """Return ``value`` as a finite number >= ``least``; else raise ``ConfigError`` for ``key``."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -490,14 +480,9 @@ def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> A
 
 def without_auxiliary_losses(config: Config) -> Config:
     """Return ``config`` with balance losses, z-loss and updates of expert biases switched off."""
-    moe = replace(
-        config.moe,
-        seq_balance_coef=0.0,
-        global_balance_coef=0.0,
-        micro_batch_balance_coef=0.0,
-        z_loss_coef=0.0,
-        bias_update_rate=0.0,
-    )
+    coefficients = ("seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef")
+    off = dict.fromkeys((*coefficients, "z_loss_coef", "bias_update_rate"), 0.0)
+    moe = replace(config.moe, **off)
     phases = [replace(phase, bias_update_rate=None) for phase in config.optim.phases]
     return replace(config, moe=moe, optim=replace(config.optim, phases=phases))
 

@@ -33,8 +33,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
 
     Args:
         entry: folder of the entry; its name identifies the content.
-        write: function that fills an empty folder, and returns a dictionary of plain JSON values
-            to store and return.
+        write: function that fills an empty folder, and returns JSON values to store.
 
     Raises:
         DataError: the cache cannot be read or written, or the process that writes the entry makes

@@ -93,7 +93,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
 
     Raises:
         CheckpointError: a link out of the folder, not a regular file, or too large.
-        OSError: the file does not exist or cannot be read.
+        OSError: the file cannot be read.
     """
 
     def read() -> bytes:
@@ -193,11 +193,9 @@ def _written_out(
 
 
 def parse_yaml(raw: bytes) -> Any:
-    """Parse YAML of bounded size into plain values.
+    """Parse YAML into plain values.
 
-    Raises:
-        ValueError: the text is too large or nested too deeply.
-        yaml.YAMLError: the text is not YAML.
+    Raises ``ValueError`` if it is too large or too deep, ``yaml.YAMLError`` if it is not YAML.
     """
     loader, node = compose_yaml(raw)
     return None if node is None else loader.construct_document(node)
@@ -222,9 +220,7 @@ def brief(value: object) -> str:
 def copy_file(folder: Path, name: str, target: Path) -> None:
     """Copy the file ``name`` of ``folder`` to ``target``, over any older copy.
 
-    Raises:
-        CheckpointError: the name is a link out of the folder or not a regular file.
-        OSError: reading or writing fails.
+    Raises ``CheckpointError`` for a link out of the folder, or if it is no regular file.
     """
     with os.fdopen(open_inside(folder, name), "rb") as source:
         with named(target, os.fstat(source.fileno()).st_size), open(target, "wb") as copy:
@@ -367,8 +363,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file such as ``config.json``; {} if the file does not exist.
 
     Raises:
-        CheckpointError: a link out of the folder, not a regular file, or too large.
-        OSError: the file cannot be read.
+        CheckpointError, OSError: the file cannot be read, or must not be.
         ValueError: the JSON is invalid, or a known key has a value of the wrong type.
     """
     return parse_settings(read_bytes(folder, name)) if is_there(folder, name) else {}

@@ -35,9 +35,9 @@ _place: mmap.mmap | None = None  # in a child: name of the current step, shared 
 
 
 def doing(work_name: str, goes_on: bool = False) -> None:
-    """Begin a step of the work that ``guarded`` runs in a child process: name it, restart its clock.
+    """Begin a step of the work that ``guarded`` runs in a child process; do nothing elsewhere.
 
-    A step has ``MAX_SECONDS`` of processor time. Outside such a child nothing happens.
+    A step has ``MAX_SECONDS`` of processor time.
 
     Args:
         work_name: name of the step, for an error.
@@ -58,7 +58,8 @@ def fork() -> int:
 def guarded(work_name: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns, computed in a fork of this process.
 
-    Changes that ``work`` makes to objects are lost, except in its result.
+    Changes to objects are lost, except in the result. ``work`` may call ``doing`` to begin a step,
+    each of which has limits of time and memory.
 
     Args:
         work_name: name of the first step, for an error.

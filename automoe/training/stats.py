@@ -77,10 +77,9 @@ def gather_stats(
             indexer.reset_buffers()
         reported = {**reported, "indexer_loss": total}
     num_layers = model.num_moe_layers
-    num_experts = model.num_experts
     device = loss_share.device
     # from the configuration, since a dense model has no router to ask
-    size = LoadCounter.size(num_experts)
+    size = LoadCounter.size(model.num_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
     for place, share in enumerate((loss_share, *reported.values()), start=end):
@@ -91,23 +90,22 @@ def gather_stats(
             table[layer.router.moe_index] += layer.router.load.totals
             layer.router.load.totals.zero_()
     dist.all_reduce(sums)
-    device_counts = table[:, : 2 * num_experts].unflatten(1, (2, num_experts))
+    device_counts = LoadCounter.views(table).experts
     sums = sums.cpu()  # the host waits for the step's forward and backward here
-    table = sums[:end].view(num_layers, size)
-    losses = table[:, 2 * num_experts : -3].sum(0).tolist()
-    chosen = table[:, :num_experts]
+    loads = LoadCounter.views(sums[:end].view(num_layers, size))
+    chosen = loads.experts[:, 0]
     metrics = dict(zip(reported, sums[end + 1 :].tolist(), strict=True))
-    repeated, differing = table[:, -2:].sum(0).tolist()
+    repeated, differing = loads.replayed.sum(0).tolist()
     if repeated:
         metrics["routes_differ"] = differing / repeated
     return StepStats(
         loss=float(sums[end]),
-        balance_losses=dict(zip(LOSSES, losses, strict=True)),
+        balance_losses=dict(zip(LOSSES, loads.losses.sum(0).tolist(), strict=True)),
         expert_counts=chosen,
-        dropped_share=(table[:, -3] / chosen.sum(1).clamp_min(1)).tolist(),
+        dropped_share=(loads.dropped / chosen.sum(1).clamp_min(1)).tolist(),
         device_counts=device_counts,
         metrics=metrics,
-        replayed=table[:, -2:],
+        replayed=loads.replayed,
     )
 
 

@@ -7,16 +7,15 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from hf_mesh_cases import empty_on_mesh
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
+from automoe.classes.model import TransformersModel
 from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
@@ -34,7 +33,7 @@ from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts
 from automoe.verify.pool import RankPool
-from tests.support.class_models import save_class
+from tests.support.class_models import save_class, tier_config
 from tests.support.hf_models import save_small_hf
 
 
@@ -101,65 +100,6 @@ def test_git_lfs_pointer_for_an_index(sharded: Path) -> None:
 def test_header_that_is_no_json(single: Path) -> None:
     (single / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"\x00" * 200)
     assert "not a safetensors file" in refused(single)
-
-
-SPELLINGS = (
-    b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"b":{"dtype":"F4","shape":[4],"data_offsets":[24,26]}}',
-    b'{"__metadata__": {"format": "pt"}, "a": {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}, '
-    b'"b": {"dtype": "BF16", "shape": [], "data_offsets": [24, 26]}, "c": {"dtype": "U8", "shape": [0, 9], '
-    b'"data_offsets": [26, 26]}}   ',
-)
-
-
-def as_the_library_reads(file: Path) -> list[tuple[str, str, list[int]]] | None:
-    try:
-        with safe_open(file, framework="np") as opened:
-            parts = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
-            return [(key, part.get_dtype(), part.get_shape()) for key, part in parts]
-    except SafetensorError:
-        return None
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=["compact", "spaced"])
-def test_a_header_is_read_or_refused_as_the_library_does(spelling: bytes, tmp_path: Path) -> None:
-    random, file, num_read = Random(0), tmp_path / "model.safetensors", 0
-    for change in range(800):
-        header, place = bytearray(spelling), random.randrange(len(spelling))
-        end = random.choice((place, place + 1, place + 1))
-        header[place : end if change else place] = bytes(random.choices(b'0123456789{}[],:" abF\\\n-._', k=change > 0))
-        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(26 + random.choice((0, 0, 0, 1)) * change))
-        theirs = as_the_library_reads(file)
-        try:
-            ours = [(key, at.dtype, list(at.shape)) for key, at in read_headers(tmp_path).items()]
-        except CheckpointError as error:
-            assert theirs is None or "occurs twice" in str(error), bytes(header)
-            continue
-        assert ours == theirs, bytes(header)
-        num_read += 1
-    assert 20 < num_read < 400
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b"dtype", b"dty pe"),
-        (b"shape", b"sha pe"),
-        (b"data_offsets", b"data_ offsets"),
-        (b"{", b'{"__metadata__":{"format":"\xff"},'),
-        (b"{", b'{"__metadata__":{"\xc3":"pt"},'),
-        (b"[0]", b"[0,99999999999999999999]"),
-        (b"[0]", b"[18446744073709551615,2,0]"),
-        (b"}}", b"}}" + b" " * 100_000_000),
-    ],
-    ids=["dtype", "shape", "offsets", "value", "key", "no size", "overflow", "too long"],
-)
-def test_a_header_that_the_library_refuses_is_no_usual_one(old: bytes, new: bytes, tmp_path: Path) -> None:
-    header = b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'.replace(old, new, 1)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
-    assert as_the_library_reads(file) is None
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
-        read_headers(tmp_path)
 
 
 def test_directory_without_weights(single: Path) -> None:
@@ -233,6 +173,22 @@ def test_quantized_tensors_are_refused(single: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     assert "quantized (F8_E4M3)" in (message := refused(single)) and name in message
+
+
+def test_integers_are_read_only_where_the_model_has_them(single: Path, tmp_path: Path) -> None:
+    """A table of experts by token id (DeepSeek-V4) is int64; a weight of int64 is nobody's."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.int64)}))
+    assert f"1 tensors are integers where the model has fractions, or the reverse: {name} is I64" in refused(single)
+    save_class("deepseek_v4", tmp_path / "v4")
+    config = tier_config(tmp_path / "v4")
+    model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
+    load_hf(model, tmp_path / "v4")
+    (table, *_) = (buffer for buffer in model.buffers() if buffer.dtype == torch.int64 and buffer.dim() == 2)
+    assert table[:3].tolist() == [[0, 1], [3, 4], [6, 7]]
+    (key, *_) = (key for key in load_file(tmp_path / "v4" / "model.safetensors") if key.endswith("tid2eid"))
+    edit(tmp_path / "v4", lambda tensors: tensors.update({key: tensors[key].float()}))
+    assert f"or the reverse: {key} is F32" in refused(tmp_path / "v4", config)
 
 
 def test_extra_tensors_that_are_known_are_passed_over_and_named(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from tests.support.memory import build_allocator, measure_step
 CPU = torch.device("cpu")
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
 CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
-CLASSES += ["gemma4_text", "llama4_text"]  # a soft cap; a class that does not name the module of its layers
+CLASSES += ["gemma4_text", "deepseek_v4"]  # a soft cap of logits; experts by token id
 WIDE = {
     "gemma4_text",
     "llama4_text",
@@ -194,9 +194,8 @@ def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[s
         torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["dbrx", "qwen2", "llama4_text"]
-)  # the last does not name the module of its layers
+# llama4_text does not name the module of its layers
+@pytest.mark.parametrize("model_type", ["dbrx", "qwen2", "llama4_text"])
 def test_a_class_without_stacked_experts_is_computed_by_its_own_code(saved: dict[str, Path], model_type: str) -> None:
     """Whatever ``moe.experts`` says, by default too."""
     _, theirs = float64_of(tier_config(saved[model_type]))

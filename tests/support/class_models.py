@@ -49,6 +49,10 @@ AUDIO: dict[str, Any] = dict(
     d_model=16, hidden_size=16, encoder_layers=1, num_hidden_layers=1, encoder_attention_heads=2, num_attention_heads=2,
     encoder_ffn_dim=16, num_mel_bins=16, output_dim=32, downsample_hidden_size=8, max_source_positions=64, n_window=4,
 )  # fmt: skip
+INKLING2: dict[str, Any] = dict(
+    unpadded_vocab_size=290, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, d_rel=4,
+    rel_extent=16, sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+)  # fmt: skip
 SMALL_SAM: dict[str, Any] = dict(
     sam_config=dict(
         hidden_size=16, output_channels=8, num_hidden_layers=1, num_attention_heads=2, image_size=64, mlp_dim=16,
@@ -83,6 +87,13 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "deepseek_v32": MLA | INDEXER,
+    "deepseek_v4": dict(
+        num_key_value_heads=1, q_lora_rank=16, qk_rope_head_dim=4, o_groups=2, o_lora_rank=8, index_n_heads=2,
+        index_head_dim=8, index_topk=2, sliding_window=8, hc_mult=2, num_nextn_predict_layers=0, num_hidden_layers=4,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        mlp_layer_types=["hash_moe", "hash_moe", "moe", "moe"],
+        compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+    ),
     "dots1": dict(n_shared_experts=1, n_group=1, topk_group=1),
     "dots3_note_text": MLA | INDEXER | dict(sliding_window=8),
     "exaone_moe": WINDOWS | DENSE_FIRST,
@@ -110,10 +121,8 @@ MORE: dict[str, dict[str, Any]] = {
     "hy_v4": dict(index_topk=8),
     "hy_v4_vl_text": dict(index_topk=8),
     "inkling_text": dict(sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
-    "inkling2_text": dict(
-        unpadded_vocab_size=290, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, d_rel=4,
-        rel_extent=16, sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
-    ),
+    "inkling2_text": INKLING2,
+    "inkling2_loop_text": INKLING2,
     "jamba": dict(
         num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
     ),
@@ -230,6 +239,10 @@ def save_class(model_type: str, folder: Path, **more: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer in model.buffers():
+            if buffer.dtype == torch.int64 and buffer.dim() == 2:  # experts by token id, different ones for a token
+                ids = torch.arange(len(buffer)).unsqueeze(1) * 3 + torch.arange(buffer.shape[1])
+                buffer.copy_(ids % SIZES["num_experts"])
     model.save_pretrained(folder)
     return model
 

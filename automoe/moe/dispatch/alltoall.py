@@ -27,14 +27,14 @@ class AllToAllDispatcher:
     ep: DispatchGroup
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
         order_M = order_M[: sum(sent)]  # dropped choices come last
         token_idx_M = order_M // topk_ids_TK.shape[1]
-        weights_M1 = weights_TK.flatten()[order_M].unsqueeze(1)
-        exchange = RowExchange(self.ep, x_TH, token_idx_M, weights_M1, counts_2P, sent, received)
+        probs_M1 = probs_TK.flatten()[order_M].unsqueeze(1)
+        exchange = RowExchange(self.ep, x_TH, token_idx_M, probs_M1, counts_2P, sent, received)
         out_RH = run_received(exchange, counts_PL, experts)
         out_MH = self.ep.all_to_all(out_RH, sent, received)
         return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])

@@ -5,7 +5,7 @@ dispatcher is an object with one signature:
 
     x_TH            this rank's tokens
     topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
-    weights_TK      routing weights
+    probs_TK      routing weights
     experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
     rows_per_expert number of choices that every expert gets from every rank, if known (padding to
                     capacity): sizes then need no host sync. Default: None
@@ -117,7 +117,7 @@ def sum_to_tokens(rows_MH: Tensor, token_idx_M: Tensor, num_tokens: int) -> Tens
 def run_choices(
     x_TH: Tensor,
     topk_ids_TK: Tensor,
-    weights_TK: Tensor,
+    probs_TK: Tensor,
     experts: RunExperts,
     num_experts: int,
     num_rows: int | None = None,
@@ -136,7 +136,7 @@ def run_choices(
         num_rows = int(counts_E.sum())
     order_M = order_M[:num_rows]
     token_idx_M = order_M // topk_ids_TK.shape[1]
-    probs_M = weights_TK.flatten()[order_M]
+    probs_M = probs_TK.flatten()[order_M]
     rows_MH = experts(x_TH, token_idx_M, group_ends(counts_E), probs_M)
     return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
 
@@ -154,10 +154,10 @@ class LocalDispatcher:
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         drops = self.moe.capacity_factor > 0 and not self.moe.pad_to_capacity
         num_rows = None if drops else topk_ids_TK.numel()
         if self.moe.dispatch_dtype == "fp8":
             x_TH = rounded_to_8_bits(x_TH)
-        return run_choices(x_TH, topk_ids_TK, weights_TK, experts, self.num_experts, num_rows)
+        return run_choices(x_TH, topk_ids_TK, probs_TK, experts, self.num_experts, num_rows)

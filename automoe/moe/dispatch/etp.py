@@ -30,7 +30,7 @@ class ExpertTensorDispatcher:
     etp: DispatchGroup
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         num_ranks = self.etp.num_ranks
 
@@ -54,4 +54,4 @@ class ExpertTensorDispatcher:
             terms = self.etp.all_to_all(out_GH, sent, sizes)
             return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
 
-        return self.dispatcher(x_TH, topk_ids_TK, weights_TK, spread, rows_per_expert)
+        return self.dispatcher(x_TH, topk_ids_TK, probs_TK, spread, rows_per_expert)

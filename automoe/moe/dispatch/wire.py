@@ -6,7 +6,7 @@ second time keep their numbers. Experts read the decoded rows, and keep the line
 pass (``keep_encoded``). The gradient of the rounding is the identity: gradients, and the experts'
 results, travel in the dtype of the rows.
 
-Shapes: T rows, B encoded lines, H hidden, W words of 8 bytes of a line, S scales of a row.
+Shapes: T rows, B encoded lines, H hidden, W int64 of a line, S scales of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCALE_BYTES = 4
 
 
 def encode_rows(x_TH: Tensor) -> Tensor:
-    """Quantize tokens to 8 bits for sending: codes and scales as int64 [T, W], W words of 8 bytes.
+    """Quantize tokens to 8 bits for sending: codes and scales as int64 [T, W].
 
     A block of 128 columns that holds a non-finite number becomes NaN.
     """
