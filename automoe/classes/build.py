@@ -276,13 +276,14 @@ def head_of(model: Any, path: str) -> Head:
         setattr(probe, name, _Returns(hidden))
         probe.set_output_embeddings(weight)
         with torch.no_grad():
-            return probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits
+            return probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits.double()
 
-    with default_dtype(torch.float32):
+    # The dtype of the model's parameters, unless it is too coarse to tell a factor.
+    with default_dtype(torch.promote_types(torch.get_default_dtype(), torch.float32)):
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(2, 3, head.in_features, generator=generator)
         small = nn.Linear(head.in_features, 5, bias=False)
-        product = small(hidden).detach()
+        product = small(hidden).detach().double()
         stated = _numbers(model.config.to_dict())
         slope = float((1e4 * logits(small, 1e-4 * hidden) * product).sum() / product.square().sum())
         scale = _as_stated(slope, stated)
