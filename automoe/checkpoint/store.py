@@ -80,8 +80,7 @@ class CheckpointStore:
     """Checkpoints of one run directory; every rank makes a store and calls every method.
 
     Args:
-        config: its model must equal the checkpoint's; ``config.checkpoint`` says which steps to
-            keep.
+        config: the run's configuration; ``config.checkpoint`` says which steps to keep.
         shape: shape of the mesh of these ranks.
         run_dir: directory that all ranks see; checkpoints are in ``run_dir/checkpoints``.
     """
@@ -102,11 +101,9 @@ class CheckpointStore:
         self.attach(self._say, self._warn, lambda step_dir: None)
 
     def check(self, loader: Loader | None = None) -> None:
-        """Check that the folder can be written and resumed from, before weights are loaded.
+        """Check, before weights are loaded, that saves and a resume with ``loader`` will work.
 
-        Args:
-            loader: data loader that a resume would continue; None checks that saves work, and no
-                resume.
+        Without a loader only saves are checked.
 
         Raises:
             CheckpointError, DataError: the folder cannot be written by every rank, or differs
@@ -272,11 +269,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Context that counts the time the loop waits, and warns about a failed write.
-
-        Args:
-            last: True for a run's last save, whose failed write is raised.
-        """
+        """Count the time the loop waits in the block; warn about a failed write, raise the ``last``."""
         started = time.perf_counter()
         try:
             yield
@@ -428,15 +421,9 @@ class CheckpointStore:
             return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
-        """Return the step that ``load_latest`` will read; None if there is none. Collective.
+        """Return (step folder, its manifest, True if this run wrote it) of ``load_latest``, or None.
 
-        The step is looked for and verified once; later calls return the same one.
-
-        Returns:
-            (step folder, its manifest, True if this run wrote it).
-
-        Raises:
-            CheckpointError: as ``load_latest``.
+        The step is looked for and verified once; later calls return the same one. Collective.
         """
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":
@@ -459,10 +446,7 @@ class CheckpointStore:
         self._found = None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Rename the step that ``state`` was resumed from as bad, and load the step before it.
-
-        Args:
-            resumed: what ``load_latest`` returned.
+        """Rename the step that ``load_latest`` ``resumed`` as bad, and load the step before it.
 
         Returns:
             None, with nothing changed, if no earlier step exists or the step belongs to another
@@ -498,10 +482,7 @@ class CheckpointStore:
 
 
 def _new_stager(pin_memory: bool) -> Any:
-    """Return torch's ``StateDictStager``, which copies a state to CPU memory for a background save.
-
-    Its public wrapper, ``DefaultStager``, serves only one save in torch 2.11.
-    """
+    """Return torch's ``StateDictStager``: in torch 2.11 ``DefaultStager`` serves only one save."""
     try:
         return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch
