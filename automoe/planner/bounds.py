@@ -190,7 +190,7 @@ class Space:
     def _experts(
         self, place: Place, family: Family, layer: int, shared: float, arrives: bool
     ) -> Passes:
-        """Return the passes of ``layer``'s routed experts, computed once for equal numbers of tokens.
+        """Return the passes of ``layer``'s experts, computed once for each number of tokens.
 
         Args:
             shared: forward seconds of the shared experts, beside which tokens are sent.
