@@ -24,7 +24,9 @@ FP8_BLOCK = (BLOCK, BLOCK)  # rows and columns under one scale
 GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes
 # Settings of compressed-tensors for the weights of a Kimi checkpoint.
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-Encoding = Literal["plain", "fp8", "mxfp4", "int4"]  # rules that turn codes and scales into numbers
+WrittenEncoding = Literal["plain", "fp8", "mxfp4", "int4"]
+# Rules that turn codes and scales into numbers (``automoe.hf.schemes``).
+Encoding = WrittenEncoding | Literal["float8", "int8", "int8_packed", "mxfp4_rows", "nvfp4"]
 SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of its scales
 ROUTER, SHARED_GATE = "mlp.router.weight", "mlp.shared_experts.output_gate.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -324,7 +326,7 @@ def quantization_config(
     name = encoding.upper()
     publisher = {"mxfp4": "gpt_oss", "int4": "deepseek_v3"}.get(encoding)
     if publisher is None:
-        kinds = ", ".join(get_args(Encoding))
+        kinds = ", ".join(get_args(WrittenEncoding))
         raise ConfigError("encoding", encoding, f"must be one of {kinds}", "Use plain")
     if not config.num_moe_layers:
         rule = f"{name} stores experts, and no layer has any"
