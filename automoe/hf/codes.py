@@ -73,7 +73,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
                 beside = tensors.get(base + beside_end)
                 if beside is None:
                     raise CheckpointError(
-                        f"{folder}: {brief(base + beside_end)} is missing, and {brief(name)} cannot be decoded "
+                        f"{folder}: {base + beside_end} is missing, and the codes in {data.file} cannot be decoded "
                         "without it. Copy the checkpoint again"
                     )
                 read_with.add(base + beside_end)

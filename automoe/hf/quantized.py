@@ -58,7 +58,7 @@ def dequantize(
         scales: scales of the blocks that the rectangle touches, [row blocks, column blocks].
         start: row and column of the rectangle's first element in the whole matrix.
         block: rows and columns of a block.
-        beside: divisor of the scales [1, 1] (float32), or codes of zero, shaped like the scales.
+        beside: divisor of the scales of NVFP4 [1, 1], or codes of zero, shaped like the scales.
     """
     num_rows = codes.shape[0]
     rows = torch.arange(start[0], start[0] + num_rows).div_(block[0], rounding_mode="floor")
@@ -67,7 +67,7 @@ def dequantize(
         scales = scales.view(torch.float8_e8m0fnu)
     by_row = scales.to(torch.float32)
     zeros = None
-    if beside is not None and beside.dtype == torch.float32:
+    if beside is not None and encoding == "nvfp4":
         by_row = by_row / beside
     elif beside is not None:
         zeros = beside.to(torch.float32)[rows]
