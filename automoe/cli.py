@@ -34,9 +34,9 @@ _HERE = {
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Pass the rest of the command line to the command's ``main(argv)``; return its exit status.
+    """Run the subcommand that ``argv[0]`` names, with the rest of ``argv``.
 
-    The status is 2 if no command of that name exists.
+    Returns the subcommand's exit status, or 2 if no subcommand has that name.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -124,7 +124,7 @@ Any key of the configuration is an override: --print-config shows them all,
 
 
 def train_help(config_dir: str | None) -> str:
-    """Return the help text of ``automoe train``: usage, primaries, config groups, examples."""
+    """Return the help of ``automoe train``: usage, main config files, config groups, examples."""
     from automoe.config.compose import list_groups, list_options
 
     def listed(group: str, width: int) -> str:

@@ -44,7 +44,7 @@ RUN = (
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Run all parts of the demo; return 0 if each part showed what it should, else 1."""
+    """Run all parts of ``automoe demo``; return 0 if each part showed what it should, else 1."""
     parser = argparse.ArgumentParser("automoe demo", description=__doc__.split("\n\n", 1)[1])
     parser.add_argument("--dir", type=Path, help="new folder of the two runs (default: runs/demo)")
     parser.add_argument("--no-open", action="store_true", help="leave the report closed")
@@ -92,7 +92,7 @@ def _new_folder(wanted: Path | None) -> Path:
 
 
 def show_step(console: Console) -> bool:
-    """Compare a step on four ranks with one rank, then again with a broken collective.
+    """Compare a training step on four ranks with one rank, then again with a broken collective.
 
     Returns:
         True if only the second comparison found a difference.
@@ -127,7 +127,10 @@ def show_step(console: Console) -> bool:
 
 
 def broken_trajectory(*args: Any, **options: Any) -> Trajectory:
-    """Return ``run_trajectory`` with this rank's gradients lost if it is ``FAULTY_RANK``."""
+    """Call ``run_trajectory`` (some training steps) with the gradients of ``FAULTY_RANK`` lost.
+
+    The arguments and the result are those of ``run_trajectory``.
+    """
     from automoe.verify.trajectory import run_trajectory
 
     with _lost_gradients():
@@ -159,7 +162,7 @@ def _lost_gradients() -> Iterator[None]:
 
 
 def show_run(console: Console, folder: Path) -> bool:
-    """Train one run to its end; kill another run and start it again.
+    """Train one run to its end in ``folder``; kill a second run there and start it again.
 
     Returns:
         True if the loss fell and both runs have the same numbers in every step.

@@ -44,7 +44,7 @@ NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of the output; ``problem`` says what to do if something is wrong, else it is empty."""
+    """Line of ``automoe doctor``; ``problem`` says what to do, and is empty if nothing is wrong."""
 
     name: str
     value: str
@@ -53,7 +53,7 @@ class Fact:
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Print the facts or run the GPU checks.
+    """Print what ``automoe doctor`` finds on this machine, or with ``--gpu`` run the GPU checks.
 
     Returns:
         0: nothing is wrong; 1: a problem was found or a check failed; 3: ``--gpu`` without a GPU.
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine() -> Iterator[Fact]:
-    """Yield what is known about this machine, without importing torch."""
+    """Yield versions, hardware, disks and limits of this machine; torch is not imported."""
     from automoe.launch.external import left_over
     from automoe.launch.hardware import num_cores, torch_has_cuda, torch_note, visible_gpus
     from automoe.storage.cache import default_cache_dir
@@ -140,7 +140,15 @@ def examine() -> Iterator[Fact]:
 
 
 def check_gpus(folder: Path, facts: list[Fact]) -> int:
-    """Run every check that this machine has GPUs for, and return the exit status."""
+    """Run every check that this machine has enough GPUs for.
+
+    Args:
+        folder: directory for the files that the checks write.
+        facts: result of ``examine``, stored with the results.
+
+    Returns:
+        Exit status: 0; 1 if a check failed; 3 without a GPU.
+    """
     from automoe.launch.gpu_first import CHECKS, RESULTS, run_checks
     from automoe.launch.hardware import torch_has_cuda, visible_gpus
 
@@ -172,7 +180,13 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
 
 
 def _other_triton(installed: dict[str, str]) -> str:
-    """Return what to do if the installed torch asks for another Triton; empty if it asks for none."""
+    """Return the advice to install the Triton that the installed torch requires.
+
+    It is empty if that version is installed, or if torch requires none.
+
+    Args:
+        installed: package name -> installed version.
+    """
     from packaging.requirements import Requirement
 
     for line in requires("torch") or () if "torch" in installed else ():
@@ -187,7 +201,7 @@ def _other_triton(installed: dict[str, str]) -> str:
 
 
 def _gpu_names() -> str:
-    """Return names, memory and driver as ``nvidia-smi`` prints them; empty without it."""
+    """Return ``nvidia-smi``'s GPU names, memory and driver, after ": "; "" without that command."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = [

@@ -121,11 +121,11 @@ class SaveError(CheckpointError):
 
 
 class DiskError(AutomoeError):
-    """File that cannot be used: its disk is full or broken, or it is not a regular file."""
+    """File that cannot be used: its disk is full or broken, or the path is not a regular file."""
 
 
 def in_words(error: BaseException) -> BaseException:
-    """Convert an error of the system that a user can fix into an ``AutomoeError`` with a remedy.
+    """Convert an operating system error that a user can fix into an ``AutomoeError`` with a remedy.
 
     These are errors of a disk, of permissions, of text that is not UTF-8, of the working or home
     directory, and of the limit of processes. Any other error is returned unchanged.
@@ -210,10 +210,10 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
 
 
 class Shown:
-    """Text stream on which nothing that this package prints can steer a terminal.
+    """Wrapper of standard output or error that escapes terminal control characters.
 
-    Names of files and values of settings are printed in many places; here they all pass. Colours
-    that rich writes for a terminal stay, and so does the output of other packages.
+    File names and settings of a user may hold such characters. Colours that rich writes for a
+    terminal stay, and so does the output of other packages.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -243,10 +243,10 @@ class Shown:
 
 
 def show_everything(stream: Any) -> Any:
-    """Return a stream that prints ``\\uXXXX`` for characters that its encoding lacks.
+    r"""Return a wrapper of a text stream that prints ``\uXXXX`` for characters its encoding lacks.
 
-    Without this, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns them into errors. Terminal
-    controls are escaped as ``Shown`` does.
+    Without the wrapper, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns these characters into
+    errors. The wrapper also escapes terminal control characters.
     """
     return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
 
@@ -257,7 +257,7 @@ def _flush() -> None:
 
 
 def _lost_output() -> int | None:
-    """Return the exit status for output that can no longer be written; None if it still can.
+    """Return the exit status if standard output or error can no longer be written, else None.
 
     A stream that fails is redirected to the null device.
     """
@@ -310,10 +310,10 @@ _hidden: set[str] = set()  # packages that ``without`` hides
 
 @contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Make packages look absent to whatever a block imports, unless they are imported already.
+    """Make installed packages look absent to imports within a ``with`` block.
 
-    Libraries import what they find installed: ``kernels``, which fetches compiled code from the
-    Hub, and bitsandbytes, which asks it to.
+    Packages that are imported already stay. This keeps transformers from using ``kernels``, which
+    downloads compiled code from the Hub, or bitsandbytes, which does the same.
     """
     modules: dict[str, Any] = sys.modules  # None makes an import fail, and find_spec find nothing
     hidden = [name for name in packages if name not in modules]

@@ -115,9 +115,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     print(make_table(scores))
     if scores.get("groups"):
         print(make_table(scores, "groups"))
-    out = _free(where, args.out)  # another evaluation may have written results since
-    with explained(out, "The table above has the numbers"):
-        replace_file(out, json.dumps(jsonable(scores), indent=1, default=str))
+    with explained(where, "The table above has the numbers"):
+        out = _claimed(where, args.out)
+        try:
+            replace_file(out, json.dumps(jsonable(scores), indent=1, default=str))
+        except OSError:
+            out.unlink()  # of no bytes
+            raise
     print(f"results {out}")
     # The name of a number is METRIC,FILTER; a standard error that was not estimated is N/A.
     numbers = {
@@ -141,7 +145,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 class _Once(logging.Handler):
-    """Log handler that prints a warning of the harness once for each place in its code."""
+    """Log handler that prints a warning of lm-eval once for each line of code that logs it."""
 
     def __init__(self, tasks: str) -> None:
         super().__init__(logging.WARNING)
@@ -221,7 +225,7 @@ def _group_in(path: Path) -> Any:
 
 
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Run built tasks on the checkpoint in ``folder`` and return the harness's results.
+    """Run built tasks on the checkpoint in ``folder`` and return the results of lm-eval.
 
     Details of the machine and of its git repository are left out.
 
@@ -283,7 +287,11 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
 @contextlib.contextmanager
 def _failing(tasks: str) -> Iterator[None]:
-    """Turn an error of the harness, of task files or of their data into an ``AutomoeError``."""
+    """Context that turns an error of lm-eval, task files or their data into an ``AutomoeError``.
+
+    Args:
+        tasks: names of the tasks, for the message.
+    """
     try:
         yield
     except AutomoeError:
@@ -309,16 +317,25 @@ def _free(where: Path, out: str | None) -> Path:
         ConfigError: ``out`` exists, or its folder cannot be written.
     """
     path = user_path("--out", out) if out else where / RESULTS
-    if not out and path.exists():
-        path = free_name(path, path.stem)
     rule = ""
-    if path.exists():
+    if os.path.lexists(path) and out:
         rule = "it exists, and results are not overwritten"
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
+    elif os.path.lexists(path):
+        path = free_name(path, path.stem)
+    if not rule and not os.access(path.parent, os.W_OK | os.X_OK):
         rule = "its folder does not exist, or cannot be written"
     if rule:
         raise ConfigError("--out", path, rule, "Name another file")
     return path
+
+
+def _claimed(where: Path, out: str | None) -> Path:
+    """Make an empty file at the path of ``_free``, so that no other evaluation can have it."""
+    while True:
+        path = _free(where, out)
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
 
 
 def _rows_at_once(text: str) -> str:

@@ -151,7 +151,10 @@ def export_run(
 
 
 def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
-    """Build the whole model of a run on the CPU and load its newest weights, or their averages.
+    """Build the whole model of a run on the CPU and load its newest weights.
+
+    Args:
+        ema: load the averages of ``optim.ema_decay`` in place of the weights.
 
     Raises:
         CheckpointError: the run has no weights, or the newest checkpoint is damaged. An older
@@ -168,7 +171,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     from automoe.hf.peft import from_peft
     from automoe.hf.read import load_hf
     from automoe.model.lora import adapt
-    from automoe.parallel.fsdp import PARAM_DTYPES
+    from automoe.parallel.fsdp import MASTER_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
     from automoe.storage.files import explained
 
@@ -189,7 +192,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
         model_of_stranger(str(exported))
-        return from_hf(exported, dtype=PARAM_DTYPES[config.train.dtype])
+        return from_hf(exported, dtype=MASTER_DTYPES[config.train.dtype])
     elif ema:
         raise CheckpointError(
             f"{run_dir} has no training checkpoint, which would hold averages. Omit --ema"
@@ -203,7 +206,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         model_of_stranger(str(config.model.hf_path))
     # Nothing is computed, so this machine need not have the backends of the training run.
     config = replace(config, moe=replace(config.moe, experts="loop"))
-    dtype = PARAM_DTYPES[config.train.dtype]
+    dtype = MASTER_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
     # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
     adapt(model, config, dtype, dtype)

@@ -197,7 +197,7 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
 
 
 def _wrote_a_model(run_dir: Path) -> bool:
-    """Return True if the run's configuration tells it to write ``hf/``.
+    """Return True if the run's configuration says that a HuggingFace checkpoint ``hf/`` is written.
 
     The file is read without the schema, so the run's plugins and environment are not needed.
     """
@@ -303,7 +303,7 @@ def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any)
 
 
 def _generation_config(folder: Path) -> Any:
-    """Return the checkpoint's generation settings that are followed; print a note on the others."""
+    """Return a checkpoint's generation settings that are followed; print a note on the others."""
     from transformers import GenerationConfig
 
     name = "generation_config.json"

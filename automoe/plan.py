@@ -56,7 +56,7 @@ cluster=h200, ...
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Plan the configuration that ``argv`` names; return the exit status."""
+    """Plan or search as the words ``argv`` of ``automoe plan`` say, and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv
     build = "--build" in argv
@@ -139,7 +139,11 @@ class BuiltRank:
 
 
 def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
-    """Build the heaviest rank's model part on the meta device in a fake process group."""
+    """Build the heaviest rank's model on the meta device, in a fake process group.
+
+    Returns:
+        The number and the bytes of its parameter shards, beside what the plan says.
+    """
     from automoe.verify.fake_world import local_shards
 
     rank = plan.mesh.groups("default", "pp")[0][plan.heaviest.pp_rank]

@@ -7,7 +7,6 @@ ranks automoe starts, calls ``Session.open`` in its ``main``.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -47,20 +46,21 @@ def open_session(
     config_dir: str | os.PathLike[str] | None = None,
     auxiliary_losses: bool = False,
 ) -> Session:
-    """Open a session in this process, which is the only rank or one of an outer launcher's.
+    """Open a session in this process, which is the only rank or one of an outer launcher's ranks.
 
-    Ranks of torchrun and srun are recognised; a process group that is there is used. ``close`` ends
-    the one that this function made.
+    It recognises ranks of torchrun and srun, and uses an existing process group. ``close`` ends a
+    process group that this function made.
 
     Args:
         config: overrides, a dictionary or a ``Config``, as ``automoe.train`` takes them.
         config_name: the file of ``conf/`` that overrides apply to.
-        config_dir: another folder for it.
-        auxiliary_losses: as in ``Session.open``.
+        config_dir: directory of configuration files to use instead of the built-in one.
+        auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
+            modules for multi-token prediction.
 
     Raises:
-        ConfigError: as ``automoe.train``.
-        LaunchError: the mesh holds another number of ranks than there are.
+        ConfigError: a setting is invalid.
+        LaunchError: the mesh needs another number of ranks than there are.
     """
     rank, world_size, local_rank = 0, 1, 0
     if (place := detect_external(os.environ)) is not None:
@@ -80,7 +80,7 @@ def open_session(
             )
         on = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     else:
-        store = None if world_size > 1 else Path(tempfile.mkdtemp()) / "ranks"
+        store = None if world_size > 1 else dist.HashStore()
         on = init_ranks(checked.launch, rank, world_size, local_rank, store)
         global _opened
         _opened = True
@@ -94,10 +94,15 @@ def resolved(
     config_name: str = DEFAULT_PRIMARY,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Config, MeshShape]:
-    """Return the checked configuration of a session, which names its device, and its mesh.
+    """Return a session's checked configuration, with the device filled in, and its mesh.
+
+    Args:
+        config: overrides, a dictionary or a ``Config``.
+        world_size: number of ranks.
 
     Raises:
-        ConfigError, LaunchError: as ``open_session``.
+        ConfigError: a setting is invalid.
+        LaunchError: the mesh needs another number of ranks.
     """
     if isinstance(config, Mapping):
         config = {"data": DATA, **config}
@@ -115,7 +120,7 @@ def resolved(
 
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
-    """Return a store for another folder than the run directory, over the same groups of ranks."""
+    """Return a copy of the session's checkpoint store that reads and writes another directory."""
     session.store.poll(wait=True)  # the copy would report the same background save again
     store = copy(session.store)
     store.forget_newest()
@@ -128,9 +133,9 @@ def store_at(session: Session, folder: Path) -> CheckpointStore:
 
 
 def save_at(session: Session, folder: Path) -> None:
-    """Save the state in another folder than the run directory. Collective.
+    """Save a checkpoint of the session in ``folder`` instead of the run directory. Collective.
 
-    A checkpoint of this step that is there, such as another run's, is renamed and stays.
+    An existing checkpoint of this step, such as another run's, is renamed to ``diverged-...``.
     """
     store, step = store_at(session, folder), f"step-{session.state.step}"
     store.ranks.lead(lambda: set_aside(store.folder / step, f"diverged-{step}"), again=False)
@@ -138,10 +143,10 @@ def save_at(session: Session, folder: Path) -> None:
 
 
 def load_from(session: Session, folder: Path) -> None:
-    """Fill the state from the newest checkpoint of another folder than the run directory. Collective.
+    """Load the newest checkpoint in ``folder`` into the session. Collective.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: ``folder`` has no checkpoint.
     """
     if store_at(session, folder).load_latest(session.state) is None:
         raise CheckpointError(f"{folder} has no checkpoint of a session. Correct the path")
@@ -149,7 +154,7 @@ def load_from(session: Session, folder: Path) -> None:
 
 
 def close() -> None:
-    """Leave the process group that ``open_session`` made, on every rank, after the last call."""
+    """Destroy the process group that ``open_session`` made; every rank calls this at the end."""
     global _opened
     if _opened:
         _opened = False

@@ -51,11 +51,11 @@ READS |= dict.fromkeys(("importance_sampling", "ppo", "cispo"), ("advantages", "
 
 @dataclass(frozen=True)
 class RoutedSequence(types.SampledSequence):
-    """A sampled sequence, and its experts.
+    """A sampled sequence with the expert ids that the engine chose for its tokens.
 
     Attributes:
-        routes: [P + A - 1, L, K] experts of the tokens that the engine read, ``routes`` of a datum
-            whose input they are; None for a dense model.
+        routes: [P + A - 1, L, K] expert ids of all tokens of prompt and answer but the last. Pass
+            them as ``routes`` of a datum to train with the same experts. None for a dense model.
     """
 
     routes: Tensor | None = None
@@ -72,7 +72,7 @@ INSTEAD = {
 
 
 class MissingVerbError(BackendError, AttributeError):
-    """Verb of the service that a client here lacks; the message names what to use."""
+    """Method of tinker's service that a client here lacks; the message names what to use."""
 
 
 class _Client:
@@ -86,10 +86,10 @@ class _Client:
 
 
 class ServiceClient(_Client):
-    """Factory of training clients, whose sessions ``automoe.session.open_session`` opens.
+    """Factory of training clients, each with a session that ``automoe.session.open_session`` opens.
 
     Args:
-        overrides: of the configuration.
+        overrides: overrides of the configuration, such as ``mesh.ep=4``.
         options: further arguments of ``open_session``.
     """
 
@@ -100,11 +100,12 @@ class ServiceClient(_Client):
     def create_lora_training_client(
         self, base_model: str | None = None, rank: int = 32, seed: int | None = None
     ) -> APIFuture[TrainingClient]:
-        """Open a session on the checkpoint ``base_model``; without it, as the overrides say.
+        """Open a session on a checkpoint; return a future of its training client.
 
         Args:
-            rank: of the adapters; 0 trains the weights themselves.
-            seed: ``train.seed``.
+            base_model: folder or Hub id of the checkpoint; None: the model of the overrides.
+            rank: rank of the LoRA adapters; 0 trains the weights themselves.
+            seed: ``train.seed``; None: the seed of the overrides.
         """
         # The decay marks the groups of parameters that a step's weight_decay applies to.
         words = [*self._overrides, f"lora.rank={rank}", "optim.weight_decay=1"]
@@ -113,7 +114,10 @@ class ServiceClient(_Client):
         return _done(TrainingClient(open_session(words, **self._options)))
 
     def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
-        """Open a session with the weights that ``TrainingClient.save_state`` saved."""
+        """Return a future of a training client with weights from ``TrainingClient.save_state``.
+
+        The optimizer starts anew.
+        """
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved)
@@ -131,14 +135,14 @@ class ServiceClient(_Client):
     def create_training_client_from_state_with_optimizer(
         self, path: str
     ) -> APIFuture[TrainingClient]:
-        """Open a session with its weights and optimizer."""
+        """Return a future of a training client with weights and optimizer from ``save_state``."""
         client = self.create_training_client_from_state(path)
         client.result().load_state_with_optimizer(path)
         return client
 
 
 class TrainingClient(_Client):
-    """Verbs of training; ``ServiceClient`` makes one."""
+    """Client that trains one model, with tinker's methods; ``ServiceClient`` makes it."""
 
     def __init__(self, session: Session) -> None:
         algorithm = session.config.optim.algorithm
@@ -157,7 +161,7 @@ class TrainingClient(_Client):
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Return what ``forward_backward`` returns, without gradients."""
+        """Return a future of the result of ``forward_backward``, without computing gradients."""
         return self._scored(False, data, loss_fn, loss_fn_config)
 
     def forward_backward(
@@ -166,11 +170,12 @@ class TrainingClient(_Client):
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Add the gradients of a loss's sum over all tokens to those that are there.
+        """Accumulate the gradients of a loss, summed over all tokens; return a future of its terms.
 
-        Inputs of a datum are ``target_tokens``, what the loss reads, and ``routes`` [n, L, K] to
-        repeat (-1: the router chooses). Each target is the token that follows in the input, or has
-        weight (or advantage) 0 and no log-probability.
+        ``loss_fn_inputs`` of a datum are ``target_tokens``, what the loss reads, and optionally
+        ``routes`` [n, L, K], expert ids to use (-1: the router chooses). Each target is the next
+        input token; any other target needs a weight (or advantage) of 0 and gets no
+        log-probability.
 
         Args:
             loss_fn: with r = pi / exp(logprobs) and A = advantages, the sum of: ``cross_entropy``,
@@ -216,10 +221,10 @@ class TrainingClient(_Client):
     def optim_step(
         self, optim_params: Any = None, *, adam_params: Any = None
     ) -> APIFuture[types.OptimStepResponse]:
-        """Update the weights with ``AdamParams`` and clear the gradients.
+        """Update the weights with the settings of ``AdamParams`` and clear the gradients.
 
-        Norms and biases do not decay. If all gradients are 0, nothing moves, and ``skipped`` of the
-        metrics is 1, as for a loss that is not finite.
+        Norms and biases have no weight decay. If all gradients are 0, or the loss is not finite, no
+        weight changes, and the metric ``skipped`` is 1.
         """
         params = adam_params if optim_params is None else optim_params
         lr, beta1, beta2, eps, decay, clip = (
@@ -246,22 +251,22 @@ class TrainingClient(_Client):
     def save_state(
         self, name: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> APIFuture[types.SaveWeightsResponse]:
-        """Save weights and optimizer in ``run_dir/weights/NAME``, which stays, whatever its ttl.
+        """Save weights and optimizer in ``run_dir/weights/NAME``; ``ttl_seconds`` has no effect.
 
         Raises:
-            CheckpointError: the folder is there, and ``overwrite`` is False.
+            CheckpointError: the folder exists, and ``overwrite`` is False.
         """
         return _done(types.SaveWeightsResponse(path=self._save("weights", name, overwrite)))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Save a state in ``run_dir/sampler_weights/NAME``, which ``automoe export`` converts."""
+        """Save a checkpoint in ``run_dir/sampler_weights/NAME``; ``automoe export`` converts it."""
         path = self._save("sampler_weights", name, False)
         return _done(types.SaveWeightsForSamplerResponse(path=path))
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Load weights; the optimizer begins anew."""
+        """Load the weights that ``save_state`` wrote to ``path``, and reset the optimizer."""
         response = self.load_state_with_optimizer(path)
         for tensors in self.session.state.optimizer.state.values():
             for name in ("step", "exp_avg", "exp_avg_sq"):
@@ -269,7 +274,7 @@ class TrainingClient(_Client):
         return response
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Load weights and optimizer."""
+        """Load the weights and the optimizer that ``save_state`` wrote to ``path``."""
         load_from(self.session, Path(path))
         return _done(types.LoadWeightsResponse(path=path))
 
@@ -298,7 +303,7 @@ class TrainingClient(_Client):
     def save_weights_and_get_sampling_client(
         self, record_stability_info: bool = False
     ) -> APIFuture[SamplingClient]:
-        """Hand the weights of now to ``generate`` of transformers; earlier clients end."""
+        """Return a future of a client that samples from the current weights; earlier ones fail."""
         if record_stability_info:
             rule = "only the loss stable_reinforce of the service reads it"
             raise ConfigError("record_stability_info", True, rule, "Leave it out")
@@ -311,7 +316,11 @@ class TrainingClient(_Client):
 
 
 class SamplingClient(_Client):
-    """Samples from the weights that ``save_weights_and_get_sampling_client`` handed over."""
+    """Client that samples answers by transformers' ``generate``.
+
+    ``TrainingClient.save_weights_and_get_sampling_client`` makes it. It has the weights of that
+    moment.
+    """
 
     def __init__(self, trainer: TrainingClient) -> None:
         self._trainer = trainer
@@ -321,10 +330,10 @@ class SamplingClient(_Client):
     def sample(
         self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams
     ) -> APIFuture[types.SampleResponse]:
-        """Return ``RoutedSequence``s with the log-probabilities that they were drawn with.
+        """Return a future of ``RoutedSequence``s, with the log-probability of each sampled token.
 
         Raises:
-            ConfigError: an option that the engine lacks.
+            ConfigError: a sampling parameter that the engine lacks.
             DataError: the prompt is empty, or has ids beyond the vocabulary.
             BackendError: the engine has newer weights by now.
         """
@@ -384,7 +393,14 @@ def elementwise(
     clip_low_threshold: float,
     clip_high_threshold: float,
 ) -> Tensor:
-    """Return the terms of a loss of ``TrainingClient.forward_backward``, one a token."""
+    """Return the loss term of each token, in the shape of ``log_probs``.
+
+    Args:
+        log_probs: log-probabilities by the current weights.
+        values: tensors of the same shape: ``weights``, or ``advantages`` and ``logprobs``.
+        loss_fn: ``cross_entropy``, ``importance_sampling``, ``ppo`` or ``cispo``.
+        clip_low_threshold, clip_high_threshold: bounds of the ratio.
+    """
     if loss_fn == "cross_entropy":
         return -values["weights"] * log_probs
     advantages = values["advantages"]
@@ -398,9 +414,10 @@ def elementwise(
 
 
 def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-    """Return this rank's share of the sum over tokens of ``elementwise``.
+    """Return the sum of the loss terms (``elementwise``) of this rank's tokens.
 
-    Tokens that are not trained have weights and advantages of 0.
+    Tokens that are not trained have weights and advantages of 0. ``options`` are those of
+    ``elementwise``.
     """
     return elementwise(-nll_BS, inputs.given, **options).sum()
 
@@ -422,7 +439,10 @@ def _options(loss_fn: str, config: Mapping[str, float] | None) -> dict[str, Any]
 
 
 class _Samples(Sequence[Sample]):
-    """The samples of data, made one by one: the session tells all ranks of an error of one rank."""
+    """Sequence that converts tinker's data to samples one by one, when an item is read.
+
+    So an error in a datum is raised inside the session, which raises it on all ranks.
+    """
 
     def __init__(self, data: Sequence[types.Datum], loss_fn: str) -> None:
         self._data = data

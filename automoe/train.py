@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from automoe.errors import exit_status
+from automoe.errors import ConfigError, exit_status
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
@@ -29,7 +29,7 @@ EXIT_NO_HARDWARE = 3
 
 
 class _CallableModule(ModuleType):
-    """Module that can be called, so that ``automoe.train`` is both a module and a function.
+    """Module type that can be called, so that ``automoe.train`` is a module and a function.
 
     ``import automoe.train`` binds the name to the module; ``automoe.train(...)`` still trains.
     """
@@ -40,7 +40,10 @@ class _CallableModule(ModuleType):
         config_name: str = "config",
         config_dir: str | os.PathLike[str] | None = None,
     ) -> TrainResult:
-        """Train from Python; see ``automoe.launch.from_python.train``."""
+        """Train a model from Python by a configuration or overrides; return the run's result.
+
+        The arguments are those of ``automoe.launch.from_python.train``.
+        """
         from automoe.launch.from_python import train
 
         return train(config, config_name, config_dir)
@@ -51,7 +54,10 @@ sys.modules[__name__].__class__ = _CallableModule
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Train, sweep, or print help, a configuration or a plan; return the exit status."""
+    """Run ``automoe train``: train, sweep, or print help, a configuration or a plan.
+
+    Returns the exit status.
+    """
     from automoe.config.compose import parse_arguments
     from automoe.launch.external import detect_external, left_over, run_external
     from automoe.launch.worker import end_process, outlive_streams
@@ -100,16 +106,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if missing := missing_hardware(shape, device, config.launch.num_ranks):
         # Print the plan and the hardware and data that this machine lacks to train it.
-        from automoe.launch.prepare import missing_data
+        from automoe.launch.prepare import check_data
         from automoe.planner.views.plan_view import print_plan
 
         print_plan(config, shape)
         print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
         print("On a cluster, start the same command on every node with torchrun or srun.")
-        if (data := missing_data(config)) is not None:
+        try:
+            check_data(config)
+        except ConfigError as lacking:
             columns = max(shutil.get_terminal_size().columns, 40)
             layout = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-            print(layout.fill(f"And it lacks data: {data}"))
+            print(layout.fill(f"And it lacks data: {lacking}"))
         return EXIT_NO_HARDWARE
     return train_here(config, shape, device).exit_code
 

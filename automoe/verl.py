@@ -46,14 +46,18 @@ FOLLOWED = {
 
 @dataclass
 class AutomoeEngineConfig(EngineConfig):
-    """verl's settings of an engine, and overrides of automoe's configuration, such as its mesh."""
+    """verl's engine settings, plus ``overrides`` of automoe's configuration, such as the mesh."""
 
     strategy: str = "automoe"
     overrides: list[str] = field(default_factory=list)
 
 
 def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """Return the sum over tokens of the given derivatives times log-probability and entropy."""
+    """Return a loss whose gradient is that of a verl loss, from its derivatives per token.
+
+    The samples' values ``of_log_probs`` and ``of_entropy`` are the derivatives by a token's
+    log-probability and entropy; the result is the sum of their products with these.
+    """
     loss = -(inputs.given["of_log_probs"] * nll_BS).sum()
     if "of_entropy" in inputs.given and inputs.entropy is not None:
         loss = loss + (inputs.given["of_entropy"] * inputs.entropy).sum()
@@ -62,9 +66,10 @@ def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 
 @EngineRegistry.register(model_type="language_model", backend="automoe", device=["cuda", "cpu"])
 class AutomoeEngine(BaseEngine):
-    """A session behind verl's interface; methods are those of ``BaseEngine``.
+    """verl's ``BaseEngine`` implemented by a session of automoe; verl's workers make and call it.
 
-    The dp ranks of verl are those of the mesh, whose other ranks get the samples of their dp rank.
+    verl's data-parallel ranks are those of the mesh. Ranks of other axes get the samples of their
+    data-parallel rank.
     """
 
     is_param_offload_enabled = property(lambda self: False)
@@ -123,7 +128,11 @@ class AutomoeEngine(BaseEngine):
         return BaseEngineCtx(self, "eval", **options)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
-        """Leave everything where it is, which is the device that it is asked for."""
+        """Do nothing if the engine is on ``device``; it does not offload.
+
+        Raises:
+            ConfigError: the engine is on a device of another type.
+        """
         here = self.session.device.type
         if (model or optimizer) and device.partition(":")[0] != here:
             rule = f"the engine does not offload, it stays on {here}"
@@ -198,16 +207,14 @@ class AutomoeEngine(BaseEngine):
     ) -> None:
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         lengths = [len(sample.tokens) for sample in local_samples]
-        values: list[dict[str, torch.Tensor]] = [{} for _ in local_samples]
+        weighted = local_samples
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             # A loss comes times dp_size, since verl averages gradients over dp.
             grad = torch.zeros_like(leaf) if grad is None else grad / self.shape.dp
-            for value, part in zip(values, grad.cpu().split(lengths), strict=True):
-                value[f"of_{name}"] = part.roll(1)
-        weighted = [
-            Sample(sample.tokens, sample.mask, of_sample, sample.routes)
-            for sample, of_sample in zip(local_samples, values, strict=True)
-        ]
+            weighted = [
+                replace(sample, values={**sample.values, f"of_{name}": part.roll(1)})
+                for sample, part in zip(weighted, grad.cpu().split(lengths), strict=True)
+            ]
         batch = [sample for samples in self._of_dp_ranks(weighted) for sample in samples]
         by_derivatives.uses_entropy = "entropy" in leaves  # type: ignore[attr-defined]
         self.session.forward_backward(batch, by_derivatives, temperature)
@@ -224,7 +231,7 @@ class AutomoeEngine(BaseEngine):
         return samples
 
     def _of_dp_ranks(self, local_samples: list[Sample]) -> list[list[Sample]]:
-        """Return the samples of every dp rank, on every rank."""
+        """Return the samples of every data-parallel rank, by rank. Collective."""
         boxes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(boxes, (self.get_data_parallel_rank(), local_samples))
         return [samples for _, samples in sorted(dict(boxes[::-1]).items())]
@@ -236,7 +243,10 @@ class AutomoeEngine(BaseEngine):
         return self.session.optim_step(self.optimizer.param_groups[0]["lr"]).grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """Write the next step's rate where verl reads it, and its Tinker worker writes another."""
+        """Write the next step's learning rate to the optimizer's parameter groups, and return it.
+
+        verl reads the rate from the groups, and its Tinker worker may overwrite it there.
+        """
         config = self.session.config
         lr = learning_rate(config.optim, self.session.state.step, config.train.steps)
         for group in self.optimizer.param_groups:

@@ -49,7 +49,10 @@ def reward(prompt: str, answer: str, num_tokens: int) -> float:
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; return the last mean reward, negated as an objective."""
+    """Train ``config`` by GRPO on this rank; return the negative of the last mean reward.
+
+    A sweep minimises the result. It is None if no step ran.
+    """
     args: GRPOArgs = config.recipe_args
     train = config.train
 
@@ -138,9 +141,10 @@ Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
 def references_of(
     config: Config, shape: MeshShape, context: RunContext, session: Session
 ) -> dict[str, Session]:
-    """Return who else scores the answers: a teacher, and the weights that training began with.
+    """Return the sessions that score the answers besides the policy, by the name of their scores.
 
-    These are a session of their own, or this one without adapters.
+    ``teacher_log_probs`` has a session of its own. ``ref_log_probs``, by the weights before
+    training, has one too, or ``session``, whose LoRA adapters are then switched off.
     """
     references = {}
     if config.recipe_args.teacher:
@@ -161,7 +165,13 @@ def sampled(
     how: Sampling,
     config: Config,
 ) -> list[Numbered]:
-    """Return the answers of a rollout, those to one prompt after the other."""
+    """Return (prompt index, answer) for all answers of a rollout, prompt by prompt. Collective.
+
+    Answers that are not on disk yet are sampled after an update of the engine's weights.
+
+    Raises:
+        BackendError: the engine returns no expert ids, and ``recipe_args.replay`` needs them.
+    """
     args = config.recipe_args
     # Of the rollout: a resumed run draws the same.
     how = replace(how, seed=config.train.seed * 1_000_003 + 1009 * rollout)
@@ -184,7 +194,11 @@ def sampled(
 def samples_of(
     answers: Sequence[Numbered], rollouts: Rollouts, args: GRPOArgs, **values: Sequence[Any]
 ) -> list[Sample]:
-    """Return the training samples of answers, with what is known of each, by name."""
+    """Return a training sample for each answer, with its prompt, expert ids and log-probabilities.
+
+    Args:
+        values: name -> a further value for each answer, such as its advantage.
+    """
     return [
         Sample.of_answer(
             rollouts.prompts[number],
@@ -205,30 +219,33 @@ def scores_of(
     rollout: int,
     args: GRPOArgs,
 ) -> dict[str, list[list[Any]]]:
-    """Return what trainer, teacher and reference say of the answers' tokens, by name.
+    """Return the log-probabilities of the answers' tokens by trainer, teacher and reference.
 
-    They are asked once a rollout: later updates, and a run that goes on, read it from the disk.
+    The result has a list of answers for each name, such as ``old_log_probs``. With routes it has
+    ``differing``: per token the first MoE layer whose router disagrees, or -1. The result is stored
+    once for each rollout; later updates and a resumed run read it from disk.
     """
 
     def asked() -> dict[str, list[list[Any]]]:
-        scores, batch = {}, samples_of(answers, rollouts, args)
-        for name, scorer in {"old_log_probs": session, **references}.items():
-            base = scorer is session and name != "old_log_probs"
-            with scorer.adapter_off() if base else nullcontext():
-                alike = name != "teacher_log_probs"  # in shape, so in routes
-                samples = batch if alike else [replace(s, routes=None) for s in batch]
+        batch = samples_of(answers, rollouts, args)
+        scored = session.log_probs(batch, args.temperature)
+        scores = {"old_log_probs": of_answers(scored.log_probs, answers)}
+        if scored.first_differing:
+            scores["differing"] = of_answers(scored.first_differing, answers)
+        for name, scorer in references.items():
+            alike = name != "teacher_log_probs"  # in shape, so in routes
+            samples = batch if alike else [replace(sample, routes=None) for sample in batch]
+            with scorer.adapter_off() if scorer is session else nullcontext():
                 scored = scorer.log_probs(samples, args.temperature)
             scores[name] = of_answers(scored.log_probs, answers)
-            if scorer is session and scored.first_differing and not base:
-                scores["differing"] = of_answers(scored.first_differing, answers)
         return scores
 
     return rollouts.once(rollout, "scores", asked)
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
-    """Return what a session says of the answers' tokens, without those of prompts."""
+    """Return for each answer the values of its own tokens, from values of prompt and answer."""
     return [
-        values[len(values) - len(answer.tokens) :].tolist()
+        values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)
     ]

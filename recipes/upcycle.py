@@ -11,10 +11,13 @@ its own experts are made of. To train right after loading, without writing the m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config
+from automoe.config.schema import CheckpointConfig, Config
+from automoe.config.train_schema import LoraConfig
 from automoe.errors import ConfigError
 from automoe.parallel.mesh import build_meshes
 from automoe.run.weights import export_weights, first_weights
@@ -35,6 +38,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
             rule,
             "Set model.hf_path=DENSE model.upcycle=true",
         )
+    # Settings of a training that may follow; the mixture keeps the dense checkpoint's tokenizer.
+    config = replace(config, data=DataConfig(), lora=LoraConfig(), checkpoint=CheckpointConfig())
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
     model_parts, loaded = first_weights(config, meshes, context.device)
     written = export_weights(config, model_parts, context.run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,15 @@ def test_results_of_another_evaluation_stay(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(eval_module, "evaluate", overtaken)
     assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "2") == 0
     assert results.read_text() == "theirs" and "letters" in (folder / "hf" / "eval.1.json").read_text()
+
+
+def test_evaluations_that_end_together_have_files_of_their_own(tmp_path: Path) -> None:
+    """A link that leads nowhere has a name too."""
+    (tmp_path / "eval.json").symlink_to("nowhere")
+    with ThreadPoolExecutor(8) as pool:
+        claimed = [*pool.map(lambda _: eval_module._claimed(tmp_path, None), range(64))]
+    assert len({*claimed}) == 64 and (tmp_path / "eval.json") not in claimed
+    assert all(path.stat().st_size == 0 for path in claimed)
 
 
 def test_a_group_in_a_file_of_its_own(folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ LATEST = "LATEST"
 
 
 def promised_step(folder: Path) -> str | None:
-    """Return the step that ``LATEST`` names; None without such a file."""
+    """Return the step folder's name in the file ``LATEST``; None without such a file."""
     try:
         return read_file(folder / LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -47,12 +47,15 @@ def promised_step(folder: Path) -> str | None:
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Make ``LATEST`` name a step, atomically."""
+    """Write the step folder's ``name`` into the file ``LATEST``, atomically."""
     replace_durably(folder / LATEST, f"{name}\n")
 
 
 def is_saved(step_dir: Path) -> bool:
-    """Return True if the step is there; another one under its name is set aside."""
+    """Return True if ``step_dir`` holds the step of its name.
+
+    A folder that holds another step under this name is renamed first.
+    """
     if step_dir.exists() and is_misnamed(step_dir):
         set_aside(step_dir, f"misnamed-{step_dir.name}")
     return step_dir.exists()
@@ -68,7 +71,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(step_dir: Path) -> None:
-    """Rename a step, then delete it: a half-deleted step must not be taken for a damaged one."""
+    """Rename a step folder, then delete it, so that it is never seen half deleted."""
     doomed = step_dir.with_name(f".tmp-deleted-{step_dir.name}")
     step_dir.rename(doomed)
     _delete(doomed)
@@ -83,12 +86,16 @@ def _delete(path: Path) -> None:
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete steps that the settings ``checkpoint`` do not keep; return a warning if that is unsafe.
+    """Delete steps that the settings ``checkpoint`` do not keep; return a warning if unsafe.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
-    written in a streak of skipped steps, because the cause of the streak may be in it. A step under
-    another step's name stays: a person put it there.
+    written in a streak of skipped steps, because the cause of the streak may be in it. A copy of a
+    step under another step's name stays: a person put it there.
+
+    Args:
+        folder: checkpoint folder of the run.
+        newest: folder name of the newest step.
     """
     try:
         manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
@@ -175,12 +182,14 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest step that verifies and its manifest; None if the folder holds no step.
+    """Return the newest step that verifies, and its manifest; None if the folder holds no step.
 
     Collective.
 
     Args:
-        of_run: True if the folder is the run's own; damaged newer steps are then set aside, so that
+        folder: checkpoint folder of a run.
+        warn: function that prints a warning.
+        of_run: True if the folder is the run's own; damaged newer steps are then renamed, so that
             the returned step is the newest.
 
     Raises:
@@ -225,9 +234,12 @@ def newest_valid(
 def step_to_resume(
     resume: str, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
 ) -> tuple[Path, dict[str, Any], bool] | None:
-    """Return the step that ``checkpoint.resume`` takes, its manifest, and True if it is the run's.
+    """Return the step that ``checkpoint.resume`` takes; None if there is none. Collective.
 
     The folder of another run is not changed.
+
+    Returns:
+        (step folder, its manifest, True if the step is in this run's own directory).
 
     Raises:
         CheckpointError: no step verifies, or the path of ``resume`` has none.
@@ -281,7 +293,7 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
 
 
 def give_up(step: int, temporary: Path, error: OSError) -> str:
-    """Free the space of a failed save; return a message that names the newest step that exists."""
+    """Delete a failed save's ``temporary`` folder; return a message that names the newest step."""
     shutil.rmtree(temporary, ignore_errors=True)
     reason = error.strerror or str(error)
     if error.filename is not None:

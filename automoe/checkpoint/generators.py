@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]  # by name
 
 
 def rng_state() -> Tensors:
-    """Return copies of the generators' states.
+    """Return copies of the states of this process's random generators.
 
     Returns:
         ``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8).
@@ -58,5 +58,5 @@ def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
 
 
 def of_this_rank(generators: Tensors) -> Tensors:
-    """Return the generators' states under names that are unique to this rank."""
+    """Return the random generators' states under checkpoint names that contain this rank's number."""
     return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}

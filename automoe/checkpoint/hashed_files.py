@@ -17,7 +17,7 @@ from automoe.storage.files import named
 
 
 class HashingStream(io.RawIOBase):
-    """New file whose content is hashed as it is written.
+    """New file of a checkpoint whose content is hashed as it is written.
 
     A write error is kept and raised by ``seal``: torch's serializer calls ``write`` from C++ code
     that an exception would leave half done.
@@ -51,9 +51,7 @@ class HashingStream(io.RawIOBase):
         return self._size
 
     def seal(self) -> dict[str, Any]:
-        """Flush the file, and return the size and digest of its content as a manifest lists them.
-
-        XXH3 detects damage at a tenth of the cost of a copy.
+        """Flush the file to the disk, and return its size and XXH3 digest as a manifest lists them.
 
         Raises:
             OSError: the file could not be written or flushed.
@@ -75,7 +73,7 @@ class HashingFileSystem(FileSystem):
     """File system for torch.distributed.checkpoint whose new files are flushed and hashed.
 
     Args:
-        step: step that is being saved.
+        step: optimizer step that is being saved.
 
     Attributes:
         facts: size and digest of every file written so far, by file name.

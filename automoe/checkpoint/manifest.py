@@ -35,7 +35,12 @@ _NUMBERS = ("train", "optim", "moe", "lora", "recipe_args")
 
 
 def write_manifest(step_dir: Path, content: Facts, files: Facts) -> None:
-    """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest of both."""
+    """Write and flush ``step_dir/manifest.json``, with a digest of its own content.
+
+    Args:
+        content: entries of the manifest, such as the step and the model's settings.
+        files: size and digest of each file of the step, by name.
+    """
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest = {"format": FORMAT, "versions": versions, **content}
     manifest["files"] = dict(sorted(files.items()))
@@ -59,9 +64,10 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     try:
         manifest = parse_json(read_file(step_dir / MANIFEST))
         form = manifest["format"]
-        wrote = ", ".join(
-            f"{name} {number}" for name, number in manifest.get("versions", {}).items()
-        )
+        versions = manifest.get("versions")
+        wrote = str(versions)
+        if isinstance(versions, dict):  # another format may have another kind
+            wrote = ", ".join(f"{name} {number}" for name, number in versions.items())
         if form != FORMAT and isinstance(form, int):
             raise _other_version(
                 step_dir, f"format {form}, and this version reads format {FORMAT}", wrote
@@ -90,9 +96,10 @@ def _other_version(step_dir: Path, content: str, wrote: str) -> CheckpointError:
 
 
 def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
-    """Return a description of the damage to one file of a manifest, or None.
+    """Return a description of the damage to one file of a checkpoint, or None.
 
     Args:
+        facts: the file's size and digest as the manifest lists them.
         content: False compares the file's size alone.
 
     Raises:
@@ -144,14 +151,21 @@ def verify_step(
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
-    """Return the damage that ``verify_step`` finds; this process alone reads all files."""
+    """Return a description of a step's damage, or None; this process alone reads all files.
+
+    Args:
+        content: False compares sizes alone.
+    """
     return verify_step(step_dir, Ranks(alone=True), content)[1]
 
 
 def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
     """Raise if a checkpoint's model or optimizer differs from those of ``config``.
 
-    A field that the manifest lacks was added later; the manifest's model has the field's default.
+    A field that the manifest lacks was added later; the saved model has the field's default.
+
+    Args:
+        saved: the configuration in the manifest.
 
     Raises:
         CheckpointError: fields differ; the message lists them with both values.
@@ -174,9 +188,12 @@ def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
 
 
 def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None) -> None:
-    """Raise ``CheckpointError`` unless ``base`` identifies the weights that a step depends on.
+    """Raise ``CheckpointError`` if a step depends on other weights than those of this run.
 
-    These are frozen weights, which the step omits, or the weights of a reference model.
+    A step depends on frozen weights, which it omits, or on the weights of a reference model.
+
+    Args:
+        base: identity of this run's such weights (``checkpoint_identity``); None without any.
     """
     saved = manifest.get("base", base)
     if saved != base:
@@ -188,7 +205,11 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
 
 
 def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]]:
-    """Return the changed settings that affect a run's numbers: ``key=value`` lists, old and new."""
+    """Return the settings that affect a run's numbers and differ from the ``saved`` configuration.
+
+    Returns:
+        (saved values, values of ``config``), each a list of ``key=value``.
+    """
     now = flat(config_to_dict(config))
     then = _with_defaults(saved)
     # Compiled code rounds differently, and the decay changes the averaged weights.

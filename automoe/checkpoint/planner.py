@@ -13,10 +13,10 @@ from automoe.interop.torch_private import cache_plans_under
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Save planner of torch with a plan cache of its own ``key``.
+    """Save planner of torch that keeps plans from one save to the next, under its own ``key``.
 
-    A rank whose part is unchanged neither sends nor receives a plan. The key replaces torch's key,
-    the class name, which the stores of different groups of ranks would share.
+    A rank whose tensors are unchanged neither sends nor receives a plan. The key replaces torch's
+    key, the class name, which several stores in a process would share.
     """
 
     def __init__(self, key: str) -> None:

@@ -45,19 +45,20 @@ _NEWER = "A newer torch may have written it: its manifest.json says which (versi
 
 
 def dcp_error(error: CheckpointException) -> Exception:
-    """Return the error that torch.distributed.checkpoint wraps, the same on every rank.
+    """Return the error to raise for a failed load or save of torch.distributed.checkpoint.
 
-    ``CheckpointException`` itself is not an ``Exception``.
+    It is the first rank's error in ``error``, the same on every rank. ``CheckpointException``
+    itself is not an ``Exception``.
     """
     return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
 
 class StepReader(dcp.FileSystemReader):
-    """Reader of one step directory.
+    """Reader of one step's tensors through torch.distributed.checkpoint, for untrusted files too.
 
     Raises:
-        CheckpointError: the step names code, an entry that is no tensor, or a file outside of its
-            directory.
+        CheckpointError: the step's index names code, an entry that is no tensor, or a file outside
+            of its directory.
     """
 
     _unread: CheckpointError | None = None  # error of read_metadata, whose text torch 2.11 drops
@@ -78,10 +79,10 @@ class StepReader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read tensors straight into their places where both are contiguous, others as torch does.
+        """Read tensors: contiguous ones straight into their parameters, others as torch does.
 
-        Torch reads every tensor into new memory first, and unpickles a description of each one. Here
-        tensors whose files have the same bytes in front of the numbers share a description.
+        Torch reads every tensor into new memory first, and unpickles a description of each one.
+        Here tensors whose files begin with the same bytes share a description.
         """
         others: list[ReadItem] = []
         described: dict[Any, tuple[bytes, torch.Tensor]] = {}

@@ -13,7 +13,7 @@ from automoe.training.state import TrainState
 
 
 def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors by global name.
+    """Return this rank's tensors that a checkpoint holds, by global name.
 
     These are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
     stages of this rank hold a copy of a parameter, the first copy is returned.
@@ -69,7 +69,7 @@ def not_finite(state: TrainState) -> list[str]:
 
 
 def optional_names(state: TrainState) -> set[str]:
-    """Return names that a checkpoint may lack: modules' ``optional_state`` and averages."""
+    """Return tensor names that a checkpoint may lack: modules' ``optional_state``, and averages."""
     return {
         f"model.{name}.{buffer}"
         for part in state.model_parts.values()
@@ -79,7 +79,11 @@ def optional_names(state: TrainState) -> set[str]:
 
 
 def begin_averages(state: TrainState, absent: Collection[str]) -> bool:
-    """Start the averages named in ``absent`` from the weights; return True if any exists."""
+    """Start weight averages that a checkpoint lacks from the weights; return True if any exists.
+
+    Args:
+        absent: names of tensors that the loaded checkpoint lacks.
+    """
     begun = [pair for name, *pair in _averages(state) if name in absent]
     with torch.no_grad():
         for average, parameter in begun:

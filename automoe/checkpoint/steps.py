@@ -24,15 +24,15 @@ def step_number(name: str) -> int:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """Return the digest that a manifest has under ``sha256``, which does not count."""
+    """Return the SHA-256 digest of a manifest, computed without its own entry ``sha256``."""
     content = {key: manifest[key] for key in manifest if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def true_number(step_dir: Path) -> int:
-    """Return the step that a folder holds: what its manifest says, however the folder is named.
+    """Return the step that a folder holds: the number in its manifest, however it is named.
 
-    The name counts where the manifest is damaged or cannot be read; whoever reads it then says so.
+    If the manifest is damaged or cannot be read, the number in the folder's name is returned.
     """
     named = step_number(step_dir.name)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -48,7 +48,7 @@ def is_misnamed(step_dir: Path) -> bool:
 
 
 def misnamed(folder: Path, names: list[str]) -> list[str]:
-    """Return a warning for each of these steps whose name its manifest contradicts."""
+    """Return a warning for each step folder whose name and manifest state different steps."""
     return [
         f"{folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
         "and counts as that step. Give copies names other than step-N"
@@ -58,9 +58,9 @@ def misnamed(folder: Path, names: list[str]) -> list[str]:
 
 
 def committed_steps(folder: Path) -> list[str]:
-    """Return the names of the committed steps, oldest first by what their manifests say.
+    """Return the names of the committed step folders, oldest first by their manifests' numbers.
 
-    A link to a step counts as a step. A step under its own name comes after its copies.
+    A link to a step counts as a step. Copies of a step under other names come before it.
 
     Raises:
         OSError: the folder cannot be read, which does not mean that it is empty.

@@ -65,11 +65,11 @@ _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to c
 
 @dataclass(frozen=True)
 class Resumed:
-    """Position from which a run continues.
+    """Position from which a run continues, returned by ``CheckpointStore.load_latest``.
 
     Attributes:
         step: optimizer steps done.
-        of_run: True if the checkpoint is in the run's own directory, whose record is continued.
+        of_run: True if the checkpoint is in the run's own directory, whose metrics are continued.
     """
 
     step: int
@@ -80,7 +80,8 @@ class CheckpointStore:
     """Checkpoints of one run directory; every rank makes a store and calls every method.
 
     Args:
-        config: its model must equal the checkpoint's; ``config.checkpoint`` sets the retention.
+        config: its model must equal the checkpoint's; ``config.checkpoint`` says which steps to
+            keep.
         shape: shape of the mesh of these ranks.
         run_dir: directory that all ranks see; checkpoints are in ``run_dir/checkpoints``.
     """
@@ -101,11 +102,15 @@ class CheckpointStore:
         self.attach(self._say, self._warn, lambda step_dir: None)
 
     def check(self, loader: Loader | None = None) -> None:
-        """Find obstacles to a save, or to a resume with ``loader``, before anything large is loaded.
+        """Check that the folder can be written and resumed from, before weights are loaded.
+
+        Args:
+            loader: data loader that a resume would continue; None checks that saves work, and no
+                resume.
 
         Raises:
-            CheckpointError, DataError: the folder cannot be written by every rank, or differs between
-                ranks; torch lacks the stager of ``async_save``; or as ``load_latest``.
+            CheckpointError, DataError: the folder cannot be written by every rank, or differs
+                between ranks; torch lacks the stager of ``async_save``; or as ``load_latest``.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
@@ -267,7 +272,11 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the time that the loop waits; warn about a failed write unless ``last``."""
+        """Context that counts the time the loop waits, and warns about a failed write.
+
+        Args:
+            last: True for a run's last save, whose failed write is raised.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -281,9 +290,9 @@ class CheckpointStore:
 
     @cached_property
     def base(self) -> str | None:
-        """Identity of ``model.hf_path`` if weights are frozen, else None. Collective.
+        """Identity of the checkpoint at ``model.hf_path`` if weights are frozen, else None.
 
-        Checkpoints leave out the frozen weights, which that checkpoint holds.
+        Saved steps leave out the frozen weights, which that checkpoint holds. Collective.
         """
         config = self.config
         model = config.model
@@ -419,9 +428,12 @@ class CheckpointStore:
             return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
-        """Return the step folder that ``load_latest`` reads, its manifest, and if this run wrote it.
+        """Return the step that ``load_latest`` will read; None if there is none. Collective.
 
-        The step is looked for and verified once before it is loaded. Collective.
+        The step is looked for and verified once; later calls return the same one.
+
+        Returns:
+            (step folder, its manifest, True if this run wrote it).
 
         Raises:
             CheckpointError: as ``load_latest``.
@@ -447,7 +459,10 @@ class CheckpointStore:
         self._found = None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Set aside the step that ``state`` was ``resumed`` from and load the step before it.
+        """Rename the step that ``state`` was resumed from as bad, and load the step before it.
+
+        Args:
+            resumed: what ``load_latest`` returned.
 
         Returns:
             None, with nothing changed, if no earlier step exists or the step belongs to another
@@ -483,7 +498,10 @@ class CheckpointStore:
 
 
 def _new_stager(pin_memory: bool) -> Any:
-    """Return the stager that torch's DefaultStager wraps; the wrapper serves one save in 2.11."""
+    """Return torch's ``StateDictStager``, which copies a state to CPU memory for a background save.
+
+    Its public wrapper, ``DefaultStager``, serves only one save in torch 2.11.
+    """
     try:
         return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch

@@ -27,11 +27,14 @@ Counted = tuple[float, list[tuple[float, float]]]
 
 
 def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
-    """Return the bytes of one micro-batch, or why the class's code did not run.
+    """Return the activation bytes of one micro-batch, or text that says why the class did not run.
+
+    The class of ``transformers`` runs without numbers. ``Counted`` has the bytes kept once, and of
+    each layer those kept and the most that its backward pass adds.
 
     Args:
         ep: ranks that hold equal parts of the experts.
-        expert_rows: rows that reach the experts of a rank.
+        expert_rows: (token, expert) pairs that reach the experts of a rank.
     """
     train = config.train
     rows = int(expert_rows) if ep > 1 else 0
@@ -60,11 +63,11 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
         part = TransformersModel(model, MoEConfig(experts=config.moe.experts))
     num_local = max(1, model.num_experts // ep)
 
-    def dispatch(x_TH, topk_ids_TK, weights_TK, experts) -> Tensor:
-        """Stand for a dispatcher by which ``expert_rows`` rows reach this rank's experts."""
+    def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
+        """Stand in for a dispatcher: ``expert_rows`` copies of tokens reach this rank's experts."""
         token_R = topk_ids_TK.new_zeros(expert_rows)
         received_RH = x_TH.index_select(0, token_R)
-        probs_R = weights_TK.flatten().index_select(0, token_R)
+        probs_R = probs_TK.flatten().index_select(0, token_R)
         out_RH = experts(received_RH, token_R, token_R.new_zeros(num_local).int(), probs_R)
         return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
 
@@ -126,7 +129,7 @@ def _run(part: TransformersModel, index: Tensor, tokens: Tokens, alive: AliveByt
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Return what tells layers apart: their modules, with all numbers and names in them."""
+    """Return a key that is equal for layers of equal shapes, settings and submodules."""
     return tuple(
         (
             name,
@@ -145,7 +148,10 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _run_once(layer: Any, like: Any) -> None:
-    """Make ``layer`` hand on its input if ``like``, which is equal, ran and returned one tensor."""
+    """Skip ``layer``'s computation if the equal layer ``like`` ran before and returned one tensor.
+
+    It then returns its input.
+    """
     original = layer.forward
 
     @wraps(original)

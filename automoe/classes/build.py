@@ -9,7 +9,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from automoe.classes.expert_parallel import obstacle
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
 from automoe.hf.wrapper import text_config, text_path
+from automoe.model.init import default_dtype
+from automoe.model.loss import cap_logits
 from automoe.model.param_spec import Param, ParamSpec
 
 # The first of these words in a parameter's name, before the colon, tells its part of the model.
@@ -42,7 +44,8 @@ def refused(path: object, problem: str, remedy: str = "Choose another checkpoint
     """Return the error for a model that neither a native family nor a class of transformers serves.
 
     Args:
-        problem: what of the class is in the way, as the end of a sentence.
+        path: the model's checkpoint folder.
+        problem: end of a sentence about the class, such as "its logits are no multiple of ...".
     """
     rule = (
         f"automoe has no native family for it, and its transformers class cannot serve: {problem}"
@@ -51,7 +54,7 @@ def refused(path: object, problem: str, remedy: str = "Choose another checkpoint
 
 
 def build_causal_lm(path: str, experts: str = "eager") -> Any:
-    """Build the text model of ``config.json`` by its class of ``transformers``, on meta.
+    """Build a checkpoint's text model by its class of ``transformers``, on the meta device.
 
     Parameters have torch's default dtype.
 
@@ -84,6 +87,8 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
             raise ValueError(f"model_type={model_type} has no causal language model")
         _refuse_random(text.to_dict())
         made = classes[type(config)]
+        if not issubclass(made, transformers.GenerationMixin):  # such as one that denoises blocks
+            raise ValueError(f"{made.__name__} does not generate token by token")
         one_way = not made._can_set_experts_implementation()
         config._experts_implementation = text._experts_implementation = (
             "eager" if one_way else experts
@@ -109,14 +114,11 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
 
 
 def _remove_beside(model: Any) -> None:
-    """Remove from a wrapper the modules that are neither text model nor head."""
+    """Remove from a multimodal wrapper all modules and parameters but the text model and the head."""
     owner = model
     for name in filter(None, text_path(model).split(".")):
-        if owner._parameters:
-            first_name = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
-            raise ValueError(
-                f"{first_name} is in none of the wrapper's parts, which pass through unread"
-            )
+        for key in list(owner._parameters):  # such as a separator between images
+            vars(owner)[key] = owner._parameters.pop(key)  # the class may initialise it
         for other, module in list(owner.named_children()):
             if other != name and module is not model.get_output_embeddings():
                 setattr(owner, other, None)
@@ -124,7 +126,11 @@ def _remove_beside(model: Any) -> None:
 
 
 def _refuse_random(values: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting, nested ones included, that draws random numbers."""
+    """Raise ``ValueError`` if a setting draws random numbers, such as a dropout above 0.
+
+    Args:
+        values: the model's configuration, whose nested dicts are searched too.
+    """
     for key, value in values.items():
         if isinstance(value, dict):
             _refuse_random(value)
@@ -142,17 +148,17 @@ def is_tied(model: Any) -> bool:
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that ``ExpertParallel`` shards, by name: stacked experts of a layer."""
+    """Return the modules of stacked experts that ``ExpertParallel`` can shard, by name."""
     return {name: module for name, module in model.named_modules() if holds_experts(module)}
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether ``ExpertParallel`` shards ``module``, and it has stacks of matrices."""
+    """Return whether ``module`` has stacks of expert matrices that ``ExpertParallel`` can shard."""
     return any(weight.dim() > 2 for weight in module.parameters()) and not obstacle(module)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Return the layers, in the order of the forward pass."""
+    """Return the decoder layers of a transformers model, in the order of the forward pass."""
     kinds = model._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     inner = {id(part) for module in layers for part in list(module.modules())[1:]}
@@ -160,7 +166,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def class_params(path: str) -> tuple[Param, ...]:
-    """Return the parameters of the class of ``config.json``, in order, and saved buffers.
+    """Return the parameters and saved buffers of the model that ``build_causal_lm`` builds.
 
     Raises:
         ConfigError: ``build_causal_lm`` cannot build the class.
@@ -221,35 +227,96 @@ def _adapted(model: Any) -> dict[str, str]:
     return adapted
 
 
-def head_scale(model: Any, path: str) -> float:
-    """Return the factor by which the class multiplies the head's product to get logits.
+class Head(NamedTuple):
+    """How a class makes logits of the last hidden states x and its head's weight W.
 
-    The class's own code runs with a small head and random hidden states.
+    Logits are y = scale W x, or soft_cap tanh(y / soft_cap).
+
+    Attributes:
+        scale: factor of the product.
+        soft_cap: bound of the logits; 0: none.
+        rows: rows of W that have logits; further ones only fill it up.
+    """
+
+    scale: float
+    soft_cap: float
+    rows: int
+
+
+def inner_model(model: Any, path: str) -> tuple[str, nn.Module]:
+    """Return name and module of what ``model`` runs before its head.
 
     Raises:
-        ConfigError: logits are no multiple of hidden states times the head.
+        ConfigError: neither the class's prefix nor its layers tell.
+    """
+    if model.base_model is not model:
+        return model.base_model_prefix, model.base_model
+    layers = decoder_layers(model)
+    for name, module in model.named_children():
+        if layers and layers[0] in module.modules():
+            return name, module
+    raise refused(path, f"{type(model).__name__} does not name the module of its layers")
+
+
+def head_of(model: Any, path: str) -> Head:
+    """Find out how the class makes logits, from its own code with a small head.
+
+    Hidden states next to zero give the scale, very large ones the cap.
+
+    Raises:
+        ConfigError: logits are no multiple, with or without a soft cap, of hidden states times the
+            head.
     """
     head = model.get_output_embeddings()
-    if model.base_model is model:
-        raise refused(path, f"{type(model).__name__} does not name the module of its layers")
-    generator = torch.Generator().manual_seed(0)
-    hidden = 10 * torch.randn(2, 3, head.in_features, generator=generator)
-    small = nn.Linear(head.in_features, 5, bias=False)
     probe = copy(model)
     probe._modules = dict(model._modules)
-    setattr(probe, model.base_model_prefix, _Returns(hidden))
-    probe.set_output_embeddings(small)
-    with torch.no_grad():
-        plain = small(hidden)
-        logits = probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits.to(plain.dtype)
-    scale = float((logits * plain).sum() / plain.square().sum())
-    if head.bias is not None or not torch.allclose(logits, scale * plain, atol=1e-4, rtol=1e-4):
-        raise refused(path, "its logits are no multiple of hidden states times the head")
-    return 1.0 if abs(scale - 1) < 1e-6 else scale
+    name, _ = inner_model(model, path)
+
+    def logits(weight: nn.Linear, hidden: Tensor) -> Tensor:
+        setattr(probe, name, _Returns(hidden))
+        probe.set_output_embeddings(weight)
+        with torch.no_grad():
+            return probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits
+
+    with default_dtype(torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(2, 3, head.in_features, generator=generator)
+        small = nn.Linear(head.in_features, 5, bias=False)
+        product = small(hidden).detach()
+        stated = _numbers(model.config.to_dict())
+        slope = float((1e4 * logits(small, 1e-4 * hidden) * product).sum() / product.square().sum())
+        scale = _as_stated(slope, stated)
+        largest = logits(small, 1e6 * hidden)
+        soft_cap = 0.0
+        if not torch.allclose(largest, 1e6 * scale * product, rtol=1e-4):
+            soft_cap = _as_stated(float(largest.abs().max()), stated)
+        expected, _ = cap_logits(10 * scale * product, soft_cap)
+        equal = torch.allclose(logits(small, 10 * hidden), expected, atol=1e-4, rtol=1e-4)
+        if head.bias is not None or not equal:
+            raise refused(path, "its logits are no multiple of hidden states times the head")
+        whole = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
+        return Head(scale, soft_cap, logits(whole, hidden.to("meta")).shape[-1])
+
+
+def _numbers(values: Any) -> set[float]:
+    """Return 1, the numbers in nested dicts and lists, and their inverses, as floats."""
+    numbers = {1.0}
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, dict | list):
+            numbers |= _numbers(value)
+        elif type(value) in (int, float) and value:
+            numbers |= {float(value), 1 / value}
+    return numbers
+
+
+def _as_stated(measured: float, stated: set[float]) -> float:
+    """Return the number of ``stated`` that ``measured`` is, up to float32; else ``measured``."""
+    near = (number for number in stated if abs(measured - number) < 1e-6 * abs(number))
+    return min(near, key=lambda number: abs(measured - number), default=measured)
 
 
 class _Outputs:
-    """Stand-in for the outputs of a class's layers: given hidden states, and None for all others."""
+    """Stand-in for the outputs of a class's layers: it has the given hidden states, else None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -262,7 +329,7 @@ class _Outputs:
 
 
 class _Returns(nn.Module):
-    """Stand-in for a class's layers."""
+    """Stand-in for the layers of a class, whose forward returns the given hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

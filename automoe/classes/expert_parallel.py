@@ -21,13 +21,13 @@ from automoe.parallel.expert import ExpertStyle
 
 
 class ExpertParallel(ExpertStyle):
-    """Style that shards a module's experts over a mesh and routes its calls through a dispatcher.
+    """Parallel style that shards a module's experts over a mesh and dispatches its tokens.
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
     The module is automoe's ``GroupedExperts``, or another module like those of transformers: all of
     its parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
-    arguments are rows [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
+    arguments are tokens [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
     become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
     summed over the tokens of all ranks, those of other parameters are not: average or sum these as
     for data parallelism. Every rank applies the style, and makes every call, with or without
@@ -58,7 +58,7 @@ class ExpertParallel(ExpertStyle):
 
 
 def obstacle(module: nn.Module) -> str:
-    """Return why ``module`` does not hold experts that can be sharded; empty if it does."""
+    """Return why the experts of ``module`` cannot be sharded, as text; "" if they can."""
     shapes = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
     num_experts = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
@@ -80,7 +80,10 @@ def obstacle(module: nn.Module) -> str:
 
 
 class OwnCode(nn.Module):
-    """The forward that ``module`` has now, to be called with other weights (``functional_call``)."""
+    """Module that keeps the present forward of ``module``, to be called with other weights.
+
+    ``torch.func.functional_call`` takes it with those weights.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class RoutedCall(OwnCode):
         """Return [T, H], the weighted sum of each token's experts on all ranks.
 
         Raises:
-            ConfigError: the arguments are not rows, chosen experts and their weights; on the CPU,
+            ConfigError: the arguments are not tokens, chosen experts and their weights; on the CPU,
                 a choice is no expert.
         """
         arguments = self.signature.bind(*args, **kwargs).args
@@ -125,7 +128,7 @@ class RoutedCall(OwnCode):
                 "as int32 or int64 and their weights [T, K]",
                 "Compute these three before the call. A mask over all experts names no choices",
             )
-        x_TH, topk_ids_TK, weights_TK = arguments
+        x_TH, topk_ids_TK, probs_TK = arguments
         # Not checked on CUDA, where reading the bounds would be a host sync.
         if topk_ids_TK.is_cpu and topk_ids_TK.numel():
             least, most = (int(bound) for bound in topk_ids_TK.aminmax())
@@ -137,12 +140,12 @@ class RoutedCall(OwnCode):
                     "Give each of the K choices an expert; one that should not count has weight 0",
                 )
         # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
-        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        wide = torch.promote_types(probs_TK.dtype, torch.float32)
 
         def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:
-            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
+            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(probs_TK.dtype))
 
-        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), probs_TK.to(wide), experts)
         # The caller may add to the result in place; FSDP's hook would be lost with a view.
         return routed.clone()
 
@@ -164,9 +167,9 @@ class RoutedCall(OwnCode):
 
 
 class RoutedRows(RoutedCall):
-    """Forward of ``GroupedExperts`` on rows of all experts, which a dispatcher takes to their ranks.
+    """Forward of ``GroupedExperts`` in a layer that takes all experts for local; it dispatches.
 
-    A layer that has all experts calls it.
+    The layer passes (token, expert) rows of all experts; a dispatcher takes them to their ranks.
     """
 
     def route(self, x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from automoe.classes.build import ADAPTED_STACKS
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.expert_weights import ExpertWeights
-from automoe.moe.experts import ExpertFn
+from automoe.moe.experts import ExpertBackend
 
 
 def are_swiglu(experts: nn.Module) -> bool:
@@ -34,8 +34,8 @@ def are_swiglu(experts: nn.Module) -> bool:
     return torch.allclose(experts._apply_gate(joined), F.silu(gate) * up)
 
 
-def compute_by(experts: nn.Module, backend: ExpertFn) -> None:
-    """Replace the forward of ``experts``, which must be plain SwiGLU, by ``backend``."""
+def compute_by(experts: nn.Module, backend: ExpertBackend) -> None:
+    """Replace the forward of ``experts``, which must be plain SwiGLU, by a call of ``backend``."""
 
     @wraps(experts.forward)  # ``experts_modules`` reads the signature
     def forward(x_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ shows the slice of a parameter that a published tensor holds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +24,7 @@ from automoe.classes.build import (
     class_params,
     decoder_layers,
     experts_modules,
+    head_of,
     is_tied,
     refused,
 )
@@ -64,7 +66,7 @@ parallel.expert_wgrad != autograd | | the experts of a class of transformers use
 
 @dataclass(frozen=True)
 class ClassFamily(Family):
-    """Model family of a class of ``transformers`` that has no native one.
+    """Model family for any class of ``transformers`` that automoe has no native family for.
 
     What a native family declares (its configuration, the keys of its checkpoint, its rules) is
     derived from the class.
@@ -82,7 +84,10 @@ class ClassFamily(Family):
         return replace(self, architecture=model.architecture, keys=keys)
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Return the configuration that the trainer needs, derived from the class.
+        """Return the model's configuration for the trainer, derived from the class.
+
+        Args:
+            hf: content of ``config.json`` in ``path``.
 
         Raises:
             ConfigError: the trainer cannot use the class; the message says why.
@@ -102,16 +107,15 @@ class ClassFamily(Family):
         names = model.state_dict(keep_vars=True).items()
         if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):
             raise refused(path, "modules share parameters")
-        if tables := [name for name, buffer in names if not buffer.is_floating_point()]:
-            raise refused(
-                path, f"{tables[0]} holds whole numbers, which its files are not read for"
-            )
+        odd = [name for name, x in names if not (x.is_floating_point() or x.dtype == torch.int64)]
+        if odd:
+            raise refused(path, f"{odd[0]} holds neither fractions nor int64")
         head = model.get_output_embeddings()
         config = ModelConfig(
             family="transformers",
             architecture=type(model).__name__,
             hf_path=path,
-            vocab_size=head.out_features,
+            vocab_size=head_of(model, path).rows,
             hidden_size=head.in_features,
             num_layers=len(layers),
             first_k_dense=len(layers) - len(experts),
@@ -139,7 +143,10 @@ class ClassFamily(Family):
         return config
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """Return the ``config.json`` of the text model, with the source's keys.
+        """Return the ``config.json`` to export with the text model, with the keys of the source.
+
+        Args:
+            base: ``config.json`` to start from; None: that of the model's checkpoint.
 
         Raises:
             ConfigError: weights are random, and the text model has no class of its own.
@@ -197,7 +204,7 @@ class ClassFamily(Family):
 
 
 class _View(Tensor):
-    """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
+    """Meta tensor that ignores ``contiguous``, so that each slice of it stays a view of it."""
 
     def contiguous(self, *_, **__) -> Tensor:
         return self
@@ -205,9 +212,10 @@ class _View(Tensor):
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return the ``KeyMap`` of the layout in which the class is published; others in ``layouts``.
+    """Return how keys of published files map to parameters (``KeyMap``) for the class of ``path``.
 
-    The other layouts have the prefixes of a wrapper, or the class's own names.
+    Its ``layouts`` hold the other ways to name keys: with the prefixes of a wrapper, or the class's
+    own names.
 
     Args:
         stated: content of config.json, as a part of the cache's key.
@@ -216,6 +224,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
 
     model = build_causal_lm(path)
     tensors = {param.name: torch.empty(param.shape, device="meta") for param in class_params(path)}
+    integers = [name for name, x in model.state_dict().items() if x.dtype == torch.int64]
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     tables = []
     for with_prefixes in (False, True):
@@ -223,7 +232,17 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
     by_name = {name: (whole(name, tuple(tensor.shape)),) for name, tensor in tensors.items()}
-    unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    keys = [
+        piece.key
+        for table in (*tables, by_name)
+        for pieces in (table or {}).values()
+        for piece in pieces
+    ]
+    unread = tuple(  # such a pattern is for tensors that the class does not have
+        pattern
+        for pattern in model._keys_to_ignore_on_load_unexpected or ()
+        if not any(re.search(pattern, key) for key in keys)
+    )
     layouts = []
     for table in (*tables, by_name):
         if table is not None:
@@ -236,14 +255,18 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
                 )
                 for name, pieces in table.items()
             }
-            layouts.append(KeyMap(table=named, unread=unread))
+            of_ids = frozenset(piece.key for name in integers for piece in named[name])
+            layouts.append(KeyMap(table=named, unread=unread, integers=of_ids))
     return replace(layouts[0], layouts=tuple(layouts))
 
 
 def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Piece, ...]] | None:
-    """Return the slices of each parameter that published files hold, with their keys in the files.
+    """Return for each parameter the slices that published files hold, with their keys there.
 
     None: a published tensor is no slice of a parameter.
+
+    Args:
+        tensors: the model's parameters and buffers by name, on meta.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -268,7 +291,11 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[
 
 
 def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:
-    """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
+    """Return which slice of ``tensor`` the published tensor ``key`` is; None if it is no slice.
+
+    Args:
+        view: the published tensor, made from ``tensor`` by the class's code.
+    """
     at = view.storage_offset()
     start = []
     size = []

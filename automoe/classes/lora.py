@@ -20,7 +20,7 @@ from automoe.moe.lora import Adapter, ExpertLora
 
 
 def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
-    """Make ``linear`` add the adapter's output to its own; the adapter becomes its ``lora``."""
+    """Make ``linear`` add the LoRA adapter's output to its own; its ``lora`` is the adapter."""
     linear.add_module("lora", adapter)
 
     def add(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
 
 
 def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
-    """Make ``experts`` compute with adapted weights; the adapters become their ``lora``."""
+    """Make ``experts`` compute with LoRA-adapted weights; its ``lora`` are the adapters."""
     experts.add_module("lora", adapters)
     code = OwnCode(experts)
 
@@ -51,7 +51,7 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
 
 
 def check_called(model: nn.Module) -> None:
-    """Check, after a forward pass, that linear layers with adapters were called.
+    """Check, after a forward pass, that all linear layers with LoRA adapters were called.
 
     Raises:
         ConfigError: the class reads the weight of such a layer without calling the layer, so its

@@ -22,7 +22,8 @@ from automoe.classes.build import (
     build_causal_lm,
     decoder_layers,
     experts_modules,
-    head_scale,
+    head_of,
+    inner_model,
     refused,
 )
 from automoe.classes.experts import are_swiglu, compute_by
@@ -95,7 +96,12 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
             problem = f"{type(model).__name__} does not initialise {names[module]}.{key}"
             raise refused(path, problem)
         vars(module)[kind][key] = buffer
-        initial.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
+        first = values[0][place]
+        if first.dtype == torch.int64 and first.dim() == 2 and not first.any():
+            # A table of each token id's experts that waits for a checkpoint: use all experts alike.
+            experts = next(iter(experts_modules(model).values()))
+            first = torch.arange(first.numel()).view_as(first) % experts.num_experts
+        initial.setdefault(module, {}).setdefault(kind, {})[key] = first
     for module, kinds in initial.items():
         module.first_values = kinds.get("_parameters", {})
         module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
@@ -107,7 +113,7 @@ def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 class _Narrow(TorchFunctionMode):
-    """Mode whose ``seen`` becomes True when torch returns float32 numbers that need a gradient."""
+    """Torch-function mode that sets ``seen`` when torch returns float32 numbers with a gradient."""
 
     seen = False
 
@@ -119,7 +125,7 @@ class _Narrow(TorchFunctionMode):
 
 
 def computes_in_float32(config: ModelConfig) -> bool:
-    """Return whether the class computes a part in float32 when its parameters have float64."""
+    """Return whether the class computes some values in float32 although parameters have float64."""
     with default_dtype(torch.float64):
         model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
     reset_buffers(model)
@@ -130,11 +136,12 @@ def computes_in_float32(config: ModelConfig) -> bool:
 
 
 class ClassRouter(BalancedRouter):
-    """Balance losses and counters of a layer whose class routes by its own code.
+    """Balance losses and load counters of a layer that the code of ``transformers`` routes.
 
     Attributes:
         logits: [T, E] that the class computed last; None if no balance loss is on.
-        live: choices that the class's code would make, where it repeats routes (``_Repeated``).
+        live: [B, S, K] experts that the class's code would choose, where recorded ones replace
+            them.
     """
 
     logits: Tensor | None = None
@@ -145,12 +152,17 @@ class ClassRouter(BalancedRouter):
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
-        logits = routing.topk_scores.new_zeros(shape) if self.logits is None else self.logits
+        logits = routing.topk_probs.new_zeros(shape) if self.logits is None else self.logits
         self.logits = None
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
 
     def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
-        """Store the router logits from the output of a module of the class (a forward hook)."""
+        """Forward hook: store the router logits from the output of a module of the class.
+
+        Args:
+            recorder: transformers' record of the module; its ``index`` is that of the logits in the
+                output.
+        """
         self.logits = output[recorder.index]
 
 
@@ -174,9 +186,8 @@ class _Repeated(TorchFunctionMode):
         if live.shape[-1] != router.top_k or live.numel() != shape.numel() * router.top_k:
             return out
         router.live = live.view(*shape, router.top_k)
-        replay = router.replay(router.live, self._tokens)
-        assert replay is not None
-        ids = replay[0].view(live.shape)
+        ids_BSK, *_ = router.replay(router.live, router.live, self._tokens)
+        ids = ids_BSK.view(live.shape)
         return torch.return_types.topk((args[0].gather(-1, ids), ids))
 
 
@@ -186,11 +197,13 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """Record of two forward passes, which differ in a row's first document alone.
+    """Record of two forward passes that test whether documents of a sequence affect one another.
+
+    Their inputs differ only in the first document.
 
     Attributes:
         first: tokens of the first document.
-        choices: [T, K] of the first pass, by experts module.
+        choices: expert ids [T, K] of the first pass, by experts module.
         states: last hidden states [1, S, H] of each pass.
     """
 
@@ -199,13 +212,13 @@ class _Probe(NamedTuple):
     states: list[Tensor]
 
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
-        """Return the choices of this pass, in which the first document keeps those of the first."""
+        """Return this pass's expert ids [T, K], those of the first document from the first pass."""
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (name, number) of the blocks, windows, strides, rates and the like of a configuration."""
+    """Yield (name, number) of the blocks, windows, strides and rates in a model's configuration."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)
@@ -217,7 +230,10 @@ def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def longest_span(config: Any) -> int:
-    """Return how many positions the longest structure has; top-k counts blocks if there are any."""
+    """Return the most positions that a block, window, stride or rate of a configuration covers.
+
+    A top-k of blocks covers its number of blocks.
+    """
     lengths = list(spans(config))
     chosen = max((number for name, number in lengths if "topk" in name), default=0)
     sizes = [number for name, number in lengths if "topk" not in name]
@@ -231,7 +247,7 @@ def _prime(least: int) -> int:
 
 
 class TransformersModel(CausalLM):
-    """The class of ``transformers`` for ``config.hf_path``, whole, with automoe's loss.
+    """The model of the ``transformers`` class for ``config.hf_path``, whole, with automoe's loss.
 
     The class's modules are direct children of this module, so parameters keep the class's names.
 
@@ -245,7 +261,8 @@ class TransformersModel(CausalLM):
         super().__init__(config, backend)
         path = str(config.hf_path)
         model = build_causal_lm(path, EXPERTS[moe.experts])
-        self.scale = head_scale(model, path)
+        self.scale, self.soft_cap, self._head_rows = head_of(model, path)
+        self._inner = [inner_model(model, path)[1]]
         _keep_own_values(model, path, self.backend.seed)
         if config.tie_embeddings:
             model.set_output_embeddings(None)
@@ -281,7 +298,11 @@ class TransformersModel(CausalLM):
                 break
 
     def _choose_experts(self, modules: list[nn.Module], chosen: str) -> str:
-        """Choose the backend that computes the experts, and return a description of it.
+        """Choose what computes the experts; return a line for the run's start that says it.
+
+        Args:
+            modules: the experts modules.
+            chosen: value of ``moe.experts``.
 
         Raises:
             ConfigError: ``chosen`` needs automoe's own backend, and experts are not plain SwiGLU.
@@ -295,19 +316,23 @@ class TransformersModel(CausalLM):
             rule += "is not a Triton kernel and has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
-            make = self.backend.make_products or (lambda _: expert_backend(chosen))
+            make = self.backend.make_expert_backend or (lambda _: expert_backend(chosen))
             for experts in modules:
                 compute_by(experts, make(experts))
         whose = "automoe's" if ours else "transformers' own"
         return f"experts by {whose} {chosen}"
 
     def _record_logits(self, key: str, coefficient: float) -> None:
-        """Register hooks that pass the class's router logits to the routers.
+        """Register hooks that pass the class's router logits to each layer's ``ClassRouter``.
+
+        Args:
+            key: config key of the loss that needs logits, for errors.
+            coefficient: that key's value.
 
         Raises:
             ConfigError: a layer does not give the logits of exactly one module.
         """
-        recorded = getattr(self._class[0].base_model, "_can_record_outputs", None) or {}
+        recorded = getattr(self._inner[0], "_can_record_outputs", None) or {}
         recorder = recorded.get("router_logits")
         kind = getattr(recorder, "target_class", recorder)
         for unit in self.units():
@@ -334,7 +359,7 @@ class TransformersModel(CausalLM):
     @property
     def head_weight(self) -> Tensor:
         head = self._class[0].get_output_embeddings()
-        return (self.embedding if head is None else head).weight
+        return (self.embedding if head is None else head).weight[: self._head_rows]
 
     def moe_layers(self) -> Iterator[tuple[int, _MoELayer]]:
         for unit in self.units():
@@ -350,15 +375,14 @@ class TransformersModel(CausalLM):
         self._tokens = tokens
         # transformers starts a new span of attention wherever positions start again.
         positions = tokens.index if tokens.doc_ids is None else tokens.positions
-        layers = self._class[0].base_model
-        x = layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+        x = self._inner[0](input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
         if self._unchecked:
             check_called(self)
             self._unchecked = False
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return the length of a row in which all parts of the class act, at least ``seq_len``.
+        """Return a length of sequences, at least ``seq_len``, in which all spans take effect.
 
         It holds two documents, each twice as long as the longest block, window or rate of the
         configuration, if they have room for that in ``_ROW`` positions.
@@ -367,15 +391,15 @@ class TransformersModel(CausalLM):
 
     @torch.no_grad()
     def check_isolation(self, seq_len: int = 0) -> None:
-        """Check that a document does not change the next one in its row. Collective.
+        """Check that a document does not change the next one in its packed sequence. Collective.
 
         The first document is changed, and keeps its experts, so that all products have the same
         shapes. In a class that isolates documents the next one is then equal up to rounding. It
         begins at two places, which are multiples of no block, window or stride.
 
         Args:
-            seq_len: positions of a row of training. What is longer than a row does not act in it,
-                so a row of ``row_to_try`` shows what rows of training do.
+            seq_len: positions of a sequence of training. A span longer than that has no effect in
+                it, so a sequence of ``row_to_try`` shows what those of training do.
 
         Raises:
             ConfigError: the change reaches the next document.
@@ -422,7 +446,10 @@ class TransformersModel(CausalLM):
         return x_BsH if self.scale == 1 else x_BsH * self.scale
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return ``forward`` of the module around a layer's experts, which repeats given routes."""
+        """Return the ``forward`` of a layer's MoE module, wrapped to replay forced routes.
+
+        Routes are replayed where a micro-batch has ``forced_ids``.
+        """
 
         @wraps(forward)
         def repeating(*args, **kwargs):
@@ -440,19 +467,18 @@ class TransformersModel(CausalLM):
         """
         tokens = self._tokens
         assert tokens is not None
-        x_TH, ids_TK, weights_TK = args
+        x_TH, ids_TK, probs_TK = args
         if self._probe is not None:
             ids_TK = self._probe.choose(experts, ids_TK)
-        ids_BSK, weights_BSK = (
-            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, weights_TK)
+        ids_BSK, probs_BSK = (
+            tensor.unflatten(0, tokens.index.shape) for tensor in (ids_TK, probs_TK)
         )
-        live_BSK, replayed = ids_BSK, None
+        live_BSK, differing = ids_BSK, None
         if tokens.forced_ids is not None:
             if router.live is None:
                 rule = f"{self.config.architecture} chooses experts by other means than topk"
                 raise ConfigError("routes", "given", rule, "Train without routes of an engine")
             live_BSK, router.live = router.live, None
-            replay = router.replay(live_BSK, tokens)
-            replayed = None if replay is None else replay[1]
-        routing = router(Routing(ids_BSK, weights_BSK, live_BSK, replayed=replayed), tokens)
-        return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)
+            _, _, differing = router.replay(live_BSK, live_BSK, tokens)
+        routing = router(Routing(ids_BSK, probs_BSK, live_BSK, differing=differing), tokens)
+        return x_TH, ids_TK, routing.topk_probs.flatten(0, 1)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
-    """Return one rank's error as an error that can be pickled and has one text on every rank."""
+    """Return one rank's error in a form that can be pickled and has the same text on every rank."""
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return OSError(error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}")
@@ -31,17 +31,18 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
 
 
 def worst(errors: Iterable[Exception]) -> Exception:
-    """Return the error that all ranks raise: the first that is not an ``OSError``, else the first.
+    """Return the error that all ranks raise: the first that is no ``OSError``, else the first.
 
-    ``errors`` are in rank order.
+    ``errors`` are those of the ranks, in rank order.
     """
     return min(errors, key=lambda error: isinstance(error, OSError))
 
 
 class Ranks:
-    """All ranks of the run; every rank makes this object and calls its methods in the same order.
+    """All ranks of the run, for work on files: if one rank fails, all raise the same error.
 
-    A function given to a method may run twice, because a temporary disk error is retried.
+    Every rank makes this object and calls its methods in the same order. A function given to a
+    method may run twice, because a temporary disk error is retried.
 
     Args:
         timeout_s: longest wait for another rank, which may have a large file to write or to check.
@@ -87,8 +88,7 @@ class Ranks:
                 that are lost.
 
         Raises:
-            OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank,
-                as in ``all``.
+            OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank.
         """
         run = partial(retried, action) if again else action
         if self.size == 1:
@@ -101,7 +101,7 @@ class Ranks:
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
-        """Return the names (of files, for example) that this rank works on.
+        """Return this rank's share of the names (of files, for example) to work on.
 
         Args:
             sizes: the work of each name; ranks get about the same sum.

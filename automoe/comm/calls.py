@@ -19,7 +19,7 @@ def as_it_is(call: Call) -> Call:
 
 
 def call_module(module: nn.Module, *args: Any) -> Any:
-    """Return ``module(*args)``: a call of any module as a function, for a ``Wrap``."""
+    """Return ``module(*args)``: the call of a module as a plain function, which can be wrapped."""
     return module(*args)
 
 
@@ -27,19 +27,22 @@ def call_module(module: nn.Module, *args: Any) -> Any:
 class LayerCalls:
     """Wrappers of one layer's calls, such as compilation and recomputation; default: none.
 
-    A wrapped function gets its module as the first argument. ``automoe.parallel.build`` decides.
+    ``automoe.parallel.build`` makes them, and the modules of the layer apply them. A wrapped
+    function is an unbound method, which gets its module as the first argument: one compilation of it
+    then serves all layers.
 
     Attributes:
         layer: the whole layer.
         mix: input norm, attention, the sum with its input, and the norm before the feed-forward.
         norm: each of these two norms.
-        gather: all-gathers over tp before attention and feed-forward, which are discarded with norms.
+        gather: all-gathers over tp before attention and feed-forward, which are discarded with
+            norms.
         project_up: latent attention's projections from latents to heads.
         attend: softmax attention or the delta rule, without projections.
         mlp, shared_experts: a feed-forward that all tokens pass.
         router: each part of the router's arithmetic.
         run_experts: dispatch, experts and combine.
-        side_stream: whether shared experts may run on a stream of their own.
+        side_stream: whether shared experts may run on a CUDA stream of their own.
     """
 
     layer: Wrap = as_it_is

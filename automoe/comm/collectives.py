@@ -19,7 +19,7 @@ from automoe.interop.torch_private import AsyncTensor
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Return True if ``group`` uses gloo.
+    """Return True if ``group`` uses gloo, whose reduce-scatter and all-gather are slow.
 
     Gloo's reduce-scatter is an all-reduce, and its all-gather is a ring. An all-to-all, followed by
     a sum in the order of the ranks, takes half the CPU time.
@@ -28,7 +28,7 @@ def over_gloo(group: dist.ProcessGroup) -> bool:
 
 
 class _ExchangeParts(torch.autograd.Function):
-    """All-to-all of x_P [P, ...]: part r goes to rank r; part r of the result is from rank r."""
+    """Autograd function: all-to-all of x [P, ...], where slice r goes to and comes from rank r."""
 
     @staticmethod
     def forward(ctx, x_P, group: dist.ProcessGroup):
@@ -58,7 +58,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x`` over ranks, keep this rank's equal part of ``dim``; backward is an all-gather."""
+    """Sum ``x`` over ranks, keep this rank's equal shard of ``dim``; backward is an all-gather."""
     if over_gloo(group):
         return _ExchangeParts.apply(
             torch.stack(x.chunk(dist.get_world_size(group), dim)), group
@@ -67,9 +67,9 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 class GlooReduceScatter:
-    """FSDP's reduce-scatter over gloo, made of an all-to-all and a sum.
+    """Reduce-scatter over gloo for FSDP, made of an all-to-all and a sum.
 
-    It is set by ``FSDPModule.set_custom_reduce_scatter``.
+    ``FSDPModule.set_custom_reduce_scatter`` takes an instance.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,7 +83,10 @@ class GlooReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce input [P * N], whose part r is for rank r, into output [N]; done on return."""
+        """Reduce ``input_tensor`` [P * N], slice r for rank r, into ``output_tensor`` [N].
+
+        The result is there on return, whatever ``async_op`` says.
+        """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
@@ -101,9 +104,9 @@ class _Wait(torch.autograd.Function):
 
 
 def wait_tensor(x: Any) -> Any:
-    """Wait for an asynchronous tensor and return the plain tensor, differentiably.
+    """Return an asynchronous collective's tensor as a plain tensor, once it has arrived.
 
-    Any other value is returned as it is.
+    Differentiable. Any other value is returned as it is.
     """
     return _Wait.apply(x) if isinstance(x, AsyncTensor) else x
 
@@ -133,16 +136,16 @@ class _Group:
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather x, of equal size on all ranks, in their order; gradients are reduce-scattered."""
+        """Concatenate all ranks' x, of one size, in rank order; reduce-scatter gradients."""
         return all_gather(x, self.dim, self.group)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum the ranks' terms and return this rank's shard; gradients are all-gathered."""
+        """Sum x over the ranks and return this rank's shard; gradients are all-gathered."""
         return reduce_scatter(x, self.dim, self.group)
 
 
 class GroupCommunicator(_Group, Communicator):
-    """Communicator of a process group; shard r of the positions is on its rank r."""
+    """Communicator over a ``torch.distributed`` group, whose rank r holds positions' shard r."""
 
     dim = 1
 
@@ -165,19 +168,19 @@ class GroupCommunicator(_Group, Communicator):
 
 
 def communicator(group: dist.ProcessGroup | None) -> Communicator:
-    """Return the communicator of ``group``; None means this rank alone."""
+    """Return the communicator of ``group``; for None one of this rank alone."""
     return SINGLE_RANK if group is None else GroupCommunicator(group)
 
 
 class DispatchGroup(_Group):
-    """Group that dispatchers send tokens over, split on dim 0.
+    """Process group over which dispatchers send tokens to experts, in tensors split on dim 0.
 
-    Exchanges of rows are differentiable, and may return before their data has arrived: call
+    Exchanges of tokens are differentiable, and may return before their data has arrived: call
     ``wait`` if anything other than torch reads the data. Copies of a model share a group, because a
     process group cannot be copied.
 
     Attributes:
-        in_8_bits: rows are sent to the experts in 8 bits (``automoe.moe.dispatch.wire``); results
+        in_8_bits: tokens are sent to the experts in 8 bits (``automoe.moe.dispatch.wire``); results
             and gradients are not.
     """
 
@@ -186,14 +189,14 @@ class DispatchGroup(_Group):
         self.in_8_bits = in_8_bits
 
     def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
-        """Send ``input_splits[r]`` rows to rank r and receive ``output_splits[r]`` from it.
+        """Send ``input_splits[r]`` rows of x to rank r and receive ``output_splits[r]`` from it.
 
-        Gradients are sent back.
+        Gradients are sent back to the ranks that the rows came from.
         """
         return torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """Send n counts to each rank and return n from each rank: [P n] int64 -> [P n]."""
+        """Send n counts to each of P ranks and return n from each rank: [P n] int64 -> [P n]."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         return received

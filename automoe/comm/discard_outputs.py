@@ -24,9 +24,10 @@ from automoe.interop.torch_private import innermost_saved_tensor_hooks, storage_
 
 
 def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[..., Any]:
-    """Wrap ``fn`` in a scope in which outputs of ``discard_outputs`` functions are discarded.
+    """Return ``fn`` wrapped so that ``discard_outputs`` works inside: a scope for saved tensors.
 
-    The wrapper has the arguments and the result of ``fn``.
+    Outputs of functions that ``discard_outputs`` wraps are then freed after the forward pass and
+    computed again in the backward pass. The wrapper has the arguments and the result of ``fn``.
 
     Args:
         outermost: open no scope if other saved-tensor hooks are active: an outer scope already
@@ -42,7 +43,9 @@ def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[.
 
 
 def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``fn``: in a ``discard_scope`` its outputs are not kept, and backward computes them again.
+    """Return ``fn`` wrapped so that the backward recomputes its outputs instead of keeping them.
+
+    Outputs are discarded only inside of a ``discard_scope``.
 
     Args:
         fn: function of tensors and other arguments that returns a tensor or a tuple of tensors. No
@@ -60,7 +63,10 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
-    """Discard ``outputs``, whose values are those of ``fn(*args)``, as ``discard_outputs`` would."""
+    """Mark ``outputs``, the values of ``fn(*args)``, as not to be kept for the backward.
+
+    In a ``discard_scope``, operations that save them save how to compute them again.
+    """
     hooks = _CURRENT.get()
     # A checkpointed region inside the scope has its own hooks and keeps nothing to discard.
     if (
@@ -72,7 +78,7 @@ def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saved-tensor hooks that save a recomputation for each discarded output.
+    """Saved-tensor hooks of a ``discard_scope``: they save a recomputation for a discarded output.
 
     Other tensors are saved as they would be without these hooks.
     """
@@ -119,7 +125,10 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Recompute:
-    """Recomputation of the outputs of ``fn(*args)``, kept until the last reader has read them."""
+    """Recomputation of the outputs of ``fn(*args)``, whose result lives until its last use.
+
+    The uses are the saved tensors that the backward reads.
+    """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
@@ -150,7 +159,7 @@ class _Recompute:
 
 
 class _SavedView:
-    """Saved form of a discarded output, or of a view of it, for one reader."""
+    """Saved form of one discarded output, or of a view of it; a call recomputes the tensor."""
 
     def __init__(self, recompute: _Recompute, index: int, tensor: Tensor) -> None:
         self.recompute = recompute
@@ -168,7 +177,7 @@ class _SavedView:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Autograd function that only saves its tensors; its result is empty."""
+    """Autograd function that only saves its tensors for the backward; its result is empty."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):

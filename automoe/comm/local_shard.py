@@ -16,7 +16,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """Return where this rank's shard begins in the full ``tensor``: an index for each dim."""
+    """Return the index of each dim at which this rank's shard of a DTensor begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return offset_of_shard(tensor)
@@ -25,8 +25,8 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
 def take_over(module: nn.Module, base: nn.Module) -> None:
     """Initialise ``module`` with all parameters, submodules and attributes of ``base``.
 
-    Constructors of modules that replace another one (``LoRALinear``, ``FP8Linear``,
-    ``LoRAExperts``) call it; parameters keep their names and are not copied.
+    Constructors of modules that replace ``base`` in a model (``LoRALinear``,
+    ``FP8Linear``) call it; parameters keep their names and are not copied.
     """
     nn.Module.__init__(module)
     for name, value in vars(base).items():

@@ -14,24 +14,24 @@ from torch import Tensor
 class Communicator:
     """One group of ranks, in which this rank has the number ``rank``.
 
-    The base class is a group of this rank alone; subclasses override it. Positions are dim 1 of the
-    tensors that are sent.
+    The base class is a group of this rank alone, so its methods do nothing; subclasses communicate.
+    Shards are along dim 1, the positions of tokens.
     """
 
     rank = 0
     num_ranks = 1
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather [B, S, ...] of all ranks in order: [B, P S, ...].
+        """Gather the positions [B, S, ...] of P ranks, in rank order: [B, P S, ...].
 
         Gradients are reduce-scattered.
         """
         return x
 
     def all_to_all(self, x_P: Tensor) -> Tensor:
-        """Send part p of [P, ...] to rank p; part r of the result [P, ...] is from rank r.
+        """Send slice p of x [P, ...] to rank p; slice r of the result [P, ...] is from rank r.
 
-        Gradients travel back.
+        Gradients go back the same way.
         """
         return x_P
 
@@ -40,17 +40,17 @@ class Communicator:
         return x
 
     def local_shard(self, x: Tensor) -> Tensor:
-        """Return this rank's part [B, S, ...] of x [B, P S, ...], which all ranks have."""
+        """Return this rank's positions [B, S, ...] of x [B, P S, ...], which all ranks have."""
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks; not differentiable."""
+        """Return the sum of x over the ranks; not differentiable."""
         return x
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks, differentiably.
+        """Return the sum of x over the ranks, differentiably.
 
-        The gradient is the sum over ranks of the gradients of their results.
+        The gradient of x is the sum over ranks of the gradients of their results.
         """
         return x
 
@@ -63,9 +63,9 @@ SINGLE_RANK = Communicator()
 
 
 def first_of_rank(comm: Communicator, total: int) -> int:
-    """Return the number of the first item that this rank has a part of.
+    """Return the index of the first item that this rank holds, wholly or in part.
 
-    ``total`` items (heads, key heads or vocabulary rows) are spread over the ranks.
+    ``total`` items (heads, key heads or vocabulary rows) are spread evenly over the ranks.
     """
     return comm.rank * total // comm.num_ranks
 
@@ -75,38 +75,39 @@ class ProcessGroupCollection:
     """Every group that a model's modules communicate over; the default is a model on one rank.
 
     Attributes:
-        sequence: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
+        tp: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
             blocks each rank has its shard of the positions, which are gathered where the weights
             multiply them.
-        context: the ranks that hold parts of the same rows. Delta nets exchange positions for
-            heads with them.
-        keys: the ranks from which attention gathers keys and values: ``context``, or this rank
-            alone under ring attention and if positions are exchanged for heads.
-        heads: the ranks with which attention exchanges positions for heads (Ulysses): ``context``,
-            or this rank alone.
-        data: the ranks with other rows of the same micro-batch; one communicator per mesh axis.
+        cp: context parallelism. Its ranks hold parts of the same sequences. Delta nets exchange
+            positions for heads with them.
+        key_gather: the ranks from which attention gathers keys and values: those of ``cp``, or this
+            rank alone under ring attention and if positions are exchanged for heads.
+        head_exchange: the ranks with which attention exchanges positions for heads (Ulysses): those
+            of ``cp``, or this rank alone.
+        data: the ranks with other sequences of the same micro-batch; one communicator per mesh
+            axis.
     """
 
-    sequence: Communicator = SINGLE_RANK
-    context: Communicator = SINGLE_RANK
-    keys: Communicator = SINGLE_RANK
-    heads: Communicator = SINGLE_RANK
+    tp: Communicator = SINGLE_RANK
+    cp: Communicator = SINGLE_RANK
+    key_gather: Communicator = SINGLE_RANK
+    head_exchange: Communicator = SINGLE_RANK
     data: tuple[Communicator, ...] = ()
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of ranks that share the tokens of a row between two blocks."""
-        return self.context.num_ranks * self.sequence.num_ranks
+        """Number of ranks (tp and cp) that share the tokens of a sequence between two blocks."""
+        return self.cp.num_ranks * self.tp.num_ranks
 
     def sum_over_row(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks that share a row's tokens between two blocks.
+        """Return the sum of x over the ranks that share a sequence's tokens between two blocks.
 
         Not differentiable.
         """
-        return self.context.all_reduce(self.sequence.all_reduce(x))
+        return self.cp.all_reduce(self.tp.all_reduce(x))
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks with other rows of the micro-batch.
+        """Return the sum of x over the ranks with other sequences of the micro-batch.
 
         Not differentiable.
         """

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Context:
-    """A context around one run of a checkpointed function.
+    """Context manager around one run of a checkpointed function, its forward or its recomputation.
 
     Torch enters the context of the recomputation again for each backward of a retained graph.
     """
@@ -36,7 +36,10 @@ class _Context:
 
 
 def recompute_contexts() -> tuple[_Context, _Context]:
-    """Return new contexts for one call of a checkpointed function: forward and recomputation."""
+    """Return two contexts for one call of a checkpointed function: for forward and recomputation.
+
+    The pair is what ``context_fn`` of ``torch.utils.checkpoint`` returns.
+    """
     saved: list = []
     return _Context(saved, False), _Context(saved, True)
 
@@ -47,7 +50,7 @@ _CURRENT: ContextVar[_Context | None] = ContextVar("recompute", default=None)
 
 
 def save_for_recompute(fn: Callable[..., T], *args: object) -> T:
-    """Return ``fn(*args)``; in a recomputation return the forward pass's result without a call."""
+    """Return ``fn(*args)``; in a recomputation return the forward pass's saved result."""
     current = _CURRENT.get()
     if current is None:
         return fn(*args)
@@ -59,11 +62,11 @@ def save_for_recompute(fn: Callable[..., T], *args: object) -> T:
 
 
 def is_recomputing() -> bool:
-    """Return True in a recomputation, which must have no effect beyond its result."""
+    """Return True while a checkpointed function is recomputed, which must have no side effects."""
     current = _CURRENT.get()
     return current is not None and current.recomputes
 
 
 def is_counted() -> bool:
-    """Return True if this forward pass counts: it trains, and it is not a recomputation."""
+    """Return True if this forward pass counts in statistics: it trains and is no recomputation."""
     return trains() and not is_recomputing()

@@ -40,11 +40,11 @@ class TokenCounts:
 
 
 def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Return the number of documents with a label, in whole rows: an int64 scalar.
+    """Return the number of documents with a label, in whole sequences: an int64 scalar.
 
     Args:
         labels: [B, S] labels.
-        doc_ids: [B, S] document within the row; None: a row is one document.
+        doc_ids: [B, S] index of the document within its sequence; None: a sequence is one document.
     """
     trained = (labels >= 0).long()
     if doc_ids is None:
@@ -53,7 +53,7 @@ def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
 
 
 def count_shifted(tokens_BSD: Tensor, labels_BSD: Tensor) -> Tensor:
-    """Count labels and input tokens of each depth of multi-token prediction: [D, 2], in this order.
+    """Return [D, 2]: the labels and input tokens of each depth of multi-token prediction.
 
     A negative number is no label, or padding.
     """
@@ -65,18 +65,19 @@ def count_shifted(tokens_BSD: Tensor, labels_BSD: Tensor) -> Tensor:
 class Tokens:
     """Per-token tensors that every layer and every pipeline stage needs.
 
+    B packed sequences, S positions of this rank.
+
     Attributes:
         positions: [B, S] index within the document, for rotary embeddings.
-        index: [B, S] index within the row, for causality and for deterministic gates.
-        doc_ids: [B, S] document within the row, to which attention is confined; None: attention
-            spans the whole row.
+        index: [B, S] index within the sequence, for causality and for deterministic gates.
+        doc_ids: [B, S] document within the sequence, to which attention is confined; None:
+            attention spans the whole sequence.
         num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance
             losses.
-        forced_ids: [B, S, moe layers, 1 or 2, K] routing to repeat: the experts of each token, and
-            as second those of plain top-k, which a recording has (``automoe.run.routing``) and an
-            engine does not tell; they are then those of the live scores, as are the experts of
-            tokens and layers with -1, and of layers beyond these.
-        row_ids: [B, S] number of the row in the whole training stream, for noise and recorded
+        forced_ids: [B, S, L, n, K] routing to repeat in L MoE layers: expert ids, -1 where the
+            router itself chooses. A recorded run has n = 2: chosen experts and plain top-k; an
+            inference engine has n = 1: chosen experts. None: routers choose.
+        row_ids: [B, S] number of the sequence in the whole training stream, for noise and recorded
             routing.
         not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is
             padding.
@@ -90,12 +91,12 @@ class Tokens:
     row_ids: Tensor | None = None
     not_padding: Tensor | None = None
 
-    def local_shard(self, sequence: Communicator) -> Tokens:
+    def local_shard(self, tp: Communicator) -> Tokens:
         """Return these tensors for this rank's shard of the positions."""
-        if sequence.num_ranks == 1:
+        if tp.num_ranks == 1:
             return self
         shards = {
-            name: sequence.local_shard(value)
+            name: tp.local_shard(value)
             for name, value in vars(self).items()
             if name != "num_tokens" and value is not None
         }
@@ -115,9 +116,9 @@ class Tokens:
 class StepBatch:
     """All micro-batches of one step for one data-parallel rank, as CPU tensors.
 
-    R = num_micro_batches * micro_batch_size = global_batch_size / D rows, in micro-batch order; S =
-    seq_len; P pairs in a row. Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's
-    global batch.
+    R = num_micro_batches * micro_batch_size = global_batch_size / D packed sequences, in
+    micro-batch order; S = seq_len; P preference pairs in a sequence. Data-parallel rank d of D
+    holds sequences [d*R, (d+1)*R) of the step's global batch.
     """
 
     tokens: Tensor  # [R, S] int64
@@ -133,21 +134,21 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that a model is called with: a micro-batch, or a step's rows before torch splits them.
+    """Sequences that a model is called with: a micro-batch, or a step's before torch splits them.
 
-    Torch splits all tensors by rows, and hands every pipeline stage the same micro-batch.
+    Torch splits all tensors along B, and hands every pipeline stage the same micro-batch.
 
     Attributes:
-        tokens: [B, S] int64, which the part with the embedding reads.
+        tokens: [B, S] int64, which the stage with the embedding reads.
         labels: [B, S] next tokens, for the loss; ``IGNORE`` marks positions that are not trained.
-        positions, index, doc_ids, row_ids, not_padding, forced_ids: as in ``Tokens``, which all
+        positions, index, doc_ids, row_ids, not_padding, forced_ids: fields of ``Tokens``, which all
             layers read. Defaults: index 0 ... S-1, row_ids 0 ... B-1, positions equal to the index,
-            and a row is one document.
-        mtp_tokens, mtp_labels: [B, S, D] of every depth of multi-token prediction
-            (``automoe.model.mtp.shift_rows``), which its modules read.
+            and a sequence is one document.
+        mtp_tokens, mtp_labels: [B, S, D] tokens that each depth of multi-token prediction reads,
+            and its labels (``automoe.model.mtp.shift_rows``).
         next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions for
             which the head generates a token.
-        counts: counts of the global batch, which losses are divided by; None: those of these rows.
+        counts: counts of the global batch, which losses are divided by; None: those of B sequences.
         given: [B, ...] further inputs of the loss, by name.
     """
 
@@ -166,11 +167,15 @@ class MicroBatch:
     given: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __or__(self, given: Mapping[str, Tensor]) -> MicroBatch:
-        """Return these rows with further inputs of the loss."""
+        """Return this micro-batch with further inputs of the loss: tensors [B, ...] by name."""
         return replace(self, given={**self.given, **given})
 
     def per_token(self, num_tokens: Tensor) -> Tokens:
-        """Return the tensors that all layers read; ``num_tokens`` as in ``Tokens``."""
+        """Return the per-token tensors that all layers read, defaults filled in.
+
+        Args:
+            num_tokens: scalar tensor, non-padding tokens of the whole global batch.
+        """
         tokens, index, row_ids = self.tokens, self.index, self.row_ids
         if index is None:
             index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -182,7 +187,7 @@ class MicroBatch:
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
-        """Return ``counts``, with what is unknown counted over these rows."""
+        """Return ``counts``; counts that are missing are those of this micro-batch alone."""
         counts = self.counts
         if counts is None:
             trained = documents = torch.zeros((), dtype=torch.int64, device=self.tokens.device)

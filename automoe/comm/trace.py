@@ -26,7 +26,10 @@ _trains = False
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Mark the block as the phase ``name``; this costs nothing without listeners and profiler."""
+    """Mark the block as the phase ``name``, such as "grad_norm", for listeners and profiler.
+
+    Without these it costs nothing.
+    """
     for listener in tuple(_listeners):
         listener(name, step, "begin")
     with _profiler_range(name):
@@ -47,7 +50,7 @@ def training_pass() -> Iterator[None]:
 
 
 def trains() -> bool:
-    """Return True inside ``training_pass``: what a pass counts, counts there alone."""
+    """Return True inside ``training_pass``, in any thread: only there a forward pass is counted."""
     return _trains
 
 

@@ -14,12 +14,11 @@ from automoe.config.schema import Config, TrainConfig
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Rows, tokens and micro-batches of one optimizer step.
+    """Sizes of one optimizer step: rows (sequences), tokens and micro-batches.
 
-    Rows are sequences. Expert counts are means, which perfectly balanced routing would give.
+    ``plan_batch`` makes it. Counts of experts' inputs are means, as balanced routing gives them.
     """
 
-    rows_per_step: int  # over all ranks
     tokens_per_step: int  # over all ranks
     rows_per_rank: int  # of one data-parallel rank, per step
     num_micro_batches: int  # per step and data-parallel rank
@@ -30,10 +29,10 @@ class BatchPlan:
 
 
 def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
-    """Return the global batch, in rows, of the step that begins after ``consumed_rows`` rows.
+    """Return the rows (sequences) of the step that begins after ``consumed_rows`` trained rows.
 
-    ``train.rampup_batch_size`` has the numbers of Megatron-Core's ``--rampup-batch-size``, and
-    means the same.
+    With ``train.rampup_batch_size=[start, increment, rows]`` the batch grows from ``start`` by
+    ``increment`` at a time, evenly over so many rows, as in Megatron-Core.
     """
     rows = train.global_batch_size
     if train.rampup_batch_size is not None:
@@ -44,13 +43,13 @@ def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
 
 
 def rows_of_run(train: TrainConfig) -> int:
-    """Return the rows of all ``train.steps`` steps."""
+    """Return the number of rows (sequences) that all ``train.steps`` steps train on together."""
     ramp = list(islice(_ramp(train), train.steps))
     return sum(ramp) + (train.steps - len(ramp)) * train.global_batch_size
 
 
 def steps_for(train: TrainConfig, rows: float) -> int:
-    """Return the steps, at least one, whose global batches hold ``rows`` rows."""
+    """Return the number of steps, at least one, that training on ``rows`` rows takes."""
     left, steps = max(1, ceil(rows)), 0
     for batch in _ramp(train):
         if left <= 0:
@@ -60,7 +59,7 @@ def steps_for(train: TrainConfig, rows: float) -> int:
 
 
 def _ramp(train: TrainConfig) -> Iterator[int]:
-    """Yield the batches, in rows, of the steps before the first whole one."""
+    """Yield the rows of each step of the batch ramp-up, until the global batch has its full size."""
     taken = 0
     while (rows := rows_of_step(train, taken)) < train.global_batch_size:
         yield rows
@@ -68,7 +67,7 @@ def _ramp(train: TrainConfig) -> Iterator[int]:
 
 
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
-    """Return rows, tokens and micro-batches of a validated ``config`` on ``mesh``."""
+    """Return the sizes of a step of a validated ``config`` on ``mesh``."""
     train = config.train
     model = config.model
     tokens = train.micro_batch_size * train.seq_len // (mesh.cp * mesh.tp)
@@ -80,7 +79,6 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
         )
         expert_rows = capacity * model.num_experts * mesh.etp
     return BatchPlan(
-        rows_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * train.seq_len,
         rows_per_rank=train.global_batch_size // mesh.dp,
         num_micro_batches=train.global_batch_size // (mesh.dp * train.micro_batch_size),
@@ -91,7 +89,7 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 
 
 def least_micro_batches(config: Config, shape: MeshShape) -> int:
-    """Return the fewest micro-batches that a step of a data-parallel rank may have."""
+    """Return the fewest micro-batches per step and data-parallel rank that the schedule allows."""
     schedule = config.parallel.schedule
     if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:
         return 1 + config.parallel.overlap_all_to_all
@@ -99,7 +97,10 @@ def least_micro_batches(config: Config, shape: MeshShape) -> int:
 
 
 def more_micro_batches(config: Config, shape: MeshShape) -> str:
-    """Return the settings with which a step has as many micro-batches as it must have."""
+    """Return the settings that give a step enough micro-batches, for an error message.
+
+    For example ``train.global_batch_size=32, or train.micro_batch_size=1``.
+    """
     train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
     smaller, left = divmod(train.global_batch_size, ranks)
     named = f"train.global_batch_size={ranks * train.micro_batch_size}"

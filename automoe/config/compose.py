@@ -26,6 +26,7 @@ from automoe.config.convert import (
     config_to_dict,
     from_environment,
     nearest,
+    typed,
 )
 from automoe.config.frozen import is_free
 from automoe.config.jobs import BY_JOB, register_jobs
@@ -113,12 +114,12 @@ def compose_config(
     overrides: list[str] | None = None,
     config_dir: str | None = None,
 ) -> Config:
-    """Compose a primary with overrides into a typed configuration.
+    """Compose a primary configuration of Hydra with overrides into a typed ``Config``.
 
     Unless ``run_dir`` is overridden, its name is extended by the other overrides.
 
     Args:
-        config_name: a file of ``conf`` or of ``config_dir``, without ``.yaml``.
+        config_name: the primary: a file of ``conf`` or of ``config_dir``, without ``.yaml``.
         overrides: Hydra overrides, e.g. ``["mesh.ep=4", "model=small_mixtral"]``.
         config_dir: a directory searched besides ``conf``.
 
@@ -128,7 +129,7 @@ def compose_config(
     """
     overrides = list(overrides or [])
     raw = composed_container(config_name, overrides, config_dir)
-    load_plugins(raw["plugins"])
+    load_plugins(typed("plugins", raw["plugins"]))
     config = config_from_dict(raw)
     if "run_dir" in map(key_of, overrides):
         return config
@@ -138,12 +139,13 @@ def compose_config(
 def composed_container(
     config_name: str, overrides: list[str], config_dir: str | None
 ) -> dict[str, Any]:
-    """Compose a primary with overrides into nested dictionaries, interpolations resolved.
+    """Compose a primary configuration with overrides into nested dictionaries.
 
-    ``compose_config`` converts the result to typed sections.
+    Interpolations are resolved; types are not checked yet.
 
     Raises:
-        ConfigError, BackendError: as ``compose_config``.
+        ConfigError: an unknown primary, group option or key, or a malformed override.
+        BackendError: Hydra is not installed.
     """
     check_primary(config_name, config_dir)
     check_overrides(overrides, config_dir)
@@ -167,10 +169,11 @@ def composed_container(
 
 
 def search_path(config_name: str, config_dir: str | None) -> tuple[str, list[str]]:
-    """Return Hydra's main directory, and the overrides that add the other one to its search path.
+    """Return Hydra's main directory, and an override that adds a second one to its search path.
 
-    A primary in ``config_dir`` wins over a shipped one of its name. Hydra looks for primaries only
-    in its main directory, for groups on the whole search path.
+    The two are the shipped ``conf`` and, if given, ``config_dir``. Hydra looks for primaries only
+    in its main directory, so that is the one with ``config_name``; ``config_dir`` wins if both
+    have it. Groups are found in both.
     """
     folders = [shipped_folder("conf")]
     if config_dir is not None:
@@ -181,17 +184,20 @@ def search_path(config_name: str, config_dir: str | None) -> tuple[str, list[str
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` as it stands between single quotes in an override."""
+    """Return ``text`` with its single quotes escaped, for a single-quoted value of an override."""
     return text.replace("'", "\\'")
 
 
 def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any]:
-    """Resolve the interpolations of a composed configuration into nested dictionaries.
+    """Resolve the interpolations of a configuration that Hydra composed; return dictionaries.
 
-    Text that contains environment variables becomes ``FromEnvironment``. A recipe that ``overrides``
-    name may become a file of the working directory (``named_recipe``).
+    Text that contains environment variables becomes ``FromEnvironment``, which files show by the
+    variables' names. ``${by_job:...}`` becomes the default for this kind of training job.
 
-    ``${by_job:...}`` becomes the value of the job (``automoe.config.jobs``).
+    Args:
+        composed: Hydra's ``DictConfig``.
+        overrides: with ``recipe=NAME`` among them, ``recipes/NAME.py`` of the working directory is
+            taken if it exists.
 
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
@@ -246,7 +252,7 @@ def _named(value: Any, names: Any) -> Any:
 
 @cache
 def register_base() -> None:
-    """Register the schema's defaults as ``base``, for the ``defaults`` list of every primary."""
+    """Register the schema's defaults in Hydra as ``base``, which every primary's defaults list names."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -259,16 +265,16 @@ def register_base() -> None:
 
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
-    """Return the names that ``group=NAME`` accepts; for the empty group, the primaries.
+    """Return the names that ``group=NAME`` accepts; for ``""`` those of primary configurations.
 
-    Files whose name begins with ``_`` are parts that primaries share, and are left out.
+    Files whose name begins with ``_`` are left out: other files include them.
     """
     files = {path.stem for path in _glob(str(Path(group, "*.yaml")), config_dir)}
     return sorted(name for name in files if not name.startswith("_"))
 
 
 def list_groups(config_dir: str | None = None) -> list[str]:
-    """Return the config groups: folders of the tree that contain YAML files."""
+    """Return the names of Hydra's config groups: folders that contain YAML files."""
     return sorted({path.parent.name for path in _glob("*/[!_]*.yaml", config_dir)})
 
 
@@ -297,7 +303,10 @@ def _check_files(config_dir: str) -> None:
 
 
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
-    """Raise ``ConfigError`` unless a primary of this name exists."""
+    """Raise ``ConfigError`` unless a primary configuration of this name exists.
+
+    The YAML files of ``config_dir`` must be readable too.
+    """
     if config_dir is not None:
         _check_files(config_dir)
     _check_listed(
@@ -310,7 +319,10 @@ def check_overrides(
 ) -> None:
     """Parse overrides with Hydra's grammar and check every key and group option by name.
 
-    Hydra's own struct error names neither the nearest key nor the file's schema.
+    Hydra's own error for an unknown key does not name the nearest one.
+
+    Args:
+        sweep: accept several values of a key (``optim.lr=1,2``), and settings of Hydra itself.
 
     Raises:
         ConfigError: a malformed override, an unknown key or option.
@@ -368,14 +380,14 @@ def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str
 
 
 def parse_override(text: str) -> Any:
-    """Return Hydra's ``Override`` of ``text``."""
+    """Parse ``text``, such as ``mesh.ep=4``, into an ``Override`` of Hydra."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(text)
 
 
 def swept_keys(overrides: list[str]) -> set[str]:
-    """Return the keys with several values among overrides that ``check_overrides`` accepted."""
+    """Return the keys that sweep several values, such as ``optim.lr`` in ``optim.lr=1,2``."""
     parsed = map(parse_override, overrides)
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
 
@@ -439,7 +451,7 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
 def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
     """Return the run directory extended by its overrides, e.g. ``runs/default-ep4-pp1``.
 
-    Overrides that leave the run the same (``is_free``) are left out of the name.
+    The name leaves out overrides that change no result, such as ``observe.log_every=1``.
     """
     plain = ("checkpoint.resume=auto", "checkpoint.resume=never")
     name = folder_name(
@@ -449,7 +461,7 @@ def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
 
 
 def folder_name(overrides: Iterable[str]) -> str:
-    """Return a folder name made of overrides, e.g. ``ep4-lr0.003-model-small_mixtral``.
+    """Return a folder name made of ``key=value`` words, e.g. ``ep4-lr0.003-model-small_mixtral``.
 
     The order of the overrides does not matter; without overrides the name is empty. If the name
     is cut or loses characters, a CRC-32 of the full text is appended.
@@ -464,7 +476,7 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """Return sorted (key, value) pairs; a key is cut to its last word if that stays unique."""
+    """Return (key, value) of each override, sorted; ``mesh.ep`` is cut to ``ep`` if that is unique."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     last = {key: key.rpartition(".")[2] for key in typed}
@@ -475,5 +487,5 @@ def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def key_of(override: str) -> str:
-    """Return the key of ``key=value``, ``+key=value`` or ``~key``."""
+    """Return ``key`` of an override ``key=value``, ``+key=value`` or ``~key``."""
     return override.lstrip("+~").partition("=")[0]

@@ -54,7 +54,7 @@ def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
 
 
 class Exchange(NamedTuple):
-    """Numbers that a rank sends for each of its positions if heads are exchanged, by collective."""
+    """Elements that a rank sends per position if cp exchanges positions for heads, by collective."""
 
     into: int  # the all-to-all of queries, keys and values (the share that it keeps included)
     gathered: int  # the gather of what all heads share, sent to each other rank
@@ -62,10 +62,11 @@ class Exchange(NamedTuple):
 
 
 def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) -> Exchange:
-    """Return what ``automoe.model.rows.exchange_heads`` sends for one layer.
+    """Return the elements per position that a layer sends to exchange positions for heads (Ulysses).
 
     Args:
-        linear: the layer is a delta net, which sends the input of its convolution.
+        linear: the layer is a gated delta net, which sends the input of its convolution.
+        tp, cp: sizes of the mesh axes.
     """
     if linear:
         values = attention.linear_num_value_heads * attention.linear_value_head_dim
@@ -84,7 +85,7 @@ def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) 
 
 
 def expanded_width(attention: AttentionConfig, tp: int) -> int:
-    """Return the width of a token's keys and values on one tp rank after MLA's up-projection."""
+    """Return the elements of a token's keys and values on one tp rank after MLA's up-projection."""
     return attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim) // tp
 
 

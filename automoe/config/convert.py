@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
@@ -31,8 +31,8 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
 
     Args:
         raw: nested dictionaries, as YAML gives them.
-        trusted: read ``Args`` of the recipe, which may import it. If False, ``recipe_args`` stays
-            a dictionary.
+        trusted: convert ``recipe_args`` to the dataclass ``Args`` of the recipe, which may import
+            the recipe's code. If False, it stays a dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -69,7 +69,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
     Environment variables are written by name, so files and trackers never see their content.
     """
-    return _plain(asdict(config))
+    return mapped(asdict(config), written)
 
 
 class FromEnvironment(str):
@@ -96,7 +96,7 @@ def written(text: str) -> str:
 
 
 def named_variables(text: str) -> set[str]:
-    """Return the names of the environment variables that ``text`` refers to."""
+    """Return the names of the environment variables in ``text``, written as ``${oc.env:NAME}``."""
     return set(_VARIABLE.findall(text))
 
 
@@ -105,18 +105,25 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 
     This inverts ``config_to_dict``. A variable that ``environment`` lacks stays as written.
     """
-    if isinstance(raw, dict):
-        return {key: from_environment(value, environment) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [from_environment(value, environment) for value in raw]
-    if not isinstance(raw, str) or not named_variables(raw):
-        return raw
-    text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), raw)
-    return FromEnvironment(text, raw)
+
+    def content(value: Any) -> Any:
+        if not isinstance(value, str) or not named_variables(value):
+            return value
+        text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), value)
+        return FromEnvironment(text, value)
+
+    return mapped(raw, content)
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key that holds a value, in order; keys of ``recipe_args`` are left out."""
+    """Yield every dotted key of the schema that holds a value, such as ``optim.lr``, in order.
+
+    Keys of ``recipe_args`` are left out.
+
+    Args:
+        cls: section to begin with.
+        prefix: text before each name, such as ``model.``.
+    """
     for name, hint in field_types(cls).items():
         if is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
@@ -124,50 +131,58 @@ def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def check_key(key: str, value: object) -> None:
-    """Raise ``ConfigError`` with a suggestion unless the dotted ``key`` is in the schema."""
-    cls: Any = Config
+def check_key(key: str, value: object) -> Any:
+    """Return the type hint that the schema gives the dotted ``key``.
+
+    Keys of ``recipe_args`` have ``Any``: the recipe declares them.
+
+    Raises:
+        ConfigError: the key is unknown; the message shows ``value`` and the nearest key.
+    """
+    hint: Any = Config
     parts = key.split(".")
     if parts[0] == SECTION:
-        # The recipe declares these keys, and the primary may name it: config_from_dict checks.
-        return
+        return Any
     parent = ""
     for part in parts:
-        if not is_section(cls):
+        if not is_section(hint):
             raise ConfigError(
                 key, value, f"{parent} is a single value and has no keys", f"Set {parent}=..."
             )
         parent = f"{parent}.{part}".lstrip(".")
-        if part not in field_types(cls):
-            raise _unknown_key(parent, value, cls, key)
-        cls = field_types(cls)[part]
+        types = field_types(hint)
+        if part not in types:
+            raise _unknown_key(parent, value, hint, key)
+        hint = types[part]
+    return hint
 
 
 def typed(key: str, value: object) -> Any:
-    """Convert ``value`` to the type of the field ``key`` (dotted).
+    """Convert ``value`` to the type that the schema gives the dotted ``key``.
 
     Raises:
-        ConfigError: ``value`` has another type.
+        ConfigError: the key is unknown, or ``value`` has another type.
     """
-    hint: Any = Config
-    for part in key.split("."):
-        hint = field_types(hint)[part]
-    return converted(hint, value, key)
+    return converted(check_key(key, value), value, key)
 
 
 def is_section(hint: object) -> bool:
-    """Return True if a field of this type holds a section with keys of its own."""
+    """Return True if a field with this type hint is a section (a dataclass), not a single value."""
     return is_dataclass(hint)
 
 
 def nearest(word: str, choices: list[str], likeness: float = 0.6) -> list[str]:
-    """Return a list of the choice most like ``word``; an empty list if none is close."""
+    """Return the choice most like ``word`` as a list of one; an empty list if none is close.
+
+    Args:
+        likeness: smallest ratio of ``difflib`` that counts as close.
+    """
     return difflib.get_close_matches(word, choices, 1, likeness)
 
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return field name -> type hint of a section of the schema, in order."""
+    """Return the fields of a dataclass of the schema, name -> type hint, in order."""
     hints = get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in fields(cls)}
 
@@ -203,10 +218,10 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
 
 
 def converted(hint: Any, value: Any, key: str) -> Any:
-    """Return ``value`` as the type ``hint``; an instance of a dataclass is taken as it is.
+    """Convert ``value`` to the type hint ``hint``; an instance of a dataclass is taken as it is.
 
     Raises:
-        ConfigError: ``value`` has another type; the error names it ``key``.
+        ConfigError: ``value`` has another type; the error names the config key ``key``.
     """
     if is_section(hint):
         return value if isinstance(value, hint) else _to_dataclass(hint, value, f"{key}.")
@@ -283,9 +298,13 @@ def type_name(hint: Any) -> str:
     return (kinds | {str: "text", PathText: "text"}).get(hint, str(hint))
 
 
-def _plain(value: Any) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to every value in nested dictionaries, lists and tuples; return the copy.
+
+    Tuples become lists.
+    """
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return written(value)
+        return [mapped(item, change) for item in value]
+    return change(value)

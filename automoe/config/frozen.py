@@ -50,9 +50,9 @@ TENSORS = "lora.rank lora.targets train.freeze train.trainable optim.algorithm".
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
-    """Return a copy with every derived value filled in.
+    """Return a copy of ``config`` in which every derived value is filled in.
 
-    These are the mesh axes, the number of ranks, the device, the recipe's path and the tokenizer.
+    Filled in are mesh axes, number of ranks, device, path of the recipe, and tokenizer.
     """
     launch = replace(config.launch, num_ranks=shape.world_size, device=device)
     data = replace(config.data, tokenizer=tokenizer_of(config))
@@ -66,7 +66,7 @@ def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
 
 
 def frozen_shape(config: Config) -> MeshShape:
-    """Return the mesh of a ``resolved`` configuration.
+    """Return the mesh of a configuration whose axes are all resolved, as in ``config.yaml``.
 
     Raises:
         ConfigError: an axis is still -1, or a preset is set.
@@ -142,7 +142,10 @@ def save_config(config: Config, run_dir: str | Path) -> Path:
 
 
 def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
-    """Read the frozen configuration of a run directory; ``plugins`` as in ``parse_config``.
+    """Read the configuration of a run from its ``config.yaml``.
+
+    Args:
+        plugins: import the plugins that the file names: only for a trusted folder.
 
     Raises:
         ConfigError: the file is missing, unreadable, or does not fit the schema.
@@ -176,15 +179,16 @@ def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the differences that make ``now`` another run than the configuration ``then``.
+    """Return the settings that differ from an earlier configuration and change the run's results.
 
     Args:
-        then: nested dictionaries, as in a file. A key missing from them was added to the schema
-            later, so its default counts.
+        then: the earlier one: nested dictionaries, as in a file. A key missing from them was added
+            to the schema later, so its default counts.
         now: the configuration to compare.
 
     Returns:
-        Dotted key -> (value then, value now), without the keys that are free to change.
+        Dotted key -> (value then, value now), without keys such as ``observe.*`` that change no
+        result.
     """
     defaults = default_args(now.recipe_args)
     defaults = {name: None if value is MISSING else value for name, value in defaults.items()}
@@ -208,7 +212,7 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
 
 
 def is_free(key: str) -> bool:
-    """Return True if ``key`` (or a whole section) may change between starts of one run directory."""
+    """Return True if ``key`` changes no result, so that it may differ between starts of one run."""
     return key != "checkpoint.resume" and key.split(".")[0] in FREE
 
 
@@ -218,8 +222,13 @@ def goes_on(key: str, then: Any, now: Any) -> bool:
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
 
 
-def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
-    """Return ``optim.lr was 0.003, is 0.001; ...`` for ``most`` changes, and count the rest."""
+def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return text that names up to six changes: ``optim.lr was 0.003, is 0.001; and 2 more``.
+
+    Args:
+        changed: dotted key -> (earlier value, value now).
+    """
     said = [f"{key} was {then}, is {now}" for key, (then, now) in changed.items()]
-    more = [f"and {len(said) - most} more"] * (len(said) > most)
-    return "; ".join(said[:most] + more)
+    if len(said) > 6:
+        said[6:] = [f"and {len(said) - 6} more"]
+    return "; ".join(said)

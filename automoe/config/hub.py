@@ -30,15 +30,13 @@ _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders
 
 
 def local_folder(spec: str | Path) -> Path:
-    """Return the local folder of a path or a pinned id, without network access.
+    """Return the local folder of a path, or of ``OWNER/NAME@COMMIT`` in the Hub's cache.
 
-    The folder need not exist.
+    It need not exist; nothing is downloaded.
     """
-    folder = user_path("path", spec)
-    match = _ID.fullmatch(str(spec))
-    if match is None or match[3] is None or folder.exists():
-        return folder
-    return _cache_of(match[1]) / "snapshots" / match[3]
+    if (pin := id_and_commit(str(spec))) is None:
+        return user_path("path", spec)
+    return _cache_of(pin[0]) / "snapshots" / pin[1]
 
 
 def _cache_of(name: str) -> Path:
@@ -50,7 +48,7 @@ def _cache_of(name: str) -> Path:
 def is_data_set(path: str) -> bool:
     """Return True if ``path`` is a directory that ``datasets`` saved, or the id of a Hub data set.
 
-    Text counts as an id only if neither that path nor a folder OWNER exists.
+    ``OWNER/NAME`` counts as an id only if neither that path nor a folder OWNER exists.
     """
     folder = Path(path).expanduser()
     match = _ID.fullmatch(path)
@@ -62,7 +60,7 @@ def is_data_set(path: str) -> bool:
 
 
 def id_and_commit(spec: str) -> tuple[str, str] | None:
-    """Return name and commit of a pinned id; None for a path or an id without commit."""
+    """Return (OWNER/NAME, commit) of a Hub id with a commit; None for a path or another id."""
     match = _ID.fullmatch(spec)
     return (
         (match[1], match[3])
@@ -72,16 +70,16 @@ def id_and_commit(spec: str) -> tuple[str, str] | None:
 
 
 def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
-    """Return a path unchanged; pin an id to its commit and download its config and tokenizer.
+    """Add the commit to a Hub id, and download its config and tokenizer; return a path unchanged.
 
     ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
     folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub.
 
     Args:
         key: config key of ``spec``, for error messages.
-        spec: path, id or pinned id.
-        earlier_commit: pinned id of an earlier start. If ``spec`` names the same model without a
-            revision, its commit is used.
+        spec: path, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
+        earlier_commit: id with commit that an earlier start of the run used. If ``spec`` names the
+            same model without a revision, that commit is taken.
 
     Raises:
         ConfigError: the model is not cached and the Hub cannot be reached, or the Hub has no
@@ -113,8 +111,12 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     Processes on one machine may download the same file: huggingface_hub locks it. If the Hub cannot
     be asked for the model's files, a cached copy is used as it is, and a note says so.
 
+    Args:
+        key: config key of the model, for errors.
+        name: ``OWNER/NAME``.
+
     Raises:
-        ConfigError: as ``pinned``.
+        ConfigError: the model is not cached, and the Hub does not give it.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import FileMetadataError
@@ -161,7 +163,10 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
 
 
 def bound_waits() -> None:
-    """Give every request of huggingface_hub in this process an end; it makes some without one."""
+    """Set a timeout on every HTTP request of huggingface_hub, which makes some without one.
+
+    A server that asks for a pause longer than ``_WAIT_S`` seconds becomes an error.
+    """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session
 
@@ -187,7 +192,7 @@ def bound_waits() -> None:
 
 
 def _listed_sizes(listing: Path) -> dict[str, int]:
-    """Return the bytes of each file of a commit by name, from a list in huggingface_hub's cache.
+    """Return file name -> bytes of a commit, from the JSON list in huggingface_hub's cache.
 
     Raises ``ValueError`` for a damaged list.
     """
@@ -198,10 +203,14 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
 
 
 def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
-    """Raise ``FileMetadataError`` if a file has not the size that the Hub lists.
+    """Raise ``FileMetadataError`` if a downloaded file has another size than the Hub lists.
 
-    The list is deleted then, since it may be what is wrong. So is the file, unless it is one of
-    ``before`` or lies outside the cache.
+    The list is then deleted, since it may be wrong, and so is the file.
+
+    Args:
+        folder: the commit's folder in the cache.
+        listing: JSON file with the sizes.
+        before: files that the cache had before the download; these are not deleted.
     """
     from huggingface_hub.errors import FileMetadataError
 
@@ -231,7 +240,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
         spec: repository with its commit, as ``pinned`` returns it.
 
     Raises:
-        ConfigError: as ``pinned``, or the Hub lacks one of the files.
+        ConfigError: the Hub cannot be reached, or lacks one of the files.
     """
     from huggingface_hub import HfApi, constants
 
@@ -253,7 +262,11 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
 
 
 def remedy_of(error: BaseException, path: str) -> str | None:
-    """Return what to do about an answer for a page of the Hub; None if there was no answer."""
+    """Return advice on an error of a request to the Hub; None if the Hub did not answer at all.
+
+    Args:
+        path: page that was asked for, such as ``OWNER/NAME``.
+    """
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{path}"

@@ -23,10 +23,13 @@ BY_JOB = {
 
 
 def register_jobs(named: Collection[str]) -> None:
-    """Register the resolver ``by_job`` for a configuration that is about to be resolved.
+    """Register the OmegaConf resolver ``by_job``, which picks a default by the kind of training job.
+
+    ``${by_job:A,B,...}`` gives A for random weights, else the value for full fine-tuning, adapters,
+    preferences, or preferences with adapters; the last value stands for missing ones.
 
     Args:
-        named: keys and groups of the overrides.
+        named: keys and groups that overrides set.
     """
     from omegaconf import OmegaConf
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from automoe.config.schema import Config, ParallelConfig
@@ -17,6 +18,8 @@ from automoe.errors import ConfigError
 KEY = "parallel.layout"
 # letters and borders of an expanded layout: more than any model has
 MAX_LENGTH = 20_000
+# An innermost group, or a letter that is repeated, and how often: ``*3``, ``*2*3``, or nothing
+_REPEATED = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|])(?=\*\d))((?:\*\d+)*)")
 
 
 def parse_layout(text: str) -> list[str]:
@@ -28,35 +31,22 @@ def parse_layout(text: str) -> list[str]:
         ConfigError: a foreign character, a parenthesis without its partner, a repetition of
             nothing, or letters that are not one E, then any number of t, then of m, then one L.
     """
-    # The outer groups, from the outermost, in which repetitions are written out
-    groups: list[list[str]] = [[]]
-    for token in re.findall(r"\*\s*\d*|[^,\s]", text):
-        last = groups[-1]
-        if token in ("E", "t", "m", "L", "|"):
-            last.append(token)
-        elif token == "(":
-            groups.append([])
-        elif token == ")" and len(groups) > 1:
-            groups.pop()
-            groups[-1].append("".join(last))
-        elif token[0] == "*" and token[1:].strip().isdecimal() and last:
-            times = int(token[1:][:9])
-            if times * len(last[-1]) > MAX_LENGTH:
-                raise ConfigError(
-                    KEY, text, f"a layout has at most {MAX_LENGTH} letters", "Repeat less often"
-                )
-            last[-1] *= times
-        else:
+    # A space between two digits stays, and is refused.
+    expanded = re.sub(r"(?<![\d,\s])[,\s]+|[,\s]+(?![\d,\s])", "", text)
+    while repeated := _REPEATED.search(expanded):
+        letters = repeated[1] or repeated[2] or ""
+        times = prod(map(int, repeated[3].split("*")[1:]))
+        if len(expanded) + len(letters) * times > MAX_LENGTH:
             raise ConfigError(
-                KEY,
-                text,
-                f"{token!r} has no meaning there: a layout has E, t, m, L, |, (, ) and *n "
-                "after what it repeats",
-                "Write it as in Et*3|(tt|)*29L",
+                KEY, text, f"a layout has at most {MAX_LENGTH} letters", "Repeat less often"
             )
-    if len(groups) > 1:
-        raise ConfigError(KEY, text, "a ( has no )", "Close it")
-    stages = "".join(groups[0]).split("|")
+        expanded = expanded[: repeated.start()] + letters * times + expanded[repeated.end() :]
+    if foreign := re.search(r"\*\d*|[^EtmL|]", expanded):
+        rule = f"{foreign[0]!r} has no meaning there: a layout has E, t, m, L, |, (, ) and *n after what it repeats"
+        if foreign[0] == "(":
+            rule = "a ( has no )"
+        raise ConfigError(KEY, text, rule, "Write it as in Et*3|(tt|)*29L")
+    stages = expanded.split("|")
     order = "".join(stages)
     if not re.fullmatch(r"Et*m*L", order):
         raise ConfigError(
@@ -71,7 +61,7 @@ def parse_layout(text: str) -> list[str]:
 def module_sizes(config: Config, num_stages: int) -> list[int]:
     """Return the number of modules for multi-token prediction in every pipeline stage.
 
-    They are where ``parallel.layout`` has them, by default on the last stage.
+    ``parallel.layout`` places the modules; without it all are on the last stage.
     """
     if (text := config.parallel.layout) is not None:
         return [stage.count("m") for stage in parse_layout(text)]
@@ -79,14 +69,14 @@ def module_sizes(config: Config, num_stages: int) -> list[int]:
 
 
 def with_layout(config: Config) -> Config:
-    """Return ``config`` with the stages that ``parallel.layout`` describes.
+    """Return ``config`` with the pipeline stages that ``parallel.layout`` describes, if it is set.
 
     It sets ``parallel.stages_per_rank`` and ``parallel.layers_per_stage``.
 
     Raises:
-        ConfigError: the layout is not one (``parse_layout``), it has another number of modules for
-            multi-token prediction than the model, its stages do not divide by ``mesh.pp``, or one of
-            the two keys says something else.
+        ConfigError: the layout is malformed, it has another number of modules for multi-token
+            prediction than the model, its stages do not divide by ``mesh.pp``, or one of the two
+            keys is set to something else.
     """
     text = config.parallel.layout
     if text is None:

@@ -45,7 +45,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: MeshConfig) -> MeshShape:
-        """Copy the axes of ``mesh``, none of which is -1; 0 becomes 1, as without a preset."""
+        """Make a shape from the axes of ``mesh``: 0 (unset) becomes 1; no axis may be -1."""
         return cls(**{field.name: getattr(mesh, field.name) or 1 for field in fields(cls)})
 
     @property
@@ -94,7 +94,7 @@ class MeshShape:
         return [[start + i * stride for i in range(size)] for start in starts]
 
     def ep_per_node(self, gpus_per_node: int) -> int:
-        """Return the number of ranks that an ep group has per node; 0 if nodes differ."""
+        """Return the ranks that each ep group has on each of its nodes; 0 if the number varies."""
         stride = self.stride("moe", "ep")
         block = stride * self.ep  # ranks of groups that lie between each other
         period = lcm(gpus_per_node, block)  # after which nodes cut groups as before
@@ -104,9 +104,9 @@ class MeshShape:
         return counts.pop() if len(counts) == 1 else 0
 
     def process_groups(self) -> list[tuple[str, int]]:
-        """Return (name, size) of each process group of a rank, the world first.
+        """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        An axis over which no tokens travel uses the world's group if it is as large.
+        An axis as large as the world has no group of its own unless tokens are sent over it.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
@@ -152,7 +152,10 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
 
 
 def preset_choice(typed: MeshConfig, num_ranks: int | None) -> str:
-    """Return the end of a rule that says which axes larger than one a preset chose, if it did."""
+    """Return `` (mesh.preset=fsdp_ep chose ep=8 for 8 ranks)`` for an error message.
+
+    It names the axes above 1 that the preset of ``typed`` chose; '' without any.
+    """
     axes = vars(expand_preset(typed, num_ranks)).items()
     chosen = ", ".join(f"{a}={n}" for a, n in axes if n not in ("", 1, getattr(typed, a)))
     return f" (mesh.preset={typed.preset} chose {chosen} for {num_ranks} ranks)" if chosen else ""
@@ -187,7 +190,10 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int, ch
 
 
 def _smaller_axes(mesh: MeshConfig, num_ranks: int) -> str:
-    """Return, for each axis, its largest smaller size with which the ranks fill the mesh."""
+    """Return settings with which ``num_ranks`` ranks fill the mesh, e.g. ``mesh.pp=1 or mesh.tp=2``.
+
+    Each lowers one axis as little as possible.
+    """
     choices = []
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         for size in range(getattr(mesh, axis) - 1, 0, -1):
@@ -238,9 +244,9 @@ def exchanges_heads(config: Config, mesh: MeshShape) -> bool:
 
 
 def gathers_once(config: Config, pp: int) -> bool:
-    """Return True if weights are gathered once a step and stay gathered until its end.
+    """Return True if FSDP gathers weights once a step and frees them only at the step's end.
 
-    A pipeline of ``pp`` ranks keeps them whatever ``parallel.reshard`` says.
+    Pipelines (``pp`` > 1) always do so; else ``parallel.reshard`` decides.
     """
     return pp > 1 or config.parallel.reshard == "step"
 
@@ -262,7 +268,7 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
 
 
 def too_many_stages(num_stages: int) -> tuple[str, str]:
-    """Return rule and remedy for a ``ConfigError`` about more stages than layers."""
+    """Return (rule, remedy) of a ``ConfigError`` for a pipeline with more stages than layers."""
     return (
         f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
         "(mesh.pp * parallel.stages_per_rank)",
@@ -281,11 +287,8 @@ def split_layers(
         layers_per_stage: explicit sizes; None splits as evenly as it goes, the longer stages first,
             because the last stage also holds the final norm and the head.
 
-    The other rules of a split are in ``automoe.config.validate``.
-
     Raises:
-        ConfigError: there are more stages than layers to split. Sizes that are given may be 0 on
-            paper, as published layouts are.
+        ConfigError: there are more stages than layers, and no explicit sizes.
     """
     if layers_per_stage is None and num_layers < num_stages:
         raise ConfigError("model.num_layers", num_layers, *too_many_stages(num_stages))
@@ -297,9 +300,9 @@ def split_layers(
 
 
 def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
-    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``).
+    """Return the layer numbers of every pipeline stage of ``config`` on ``mesh``, first stage first.
 
-    Modules for multi-token prediction are layers behind the last one (``module_sizes``).
+    Modules for multi-token prediction count as layers after the last one.
     """
     parallel = config.parallel
     model = config.model
@@ -328,7 +331,7 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 
 
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
-    """Return ``mesh`` with sizes for the axes that are 0: those of its preset, else 1.
+    """Return ``mesh`` with its unset axes (0) set to the sizes of its preset, or to 1 without one.
 
     Raises:
         ConfigError: the preset is unknown, or ``num_ranks`` is None.

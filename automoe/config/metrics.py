@@ -7,17 +7,10 @@ from typing import Any
 
 from automoe.storage.sealed import SEAL
 
+# tokens: trained tokens (labels that count) of the whole run so far
 REQUIRED_KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",  # trained tokens (labels that count) of the whole run so far
-    "tokens_per_second",
-    "mfu",
-    "peak_memory_bytes",
-    "expert_max_load",
-)
+    "step loss grad_norm lr tokens tokens_per_second mfu peak_memory_bytes expert_max_load"
+).split()
 # Optional keys of a step's record, and keys that a validation adds.
 OTHER_KEYS = (
     "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents "
@@ -30,7 +23,10 @@ VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_b
 
 
 def is_taken(name: str) -> bool:
-    """Return True if a step's record may use the key ``name``, so that no other metric can."""
+    """Return True if automoe itself may write the key ``name`` into a step's record.
+
+    A user's own metric needs another name.
+    """
     taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
     of_depth = ("mtp_loss.", "mtp_acceptance.", "val_mtp_loss.", "val_mtp_acceptance.")
     return name in taken or name.startswith(("val_loss.", *of_depth))

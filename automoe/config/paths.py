@@ -16,10 +16,14 @@ MAX_PATH_BYTES = 4095
 
 
 def checked_path(key: str, text: str) -> str:
-    """Return ``text`` unchanged if it can name a file.
+    """Return ``text`` unchanged if it can be a path.
+
+    Args:
+        key: config key that has this value, for the error.
 
     Raises:
-        ConfigError: no home of this user, too long, or no text of a file system.
+        ConfigError: ``~USER`` has no home directory, the path or a name in it is too long, or it
+            contains a zero byte.
     """
     names = text.encode(errors="surrogateescape").split(b"/")
     rule = ""
@@ -36,14 +40,17 @@ def checked_path(key: str, text: str) -> str:
 
 
 def user_path(key: str, text: str | Path) -> Path:
-    """Return the path that a user typed at ``key``. Raises as ``checked_path``."""
+    """Return the path ``text``, the value of config key ``key``, with ``~`` expanded.
+
+    Raises ``ConfigError`` if it cannot be a path.
+    """
     return Path(checked_path(key, str(text))).expanduser()
 
 
 def matches(text: str) -> list[str]:
-    """Return the path ``text`` if it exists, else what it matches as a glob pattern.
+    """Return the paths that match ``text``: itself if it exists, else all that fit it as a glob.
 
-    Folders that exist are no patterns either, whatever brackets are in their names.
+    Existing folders at its start are taken literally, even with brackets in their names.
 
     Raises:
         PermissionError: a folder on the way cannot be read, which does not mean that it is empty.

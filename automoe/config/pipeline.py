@@ -32,7 +32,7 @@ MERGES = ("Interleaved1F1B", "DualPipeV")
 
 
 def runs_halves(schedule: str) -> bool:
-    """Return True if some backward passes run in halves."""
+    """Return True if ``schedule`` splits backward passes: gradients of inputs, later of weights."""
     return schedule in (*IN_HALVES, *V_SHAPED)
 
 
@@ -45,7 +45,7 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[int]]:
-    """Return the stages of every pipeline rank in order (``rank_of_stage``)."""
+    """Return for each pipeline rank the numbers of the stages that it holds, in order."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(pp * stages_per_rank):
         held[rank_of_stage(stage, pp, schedule)].append(stage)
@@ -55,9 +55,10 @@ def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[i
 def pipeline_order(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, merged: bool = False
 ) -> Order:
-    """Return the entries of every rank in the order in which they run.
+    """Return for each pipeline rank its actions in the order in which they run.
 
-    If ``pp`` is 1 the schedule has no effect: micro-batches run one after another.
+    An action is (kind, stage, micro-batch); an entry has one action, or two that run at the same
+    time. If ``pp`` is 1 the schedule has no effect: micro-batches run one after another.
 
     Args:
         merged: run forward and backward passes in pairs. Interleaved1F1B and the schedules of one
@@ -89,7 +90,7 @@ def _ordered(
 
 
 def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> str:
-    """Return the rule of ``schedule`` that these numbers break, or an empty string."""
+    """Return the requirement of ``schedule`` that these numbers break, as text, or ''."""
     per_rank = f"runs exactly 1 stage a rank; there are {stages_per_rank}"
     if schedule in SINGLE and stages_per_rank != 1:
         return f"{schedule} {per_rank}"
@@ -109,7 +110,7 @@ def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int)
 def _in_turn(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, rank: int, merged: bool
 ) -> Iterator[Entry]:
-    """Yield the entries of a rank whose stages go round the ranks.
+    """Yield the actions of one rank for schedules that deal out stages round robin.
 
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
     Interleaved1F1B takes rounds of up to ``pp`` micro-batches through its stages in turn (arXiv

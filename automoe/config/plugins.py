@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import Any, get_args, get_type_hints
 
 from automoe.config import schema
@@ -38,7 +39,7 @@ KINDS = (
     "model.family",  # automoe.hf.families.family.Family whose model_type is the name
     # a function of num_experts and a moe.dispatch.base.DispatchGroup that returns a Dispatcher
     "moe.dispatcher",
-    # a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits
+    # a function with the signature of automoe.moe.experts.ExpertBackend, which checks its own limits
     "moe.experts",
     "data.kind",  # automoe.data.corpora.Source
     "train.loss",  # automoe.model.loss.Loss: a function of single tokens' losses and LossInputs
@@ -98,10 +99,10 @@ def registered(key: str) -> dict[str, Any]:
 
 
 def look_up(key: str, name: str) -> Any:
-    """Return what a plugin, or ``_SHIPPED``, has for ``key=name``; None if there is nothing.
+    """Return the object that a plugin or automoe registered for ``key=name``; None if none did.
 
     Raises:
-        ConfigError: as ``registered``.
+        ConfigError: a ``"module:attribute"`` cannot be imported.
     """
     value = _registered.get(key, {}).get(name) or _SHIPPED.get(f"{key}={name}")
     if not isinstance(value, str):
@@ -123,16 +124,12 @@ def registered_names(key: str) -> tuple[str, ...]:
     return tuple(_registered.get(key, ()))
 
 
-def load_plugins(names: object) -> None:
+def load_plugins(names: Iterable[str]) -> None:
     """Import the modules, or files that end in ``.py``, that ``plugins`` lists.
 
     Raises:
-        ConfigError: not a list of text, or a module that cannot be imported.
+        ConfigError: one cannot be imported.
     """
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            "plugins", names, "expected a list of modules", "For example plugins=[my_package]"
-        )
     for name in names:
         try:
             with working_directory_last():

@@ -37,6 +37,12 @@ recipe_args.mini_batches: recipe_args.prompts * recipe_args.samples < recipe_arg
     | a rollout has prompts * samples = {recipe_args.prompts * recipe_args.samples} answers
     | Set at most {recipe_args.prompts * recipe_args.samples}
 recipe_args.teacher: facts.no_teacher | | is no folder of a checkpoint with a config.json | Name an export
+train.epochs > 0; train.rampup_batch_size != null | | recipe={recipe} reads no rows of data
+    | Leave it out, and set train.steps
+checkpoint.keep_best > 0 | | recipe={recipe} has no validation loss | Leave it out
+train.loss != cross_entropy | | recipe={recipe} has its own loss | Leave it out
+moe.record_routing != null; moe.replay_routing != null |
+    | recipe={recipe} keeps an engine's routes with its answers, and repeats them (recipe_args.replay) | Leave it out
 not observe.samples | | recipe={recipe} answers the prompts of observe.samples
     | Name a text file, a prompt on each line
 recipe_args.engine != null | recipe_args.sampler == generate | sampler=generate takes none | BOTH
@@ -132,7 +138,10 @@ def args_class(recipe: str) -> type | None:
 
 
 def default_args(args: Any) -> dict[str, Any]:
-    """Return field name -> default of a dataclass or its instance; MISSING without a default."""
+    """Return the defaults of a dataclass or its instance by field name; {} for anything else.
+
+    A field without a default has ``dataclasses.MISSING``.
+    """
     declared = fields(args) if is_dataclass(args) else ()
     return {
         f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in declared

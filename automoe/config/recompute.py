@@ -25,7 +25,7 @@ _EVERY = re.compile(r"every (\d*[1-9]\d*)")
 
 
 def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
-    """Return the names (of ``MODULES`` and ``FULL``) that layer number ``layer`` recomputes.
+    """Return the names of modules that layer number ``layer`` recomputes, or {'full'}.
 
     The configuration must be validated.
     """
@@ -40,7 +40,7 @@ def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
 
 
 def recomputed_names(parallel: ParallelConfig) -> list[str]:
-    """Return ``parallel.recompute`` as a list, also if it is a single name."""
+    """Return the module names of ``parallel.recompute`` as a list, even if it is a single name."""
     return [parallel.recompute] if isinstance(parallel.recompute, str) else parallel.recompute
 
 
@@ -86,7 +86,10 @@ parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}' 
 
 
 def recompute_rows(config: Config) -> Iterator[Row]:
-    """Yield rules of ``parallel.recompute``: names and layers must exist and have an effect."""
+    """Yield the rules of ``parallel.recompute`` that ``config`` breaks.
+
+    Modules and layers must exist, and recomputing them must have an effect.
+    """
     parallel, names = config.parallel, recomputed_names(config.parallel)
     all_layers = config.model.all_layers
     chosen = parallel.recompute_layers

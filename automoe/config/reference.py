@@ -43,7 +43,12 @@ class Key:
 
 
 def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (name, one-line docstring, keys) of each section, outer sections first."""
+    """Yield (dotted name, docstring as one line, keys) of each section, outer sections first.
+
+    Args:
+        cls: dataclass of the outermost section.
+        prefix: dotted name of ``cls`` with a point at its end; empty for the whole schema.
+    """
     document, comments = _source(cls)
     types = field_types(cls)
     defaults = default_args(cls)
@@ -61,7 +66,7 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
 
 
 def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
-    """Return ``sections`` of the keys that a recipe declares; an empty list if it declares none."""
+    """Return (name, docstring, keys) of ``recipe_args``; [] if ``recipe`` declares no keys."""
     cls = args_class(recipe)
     return [] if cls is None else list(sections(cls, f"{SECTION}."))
 
@@ -104,7 +109,10 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
 
 @cache
 def _source(cls: type) -> tuple[str, dict[str, str]]:
-    """Return a dataclass's docstring, and field name -> comments above and after the field."""
+    """Return a dataclass's docstring, and the comment of each field by the field's name.
+
+    The comment stands above the field or behind it in the source.
+    """
     document = " ".join((cls.__doc__ or "").split())
     if document.startswith(f"{cls.__name__}("):  # dataclass wrote it
         document = ""
@@ -135,7 +143,7 @@ def _kind(hint: Any) -> str:
 
 
 def _typed(value: object) -> str:
-    """Return a default as it is typed on a command line."""
+    """Return a default value as one types it on a command line, e.g. ``true`` or ``[a,b]``."""
     if value is MISSING:
         return "???"
     return f"{value:g}" if isinstance(value, float) else shown(value)

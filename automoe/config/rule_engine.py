@@ -50,7 +50,7 @@ _GIVEN = ("model.", "mesh.", "launch.", "recipe")
 
 
 class Scope(NamedTuple):
-    """Where names get their values: configuration, resolved mesh, the run's device, and facts."""
+    """Values of the names in a rule: configuration, mesh, device, and facts computed for rules."""
 
     config: Config
     mesh: MeshShape | MeshConfig
@@ -58,11 +58,11 @@ class Scope(NamedTuple):
     facts: SimpleNamespace = SimpleNamespace()
 
     def knowing(self, **facts: object) -> Scope:
-        """Return a scope in which ``facts.NAME`` also has the value of the argument NAME."""
+        """Return a copy in which rules can also read each argument NAME as ``facts.NAME``."""
         return self._replace(facts=SimpleNamespace(**(vars(self.facts) | facts)))
 
     def __call__(self, text: str) -> Any:
-        """Return the value of a key or a number, or of a product, quotient or remainder of such."""
+        """Return the value of an expression such as ``mesh.cp``, ``8`` or ``mesh.cp * mesh.tp``."""
         return _reader(text)(self)
 
 
@@ -84,9 +84,17 @@ _PLAIN = Scope(Config(), MeshShape.of(MeshConfig(dp_shard=1, ep_shard=1)))
 
 
 class Comparison(NamedTuple):
-    """One part of a condition."""
+    """A comparison in a rule's condition, such as ``mesh.cp > 1``, which ``parsed`` makes from text.
 
-    key: str  # refused, or set to make the comparison false
+    Attributes:
+        key: config key that an error names and a remedy sets.
+        number: expression on the left.
+        operator: word between the sides; ``not`` or '' if there is no right side.
+        choices: words on the right.
+        reader, choice_readers: functions that compute both sides.
+    """
+
+    key: str
     number: str
     operator: str
     choices: tuple[str, ...]
@@ -94,11 +102,11 @@ class Comparison(NamedTuple):
     choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
-        """Return what its words stand for."""
+        """Return the values of the words on the right."""
         return [read(see) for read in self.choice_readers]
 
     def holds(self, value: Any, choices: list[Any]) -> bool:
-        """Return True if ``value`` on the left and ``choices`` on the right fulfil it."""
+        """Return True if the comparison is true of these values of its left and right sides."""
         match self.operator:
             case "":
                 return bool(value)
@@ -116,16 +124,16 @@ class Comparison(NamedTuple):
 
     @property
     def uneven(self) -> bool:
-        """True if it is about a number that does not divide."""
+        """True for ``a % b``, a comparison that holds if b does not divide a."""
         return " % " in self.number and not self.operator
 
     def keys(self) -> list[str]:
-        """Return the settings that it reads."""
+        """Return the config keys that the comparison reads."""
         names = [*_NAME.findall(self.number), *(word for word in self.choices if "." in word)]
         return [name for name in names if is_key(name) and name != "launch.device"]
 
     def ways(self, see: Scope) -> list[str]:
-        """Return the settings of which each makes it false."""
+        """Return settings such as ``mesh.cp=1`` for a remedy; each makes the comparison false."""
         if self.uneven:
             return self._even(see)
         values, usual = self.values(see), _PLAIN(self.key)
@@ -155,7 +163,10 @@ class Comparison(NamedTuple):
         return [near, *(self._divisor(see, axes[0]) if alone else [])]
 
     def _divisor(self, see: Scope, key: str) -> list[str]:
-        """Return the number nearest to ``key`` that divides; for the mesh also the present ranks."""
+        """Return ``[key=N]``, where N is the nearest value of ``key`` with which b divides a.
+
+        A new size of a mesh axis also divides its present size. The list may be empty.
+        """
         number, _, unit = self.number.partition(" % ")
         value = see(key)
         rest = see(unit) // value
@@ -166,7 +177,7 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return why it does not divide: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``."""
+        """Return the sum for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``."""
         number, _, unit = self.number.partition(" % ")
         sums = []
         for side in (unit, number):
@@ -183,7 +194,7 @@ class Comparison(NamedTuple):
 
 @cache
 def is_key(name: str) -> bool:
-    """Return True if ``name`` is a setting, not a number or a fact that settings imply."""
+    """Return True if ``name`` is a dotted config key, not a number, a property or a fact."""
     section, _, field = name.rpartition(".")
     if not _NAME.fullmatch(name) or name.startswith("facts."):
         return False
@@ -193,7 +204,7 @@ def is_key(name: str) -> bool:
 
 @cache
 def parsed(condition: str) -> tuple[Comparison, ...]:
-    """Return the comparisons of ``condition``, which holds if all of them do."""
+    """Parse ``condition``, comparisons joined by ``and``; an empty condition has none."""
     parts = []
     for text in condition.split(" and ") if condition else ():
         subject, _, text = text.rpartition(": ")
@@ -208,7 +219,11 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
 
 
 def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
-    """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
+    """Return the function that computes a word on the right: a constant, or another key's value.
+
+    Args:
+        word: ``true``, a number, a dotted key, ``default`` (of ``key``), or any text.
+    """
     value: Any = _WORDS.get(word, word)
     if re.fullmatch(r"[\d.]+", word):
         value = float(word) if "." in word else int(word)
@@ -220,12 +235,12 @@ def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
 
 
 def table(text: str, **words: object) -> Table:
-    """Return the rows of ``text``, one a line. Indented lines continue a row, cells end at `` |``.
+    """Parse a table of rules from text: a row on each line, cells separated by `` | ``.
 
-    A cell with several conditions (``A; B``) stands for as many rows.
+    Indented lines continue a row. A cell with several conditions (``A; B``) gives as many rows.
 
     Args:
-        words: what words in capitals stand for.
+        words: text that replaces each word in capitals, by that word.
     """
     if words:
         text = re.sub(rf"\b({'|'.join(words)})\b", lambda match: str(words[match[1]]), text)
@@ -240,30 +255,27 @@ def table(text: str, **words: object) -> Table:
 
 
 def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of ``tables`` whose conditions both hold, in order."""
+    """Yield the rows of ``tables`` whose two conditions (the first two cells) both hold."""
     for rows in tables:
         for row in rows:
-            for part in _both(row[0], row[1]):
-                if not part.holds(part.reader(see), part.values(see)):
-                    break
-            else:
+            # The second condition comes first: it may be that a divisor of the first is not zero.
+            parts = parsed(row[1]) + parsed(row[0])
+            if all(part.holds(part.reader(see), part.values(see)) for part in parts):
                 yield row
 
 
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
-    """Yield the broken rules of ``tables`` in order."""
+    """Yield the broken rules of ``tables`` in order, as (key, True, rule, remedy)."""
     for row in holding(see, *tables):
         yield _row(see, *row)
 
 
-@cache
-def _both(first: str, second: str) -> tuple[Comparison, ...]:
-    # The second condition may be that a number is not zero, by which the first one divides.
-    return parsed(second) + parsed(first) if " % " in first else parsed(first) + parsed(second)
-
-
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
-    """Return the row of a broken rule: settings that the reason does not show are added to it."""
+    """Return (key, True, rule, remedy) of a broken rule.
+
+    ``reason`` gets the values of the settings that it does not show. Without a ``remedy``, or before
+    one that begins with a comma, come settings that make a condition false.
+    """
     first = parsed(condition)
     key, parts = first[0].key, first + parsed(also)
     rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
@@ -291,7 +303,7 @@ def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -
 
 
 def filled(see: Scope, text: str) -> str:
-    """Return ``text`` with values in place of the keys and products that stand in braces."""
+    """Replace expressions in braces, such as ``{mesh.cp * mesh.tp}``, by their values in ``text``."""
     return _FIELD.sub(lambda match: shown(see(match[1])), text)
 
 
@@ -303,22 +315,21 @@ def shown(value: Any) -> str:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a setting that is a list or a single word as a list."""
+    """Return the value of a setting as a list: a single word becomes a list of one."""
     return [value] if isinstance(value, str) else list(value)
 
 
 def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = None) -> None:
-    """Raise ``ConfigError`` for the first broken row.
+    """Raise ``ConfigError`` for the first broken rule.
 
-    The error's value comes from ``config``, or from ``shape`` for keys of the mesh. Rows should
-    come from a generator: a row may divide by a number that an earlier row found not to be zero.
+    Args:
+        rows: (key, whether broken, rule, remedy) of each rule. Pass a generator: a rule may divide
+            by a number that an earlier one found not to be zero.
+        shape: resolved mesh, whose values the error shows for ``mesh.*``; None shows the config's.
     """
     for key, broken, rule, remedy in rows:
         if broken:
-            on_mesh = shape is not None and key.startswith("mesh.")
-            value = (
-                attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
-            )
+            value = Scope(config, shape or config.mesh, config.launch.device)(key)
             if config.model.hf_path is not None:
                 remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:

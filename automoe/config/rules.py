@@ -87,7 +87,7 @@ SECRET = re.compile(
 
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules that concern a single number, independent of all other keys."""
+    """Yield (key, whether broken, rule, remedy) of the bounds of single numbers."""
     see = Scope(config, config.mesh)
     for key in leaf_keys():
         value = attrgetter(key)(config)

@@ -34,13 +34,17 @@ def triton_is_interpreted() -> bool:
 
 
 def wire_row_bytes(hidden: int) -> int:
-    """Return the bytes of a row in 8 bits on its way to an expert: codes, and float32 scales."""
+    """Return the bytes that one token takes when sent to an expert in FP8: codes and float32 scales.
+
+    Args:
+        hidden: width of the token's hidden state.
+    """
     scales = 4 * -(-hidden // BLOCK)
     return -(-(-(-hidden // 4) * 4 + scales) // WIRE_WORD) * WIRE_WORD
 
 
 def chunk_tokens(tokens: int, hidden: int) -> int:
-    """Return how many of ``tokens`` have their logits in memory at once.
+    """Return how many of ``tokens`` the loss handles at once: a chunk, whose logits are in memory.
 
     A chunk has as many logits as the head has parameters, within bounds.
 
@@ -119,7 +123,7 @@ kernels.loss == triton | launch.device == cpu | Triton's kernels need CUDA, and 
 moe.experts == triton | EXPERTS and launch.device == cpu | Triton's kernels need CUDA, and this run is on cpu
     | Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly
 """, EXPERTS=_HAS_EXPERTS)
-_EXPERTS = table("""
+EXPERTS = table("""
 moe.experts == triton|te | train.dtype == float64 and train.fp8 == off and EXPERTS
     | {moe.experts} has no float64, and train.dtype=float64 | Set moe.experts=loop
 model.hidden_size % 4 | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
@@ -138,7 +142,7 @@ model.moe_intermediate_size % 8 * mesh.etp | train.dtype == bfloat16 and moe.exp
 # Modules of DISCARDED_OUTPUTS drop their outputs and recompute them for their readers; within a
 # compiled part the compiler decides which outputs to recompute. With tp, torch 2.13 mistakes the
 # mesh of a weight for a tensor that it has to keep.
-_COMPILE = table("""
+COMPILE = table("""
 train.compile | RING | WHOLE the calls of parallel.context=ring cannot be part of that
 train.compile | kernels.attention == te | WHOLE the modules of kernels.attention=te cannot be part of that
 train.compile | kernels.attention == flex
@@ -169,23 +173,13 @@ model.hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.et
 
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the rules of ``kernels`` and of expert backends from other packages."""
+    """Yield the broken rules of ``kernels`` and of expert backends from other packages."""
     see = Scope(config, shape, device).knowing(**_heads(config, shape))
     yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
 
 
-def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the rules for dtypes and sizes of ``moe.experts``."""
-    return refused(Scope(config, shape, device), _EXPERTS)
-
-
-def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the rules of ``train.compile``: compiled parts must not contain graph breaks."""
-    return refused(Scope(config, shape), _COMPILE)
-
-
 def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
-    """Return the facts of ``_HEADS``: the dims of heads, and numbers of keys."""
+    """Return values that rules on attention kernels read as ``facts.NAME``: head dims, key counts."""
     attention, seq_len = config.model.attention, config.train.seq_len
     sinks = attention.sinks and config.kernels.attention != "flex"
     query, value = dims = head_dims(replace(attention, sinks=sinks))
@@ -210,7 +204,7 @@ def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
 
 
 def head_dims(attention: AttentionConfig) -> tuple[int, int]:
-    """Return a head's dims as kernels see them: of queries and keys, and of values."""
+    """Return (width of a head's query and key, width of its value) as attention kernels see them."""
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     dim = attention.head_dim
@@ -220,12 +214,12 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
 
 
 def score_dims(attention: AttentionConfig) -> tuple[int, int]:
-    """Return a head's dims without the padding of sinks: of queries and keys, and of values."""
+    """Return (width of a head's query and key, width of its value), without padding for sinks."""
     return head_dims(replace(attention, sinks=False))
 
 
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the rules of ``train.fp8``."""
+    """Yield (key, whether broken, rule, remedy) of the rules of ``train.fp8``."""
     yield from refused(Scope(config, shape, device), _FP8)
     blockwise = config.train.fp8 == "blockwise"
     # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.
@@ -238,7 +232,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield (name of a weight that tp shards, its rows or columns per rank)."""
+    """Yield (description of a weight, its rows or columns per rank) for each that tp shards."""
     a = model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp

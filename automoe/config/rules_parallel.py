@@ -131,7 +131,7 @@ parallel.expert_wgrad == delayed | not MERGED
 
 
 def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the rules of ``mesh.pp``, of schedules and stages, and of merged passes."""
+    """Yield (key, whether broken, rule, remedy) of the rules on pipelines and merged passes."""
     for row in _pipeline_rows(config, shape):
         described = config.parallel.layout is not None and row[0] in _DESCRIBED
         yield (LAYOUT, *row[1:]) if described else row
@@ -175,7 +175,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the rules of the layers that each stage holds."""
+    """Yield (key, whether broken, rule, remedy) of the rules on the layers of pipeline stages."""
     parallel, num_layers, sizes = config.parallel, config.model.num_layers, config.parallel.layers_per_stage
     num_stages = shape.pp * parallel.stages_per_rank
     rule, remedy = too_many_stages(num_stages)

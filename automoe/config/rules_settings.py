@@ -124,7 +124,7 @@ checkpoint.keep_best > 0 | facts.unvalidated
 
 
 def settings_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules that do not depend on the mesh: optimizer, data, checkpoints."""
+    """Yield (key, whether broken, rule, remedy) of rules on optimizer, data and checkpoints."""
     see = Scope(config, config.mesh)
     for i, beta in enumerate(config.optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
@@ -182,7 +182,7 @@ def _source_rows(config: Config) -> Iterator[Row]:
 
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules of ``checkpoint``: where to resume from and which steps to keep."""
+    """Yield the broken rules on where to resume from and which checkpoints to keep."""
     resume, every, val_every = config.checkpoint.resume, config.checkpoint.every, config.train.val_every
     see = Scope(config, config.mesh).knowing(
         here=os.getcwd(),

@@ -418,7 +418,9 @@ def export_name(config: Config) -> str | None:
 
     None if the run exports nothing; what ``recipe=upcycle`` makes is its export.
     """
-    if not config.checkpoint.export_hf and config.recipe != "upcycle":
+    if config.recipe == "upcycle":
+        return "hf"
+    if not config.checkpoint.export_hf:
         return None
     return "adapter" if config.lora.rank > 0 and config.lora.export == "adapter" else "hf"
 

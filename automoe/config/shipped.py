@@ -22,7 +22,7 @@ _ALIASES = {"finetune": "pretrain"}  # fine-tuning is the same loop over convers
 
 
 def shipped_folder(name: str) -> Path:
-    """Return the folder ``conf`` or ``recipes``, from inside the package or from next to it."""
+    """Return the folder ``conf`` or ``recipes``: inside the package, or next to it in a checkout."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
@@ -34,9 +34,9 @@ def list_recipes() -> list[str]:
 
 @contextmanager
 def working_directory_last() -> Iterator[None]:
-    """Let modules that a user named be found in the working directory, behind everything installed.
+    """Append the working directory to ``sys.path`` while the body imports modules of the user.
 
-    The directory stays on the module path only if a module was imported from it.
+    It stays there only if a module was imported from it.
     """
     try:
         here = os.getcwd()
@@ -63,10 +63,9 @@ def working_directory_last() -> Iterator[None]:
 
 
 def named_recipe(recipe: str) -> str:
-    """Return ``./recipes/NAME.py`` of the working directory for a ``recipe=NAME`` that was typed.
+    """Return the path of ``./recipes/NAME.py`` for the recipe NAME, or NAME if there is no such file.
 
-    Without such a file the name stays as it is. A recipe that only the configuration names is never
-    taken from the working directory.
+    Call this only for a name that the user typed, since the file is code.
     """
     file = Path("recipes", f"{recipe}.py")
     return str(file.absolute()) if recipe.isidentifier() and file.is_file() else recipe
@@ -80,18 +79,13 @@ def find_recipe(recipe: str) -> Path | str:
     Raises:
         ConfigError: there is no such file or module.
     """
-    if recipe.endswith(".py"):
-        files = [Path(recipe).expanduser().absolute()]
-    elif recipe.isidentifier():
-        files = [_shipped_recipe(recipe)]
-    else:
-        files = []
-    for file in files:
-        if file.is_file():
-            return file
+    is_file = recipe.endswith(".py")
+    path = Path(recipe).expanduser().absolute() if is_file else _shipped_recipe(recipe)
+    if (is_file or recipe.isidentifier()) and path.is_file():
+        return path
     try:
         with working_directory_last():
-            if not recipe.endswith(".py") and importlib.util.find_spec(recipe) is not None:
+            if not is_file and importlib.util.find_spec(recipe) is not None:
                 return recipe
     except (ModuleNotFoundError, ValueError):  # a parent package is missing; an empty name
         pass
@@ -108,7 +102,7 @@ def _shipped_recipe(name: str) -> Path:
 
 
 def source_of(recipe: Path | str) -> Path:
-    """Return the source file of what ``find_recipe`` returned; a module is not imported for it."""
+    """Return the source file of a recipe, given as a file or module name, without importing it."""
     if isinstance(recipe, Path):
         return recipe
     with working_directory_last():
@@ -118,7 +112,7 @@ def source_of(recipe: Path | str) -> Path:
 
 
 def own_recipe(recipe: str) -> Path | str | None:
-    """Return ``find_recipe(recipe)`` for a user's recipe; None for a shipped one."""
+    """Return the file or module name of a user's recipe; None if ``recipe`` is a shipped one."""
     path = find_recipe(recipe)
     shipped = (
         isinstance(path, Path) and path.resolve().parent == shipped_folder("recipes").resolve()
@@ -142,7 +136,7 @@ def load_recipe(recipe: str) -> ModuleType:
 
 
 def import_recipe(path: Path | str) -> ModuleType:
-    """Import the file or module that ``find_recipe`` returned."""
+    """Import a recipe from a file, or by the name of a module."""
     if isinstance(path, Path):
         return load_file(path)
     with working_directory_last():

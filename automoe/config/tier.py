@@ -17,15 +17,15 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 
 
 class Tier:
-    """Answers about the code that computes a family's models: here those of automoe's decoder.
+    """Interface of the code that computes a family's models; this base is automoe's own decoder.
 
-    A method that returns None leaves the work to the decoder's own function.
+    Classes of transformers and plugins override it. A method that returns None leaves the work to
+    the decoder's own function.
 
     Attributes:
-        resizable: False if ``config.json`` at ``model.hf_path`` alone defines the model: no smaller
-            one stands for it, and only running its layers tells what they keep.
-        repeats_routing: True if choices of experts can be recorded and repeated.
-        expert_style: class that shards experts; None: ``automoe.parallel.expert.ExpertStyle``.
+        resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.
+        repeats_routing: True if routing (choices of experts) can be recorded and replayed.
+        expert_style: ``ParallelStyle`` class that shards experts; None: automoe's ``ExpertStyle``.
     """
 
     resizable = True
@@ -33,48 +33,54 @@ class Tier:
     expert_style: Any = None
 
     def rows(self, config: Config, shape: MeshShape) -> Iterable[Row] | None:
-        """Return the rules for a model's sizes and for how a mesh shards them."""
+        """Return rules on the model's sizes and sharding, as (key, whether broken, rule, remedy)."""
         return None
 
     def adapter_rows(self, config: Config, params: list[Any]) -> Iterable[Row]:
-        """Return further rules of ``lora.targets`` for a model with the parameters ``params``."""
+        """Return further rules on ``lora.targets``, as (key, whether broken, rule, remedy).
+
+        Args:
+            params: the model's parameters, a list of ``automoe.model.param_spec.Param``.
+        """
         return ()
 
     def check(self, config: Config) -> None:
-        """Raise ``ConfigError``, before ranks start, for what only the built model shows."""
+        """Raise ``ConfigError``, before ranks start, for faults that only building the model shows."""
 
     def params(self, model: ModelConfig, buffers: bool) -> Any:
-        """Return the table of parameters in the model's order, with saved buffers if ``buffers``.
+        """Return the model's parameters in order, a list of ``automoe.model.param_spec.Param``.
 
-        It is a list of ``automoe.model.param_spec.Param``.
+        Args:
+            buffers: include the buffers that a checkpoint holds.
         """
         return None
 
     def build(self, model: ModelConfig, moe: MoEConfig, backend: Any) -> Any:
-        """Return the model on the meta device, with parameters of torch's default dtype.
+        """Return the model, a ``CausalLM`` on the meta device, in torch's default dtype.
 
-        It is a ``automoe.model.causal_lm.CausalLM``.
+        Args:
+            backend: ``BackendConfig``, which names the kernels; None for the defaults.
         """
         return None
 
     def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
-        """Return the bytes that the layers keep of a micro-batch, or why they cannot be counted.
+        """Return the bytes of activations that the layers keep for a micro-batch's backward pass.
 
         Args:
-            ep: ranks that hold equal parts of the experts.
-            expert_rows: rows that reach the experts of a rank.
+            ep: ranks that the experts are divided over.
+            expert_rows: (token, expert) pairs that the experts of a rank compute.
 
         Returns:
-            What a micro-batch keeps once, such as masks; and of each layer what it keeps, and the
-            most that its backward pass needs beyond what this and earlier layers kept. Or a text.
+            Bytes that a micro-batch keeps once, such as masks; and for each layer the bytes that it
+            keeps and the most that its backward pass adds. Or text: why they cannot be counted.
         """
         return None
 
     def computes_in_float32(self, model: ModelConfig) -> bool:
-        """Return whether a part computes in float32 when parameters have float64."""
+        """Return True if some module computes in float32 even if parameters have float64."""
         return False
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the family of ``model`` if it is a plugin's, or the decoder's answers."""
+    """Return the code that computes ``model``: that of a plugin's family, else automoe's decoder."""
     return look_up("model.family", model.family) or Tier()

@@ -6,35 +6,42 @@ Stages go down the ranks and up again, so each rank holds one stage of either wa
 
 from __future__ import annotations
 
+from collections import Counter
+
 Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 
 
 class _Order:
-    """Growing list of one rank's actions that numbers the micro-batches of each kind and stage."""
+    """Growing list of a pipeline rank's actions, which numbers micro-batches as they are added.
+
+    Args:
+        stages: the rank's stage on the way down the ranks, and that on the way up.
+    """
 
     def __init__(self, stages: tuple[int, int]) -> None:
         self.stages = stages
         self.made: list[tuple[Action, ...]] = []
-        self.counts: dict[tuple[str, int], int] = {}
+        self.counts: Counter[tuple[str, int]] = Counter()
         # Weight halves (W) that may run at any time: (stage, micro-batch).
         self.waiting: list[tuple[int, int]] = []
 
     def _next(self, kind: str, chunk: int) -> Action:
         counted = "F" if kind == "F" else "B"
-        index = self.counts[counted, chunk] = self.counts.get((counted, chunk), -1) + 1
+        index = self.counts[counted, chunk]
+        self.counts[counted, chunk] += 1
         if kind == "I":
             self.waiting.append((self.stages[chunk], index))
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
-        """Return how many actions of the kind and stage that ``word`` names were added."""
-        return self.counts.get((word[0], int(word[1])), -1) + 1
+        """Return how many actions such as ``F0`` (kind F on the rank's stage 0) were added."""
+        return self.counts[word[0], int(word[1])]
 
     def add(self, *actions: str) -> None:
-        """Append one entry per word: ``F0`` is a forward of the rank's stage 0, ``F0+B1`` is a
-        pair.
+        """Append an entry for each word of ``actions``.
 
-        The word ``W`` stands for the oldest weight half that has not run.
+        ``F0`` is a forward of the rank's first stage, ``F0+B1`` a forward and a backward at the same
+        time. ``W`` computes the weight gradients of the oldest backward that still lacks them.
         """
         for word in actions:
             if word == "W":
@@ -47,7 +54,10 @@ class _Order:
 
 
 def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
-    """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1)."""
+    """Return the order in which a rank of ``pp`` runs its actions under DualPipeV.
+
+    This is DualPipe (DeepSeek-V3, section 3.2.1) cut in half.
+    """
     order = _Order((rank, 2 * pp - 1 - rank))
     later = pp - rank - 1
     order.add(*["F0"] * 2 * later, *["F0", "F1"] * (rank + 1), *["I1", "W", "F1"] * later)
@@ -65,10 +75,9 @@ def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action
 
 
 def zero_bubble_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
-    """Return the actions of ZBV (arXiv 2401.10241, section 6).
+    """Return the order in which a rank of ``pp`` runs its actions under ZBV (arXiv 2401.10241).
 
-    With fewer than ``2 pp - 1`` micro-batches it is the order of ``2 pp - 1``, without the actions
-    of the missing ones.
+    Fewer than ``2 pp - 1`` micro-batches run in the order for ``2 pp - 1``, with gaps left out.
     """
     order = _Order((rank, 2 * pp - 1 - rank))
     count = max(2 * pp - 1, num_micro_batches)

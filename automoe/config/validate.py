@@ -15,7 +15,7 @@ from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
 from automoe.config.rule_engine import Row, Scope, check_rows, refused
 from automoe.config.rules import number_rows
-from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
+from automoe.config.rules_kernels import COMPILE, EXPERTS, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.rules_parallel import BATCH, WGRAD, pipeline_rows
 from automoe.config.rules_settings import settings_rows
@@ -58,21 +58,20 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 # fmt: off
 
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the rules that depend on both model and mesh.
+    """Yield (key, whether broken, rule, remedy) of the rules that depend on model and mesh.
 
-    ``config`` must have passed the other rules.
+    ``config`` must have passed the bounds of single numbers.
     """
     see = Scope(config, shape, device)
     yield from model_rows(config, shape)
     yield from moe_rows(config)
     yield from refused(see, BATCH)
     yield from pipeline_rows(config, shape)
-    yield from expert_rows(config, shape, device)
-    yield from refused(see, WGRAD)
+    yield from refused(see, EXPERTS, WGRAD)
     yield from fp8_rows(config, shape, device)
     yield from recompute_rows(config)
     yield from kernel_rows(config, shape, device)
-    yield from compile_rows(config, shape)
+    yield from refused(see, COMPILE)
     if config.train.rampup_batch_size is not None:
         yield from _rampup_rows(config, shape, device)
 
@@ -109,11 +108,9 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """
     if not text:
         return None
-    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
-        first = int(match[1])
-        last = int(match[2] or first)
-        if 1 <= first <= last:
-            return first, last
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match and 1 <= (first := int(match[1])) <= (last := int(match[2] or first)):
+        return first, last
     raise ConfigError(
         "observe.profile_steps",
         text,

@@ -52,14 +52,16 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form that chat templates take, with their place in the corpus.
+    """One conversation to train on, its messages in the form that chat templates take.
 
     Attributes:
-        file: index in the corpus's list of files.
-        line: 1-based line or row.
-        prompt: number of leading messages that are not trained; for a pair, the messages that both
-            of its conversations share.
-        args: the record's own arguments of the template, which come before ``template_args``.
+        tools: JSON schemas of the tools that the model may call; None if there are none.
+        path, line: file of the corpus, and 1-based line or row in it.
+        file: index of ``path`` in the corpus's list of files.
+        prompt: number of leading messages that are not trained; in a preference pair, the messages
+            that both of its conversations share.
+        args: arguments for the chat template from the record; they override
+            ``data.chat.template_args``.
     """
 
     messages: list[Message]
@@ -72,7 +74,7 @@ class Conversation:
 
     @property
     def where(self) -> str:
-        """``file:line`` for an error message."""
+        """``file:line`` of the conversation, for an error message."""
         return f"{self.path}:{self.line}"
 
 
@@ -86,7 +88,7 @@ def num_bytes(message: Message) -> int:
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
     """Yield every conversation in order, up to ``data.max_bytes`` of contents.
 
-    A pair yields two conversations, the preferred one first.
+    A preference pair yields two conversations, the preferred one first.
 
     Raises:
         DataError: the text of a file is malformed (bad UTF-8 or JSON, a missing key, an unknown
@@ -118,10 +120,10 @@ def _records(path: Path, data: DataConfig) -> NumberedRecords:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove keys that are null, at any depth.
+    """Return a JSON value without the keys whose value is null, at any depth.
 
-    A parquet column of structs has every key in every row, and so have the JSON lines that
-    ``datasets`` writes; null stands for a missing one.
+    Parquet columns of structs, and JSON lines that ``datasets`` writes, have every key in every
+    row; null stands for a missing key.
     """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
@@ -130,11 +132,11 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass
 class _Reader:
-    """Reader of one record; every error names the record's place.
+    """Converter of one record of a data file to messages; its errors name file and line.
 
     Attributes:
-        where: place of the record, ``file:line``.
-        pairs: True if records are pairs of answers.
+        where: ``file:line`` of the record.
+        pairs: True if records hold a preferred and a rejected answer.
     """
 
     chat: ChatConfig
@@ -150,7 +152,8 @@ class _Reader:
     def read(self, record: Record) -> tuple[list[list[Message]], int]:
         """Return a record's conversations, and how many of their first messages are not trained.
 
-        A pair has two, the preferred one first; other records have one.
+        A record with a preference pair has two conversations, the preferred one first; any other
+        has one.
         """
         if self.pairs:
             return self._answers(record, ("chosen", "rejected"))
@@ -177,11 +180,13 @@ class _Reader:
         return [[*self._system(record, messages), *messages]], 0
 
     def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
-        """Return a conversation for each column of ``names``, and the size of their prompt.
+        """Return a conversation for each answer of a record, and the number of messages before it.
 
-        The prompt's size is the number of messages before the answers. These messages come from the
-        column ``prompt`` (text there is a user's question), or both columns of a pair begin with
-        them.
+        These messages come from the column ``prompt`` (text there is a user's question). If a
+        preference pair has no such column, they are those with which both answers begin.
+
+        Args:
+            names: keys of the answers, e.g. ``("chosen", "rejected")``.
         """
         answers = [self._turns(record, key, "assistant") for key in names]
         where = ""
@@ -215,7 +220,7 @@ class _Reader:
         return [before + answer for answer in answers], len(before)
 
     def _turns(self, record: Record, key: str, role: str) -> list[Message]:
-        """Return the messages of a column; text becomes one message of ``role``."""
+        """Return the messages of a record's column; plain text becomes one message of ``role``."""
         value = self._value(record, key)
         name = self.keys[key]
         parsed = _parsed(value)
@@ -233,7 +238,7 @@ class _Reader:
         return [reader._message(turn, n) for n, turn in enumerate(parsed, start=1)]
 
     def _system(self, record: Record, messages: list[Message]) -> list[Message]:
-        """Return the system prompt from a record's own column for it, or []."""
+        """Return the system message in a record's column for it; [] if that is missing or empty."""
         name = self.keys.get("system", "")
         system = record.get(name)
         if not system:
@@ -292,7 +297,7 @@ class _Reader:
         return message | {"content": self._content(content, f"message {number}'s content")}
 
     def tools(self, record: Record) -> list[Record] | None:
-        """Return the tools of a record; None if it has none."""
+        """Return the JSON schemas of the tools in a record; None if it has none."""
         tools = _parsed(record.get(self.keys.get("tools", "tools")))
         if not tools:
             return None
@@ -301,7 +306,7 @@ class _Reader:
         return tools
 
     def args(self, record: Record) -> Record:
-        """Return the template's arguments in a record, a column that TRL documents."""
+        """Return a record's ``chat_template_kwargs``, arguments of the template; {} if missing."""
         name = self.keys.get(_ARGS, _ARGS)
         args = _parsed(record.get(name, {}))
         if not isinstance(args, dict):
@@ -324,7 +329,10 @@ class _Reader:
         return record[name]
 
     def _content(self, value: Any, field: str) -> str | list[dict[str, str]]:
-        """Return a message's text, or its parts if there are several; the template joins them."""
+        """Return a message's text; a list of {"type": "text", ...} if it has several parts.
+
+        The chat template joins such parts. Parts that are not text are refused.
+        """
         if not isinstance(value, list):
             return self._text(value, field)
         texts = []
@@ -364,7 +372,10 @@ def _parsed(value: Any) -> Any:
 
 
 def are_functions(value: Any) -> bool:
-    """Return True for a list of tools or calls, which are objects with objects as ``function``."""
+    """Return True for a list of tool schemas or tool calls.
+
+    Each must be an object, with an object as ``function`` if it has that key.
+    """
     return isinstance(value, list) and all(
         isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in value
     )
@@ -375,10 +386,10 @@ def _question(question: str, answer: str) -> list[Message]:
 
 
 def _docstring_records(path: Path, pairs: bool) -> NumberedRecords:
-    """Yield a question for each public function and class of a library module.
+    """Yield (line, record) for each documented public function and class of a Python module.
 
-    The answer is the first paragraph of the docstring; in a pair it is preferred to the same answer
-    in capitals.
+    The record asks what the function is for; the answer is the first paragraph of its docstring. In
+    a preference pair the rejected answer is the same text in capitals.
     """
     tree = ast.parse(path.read_bytes())
     for node in tree.body:

@@ -45,18 +45,23 @@ def tokenise_chat(
     vocab_size: int,
     pairs: bool = False,
 ) -> dict[str, Any]:
-    """Write the tokens, marks and table of samples that ``prepare`` reads; return their facts.
+    """Write the tokens, loss masks and table of conversations to ``folder``; return their facts.
 
-    All samples of a conversation have the conversation's hash, so that they are in the same split;
-    pairs with the same prompt share a hash too. The two sequences of a pair follow one another as
-    one sample, and the fifth column of the table has the length of the first sequence.
+    A conversation becomes one or several token sequences (samples). All have the conversation's
+    hash, so that they are in the same split; pairs with the same prompt share a hash too. The two
+    sequences of a preference pair are stored one after the other as one sample, and the fifth
+    column of the table has the length of the first sequence.
 
     Args:
-        pairs: True if ``conversations`` are pairs, the two of each pair one after the other.
+        pairs: True if ``conversations`` are preference pairs, the two of each pair one after the
+            other.
+
+    Returns:
+        ``CorpusWriter.save``'s dictionary, and ``chat``: counts that ``describe_chat`` prints.
 
     Raises:
-        DataError: as ``read_conversations`` and ``ChatTemplate.samples``, or an answer of a pair
-            takes more than one sequence.
+        DataError: a record is malformed, the chat template refuses it, or an answer of a pair takes
+            more than one sequence.
     """
     writer = CorpusWriter(vocab_size, 5 if pairs else 4)
     counts = Counter[str]()
@@ -103,7 +108,14 @@ def _batched(
 def _paired(
     batched: Iterator[tuple[Conversation, list[Sample]]], counts: Counter[str]
 ) -> Iterator[tuple[Conversation, list[Sample], list[int]]]:
-    """Yield each pair as one conversation with one joined sample, and the length of the first."""
+    """Yield (conversation, [sample], [length of the first sequence]) for each preference pair.
+
+    The sample has the preferred and then the rejected sequence. The input has both as
+    conversations, one after the other.
+
+    Args:
+        counts: is increased by 1 at ``pairs``, and at ``equal`` if both answers are the same.
+    """
     for (conversation, chosen), (other, rejected) in zip(batched, batched, strict=True):
         if several := max(len(chosen), len(rejected)) - 1:
             raise DataError(
@@ -125,12 +137,12 @@ def _paired(
 def describe_chat(
     chat: dict[str, Any], tokens: int, samples: int, where: Callable[[int, int], str]
 ) -> Iterator[str]:
-    """Yield lines for the user about the tokenised conversations.
+    """Yield lines for the user about the tokenised conversations: sizes, remarks, warnings.
 
     Args:
-        chat: ``chat`` of the facts that ``tokenise_chat`` returns.
+        chat: ``chat`` of the dictionary that ``tokenise_chat`` returns.
         tokens, samples: size of the whole corpus.
-        where: function of a file's index and a line that returns their place as text.
+        where: function of a file's index and a line that returns ``file:line``.
     """
     count = Counter(chat)
     conversations = count["conversations"]

@@ -29,7 +29,10 @@ TEXT, _TOKEN = "\ufdd0", "\ufdd1"
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Turn an error of rendering into a ``DataError`` that names the template and ``where``."""
+    """Turn an error of rendering in a ``with`` block into a ``DataError``.
+
+    The message begins with ``where``, e.g. ``file:line`` of a conversation.
+    """
     doing(f"{where}: chat template", goes_on=True)  # one limit for all renders of a conversation
     try:
         yield
@@ -43,7 +46,7 @@ def refusing(where: str) -> Iterator[None]:
 
 
 class ChatRenderer:
-    """Renderer of messages, with a chat template and a tokenizer.
+    """Renderer of messages to text by a Jinja chat template, and to ids by its tokenizer.
 
     Attributes:
         stored: text of the chat template.
@@ -78,7 +81,7 @@ class ChatRenderer:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Pattern of the special tokens except reasoning tags, which answers may spell out."""
+        """Pattern that matches the name of any special token but ``<think>`` and ``</think>``."""
         names = (n for n in self._special_names if not re.fullmatch("</?think>", n))
         names = sorted(names, key=len)
         return re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")
@@ -113,7 +116,10 @@ class ChatRenderer:
         return text
 
     def _as_text(self, value: Any) -> Any:
-        """Mark special tokens that messages or tools spell out, so that they stay text."""
+        """Mark names of special tokens in messages or tools, so that they are encoded as text.
+
+        Does nothing under ``data.chat.special_text=token``.
+        """
         if self.chat.special_text == "token":
             return value
         said = json.dumps(value, ensure_ascii=False, default=str)
@@ -121,7 +127,10 @@ class ChatRenderer:
 
     @cached_property
     def _marked(self) -> Any:
-        """The tokenizer with ``_TOKEN`` before the name of each special token."""
+        """Copy of the tokenizer in which each special token's name has the prefix ``_TOKEN``.
+
+        So a special token is recognised only where the template wrote it.
+        """
         from tokenizers import Tokenizer
 
         named = rf'"({self._names.pattern})"'
@@ -144,7 +153,7 @@ class ChatRenderer:
         )["input_ids"]
 
     def _normal(self, messages: list[Message], where: str) -> list[Message]:
-        """Return messages with joined texts, and with tool calls in the form of this template."""
+        """Return messages with text parts joined, and tool calls in the form the template takes."""
         turns = []
         for message in messages:
             if isinstance(parts := message.get("content"), list):
@@ -160,9 +169,9 @@ class ChatRenderer:
 
     @cached_property
     def _joint(self) -> str:
-        """Text that the template puts between the parts of a message.
+        """Text that the template writes between two text parts of a message.
 
-        If the template takes no parts, this is a line end, as in inference servers.
+        If the template takes only text, this is a line end, as in inference servers.
         """
         parts = [{"type": "text", "text": text} for text in PROBE[:2]]
         try:
@@ -173,10 +182,14 @@ class ChatRenderer:
         return between if probe and not between.strip() else "\n"
 
     def _find_tool_form(self, where: str) -> tuple[bool, Any]:
-        """Return whether the template takes arguments as JSON text, and the form of empty content.
+        """Return in which form the template takes tool calls, found by trying each form.
 
         Most templates do not fail on a wrong form: they write Python's brackets or JSON inside
-        JSON, or leave the call out. So this method tries each form.
+        JSON, or leave the call out.
+
+        Returns:
+            True if arguments must be JSON text, False if an object; and the content of a message
+                with calls and no text, "" or None.
 
         Raises:
             DataError: the template writes calls in none of the forms.
@@ -202,7 +215,7 @@ class ChatRenderer:
 
 
 def calling(content: str | None, arguments: Any) -> Message:
-    """Return an answer that calls the tool of ``PROBE``."""
+    """Return an assistant message that calls the probe tool, to see how a template writes calls."""
     function = {"name": PROBE[0], "arguments": arguments}
     call = {"id": "probe0000", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}

@@ -44,16 +44,17 @@ _ASKING = ("system", "developer", "user")  # roles whose text a template should 
 
 
 class ChatTemplate(ChatRenderer):
-    """Renderer and tokeniser of conversations, equal to ``transformers`` at inference.
+    """Converter of conversations to token ids and loss masks, as ``transformers`` does it.
 
     Attributes:
         digest: hash of all settings that affect the tokens of a record.
-        counts: what ``describe_chat`` tells the user of all ``samples`` so far. ``answers``:
-            answers; among them ``prompt_cut`` (written without the end of the generation prompt),
+        counts: what ``describe_chat`` prints about all calls of ``samples``. ``answers``: answers;
+            among them ``prompt_cut`` (written without the end of the generation prompt),
             ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is trained)
             and ``no_reasoning`` (the generation prompt opens reasoning, and there is none).
-            ``left_out``: texts, tools and arguments of conversations that the template leaves out.
-        first: for each of ``counts``, file and line of the first conversation that it counts.
+            ``left_out``: texts, tools and arguments of conversations that the template does not
+            write.
+        first: for each key of ``counts``, file index and line of the first conversation counted.
 
     Args:
         tokenizer: ``byte`` or a directory.
@@ -84,20 +85,21 @@ class ChatTemplate(ChatRenderer):
         self.first: dict[str, tuple[int, int]] = {}
 
     def tokenizer_settings(self) -> bytes:
-        """Return the content of the tokenizer's files that name special tokens.
+        """Return the bytes of the tokenizer's settings files, which name its special tokens.
 
-        Templates write these tokens. ``tokenizer.json`` is not among the files.
+        Templates write these tokens, so the bytes are part of the cache's name. ``tokenizer.json``
+        is not among the files.
         """
         files = [local_folder(self.tokenizer) / name for name in _SETTINGS]
         return b"".join(file.read_bytes() for file in files if file.is_file())
 
     def samples(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
-        """Return the samples of each conversation; each answer is trained in one of them.
+        """Return the token sequences of each conversation; each answer is trained in one of them.
 
-        A conversation is one sample if the render through each answer begins the render through
-        the next one. If the template rewrites earlier turns (it drops reasoning, or ends the last
-        answer differently), the conversation becomes several samples. ``data.chat.turns=last``
-        trains only the last answer.
+        A conversation is one sequence if the rendered text up to each answer is the beginning of
+        that up to the next answer. If the template rewrites earlier turns (it drops reasoning, or
+        ends the last answer differently), the conversation becomes several.
+        ``data.chat.turns=last`` trains only the last answer.
 
         Raises:
             DataError: a conversation has no answer to train, or the template refuses it. The
@@ -140,9 +142,10 @@ class ChatTemplate(ChatRenderer):
         ]
 
     def exported(self) -> dict[str, str]:
-        """Return the template files of an export by name, with ``template_args`` as defaults.
+        """Return file name -> content of the template files of an export.
 
-        The result is {} if the tokenizer's own files can be used unchanged.
+        ``data.chat.template_args`` are written into them as defaults. The result is {} if the
+        tokenizer's own files can be used unchanged.
         """
         if self.own is None and not self.chat.template_args:
             return {}
@@ -160,7 +163,7 @@ class ChatTemplate(ChatRenderer):
         }
 
     def stop_id(self) -> int:
-        """Return the token that ends an answer."""
+        """Return the id of the token that ends an answer."""
         messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
         conversation = Conversation(
             messages, None, Path(self.chat.template or self.tokenizer), 0, 1
@@ -168,7 +171,7 @@ class ChatTemplate(ChatRenderer):
         return self.samples([conversation])[0][-1].ids[-1]
 
     def prompt(self, messages: list[Message], tools: list[Record] | None = None) -> list[int]:
-        """Return the ids of ``messages`` with generation prompt, the input for an answer.
+        """Return the ids of ``messages`` and the generation prompt, after which a model answers.
 
         Raises:
             DataError: the template cannot write the tool calls.
@@ -184,7 +187,14 @@ class ChatTemplate(ChatRenderer):
     def _renders(
         self, conversation: Conversation, messages: list[Message], n: int
     ) -> tuple[str, str]:
-        """Return the text before answer ``messages[n]``, with generation prompt, and to its end."""
+        """Return two rendered texts: the conversation up to answer ``messages[n]``, and through it.
+
+        The first ends with the generation prompt, and the second begins with the first.
+
+        Raises:
+            DataError: the template leaves out the answer or its tool calls.
+            ConfigError: the template always ends in a generation prompt.
+        """
         render = partial(self._render, tools=conversation.tools, args=conversation.args)
         answer = messages[n]
         content = answer["content"] or ""
@@ -243,12 +253,13 @@ class ChatTemplate(ChatRenderer):
     def _turn(
         self, before: str, through: str, prompt: list[int], ids: list[int], asked: tuple[bool, str]
     ) -> Turn:
-        """Return the tokens and the mask of one answer, from the renders before and through it.
+        """Return the ids up to the end of an answer, and the index of its first generated token.
 
         Args:
-            before, through: texts of ``_renders``.
-            prompt, ids: their ids.
-            asked: as ``_find_ending`` takes it.
+            before, through: the two texts that ``_renders`` returns.
+            prompt, ids: the token ids of these texts.
+            asked: True if the answer calls tools, and the conversation's arguments for the template
+                as JSON.
         """
         start = num_shared(prompt, ids)
         self.counts["answers"] += 1
@@ -275,9 +286,9 @@ class ChatTemplate(ChatRenderer):
         return [*ids, stop_id], start
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return the ids that ``text`` has behind other text.
+        """Return the ids of ``text`` as they are when other text comes before it.
 
-        Some tokenizers put a blank before the beginning of a text.
+        Some tokenizers add a blank at the beginning of a text; here that must not happen.
         """
         for prefix in ("", "\n", "."):
             head, ids = (
@@ -289,9 +300,15 @@ class ChatTemplate(ChatRenderer):
         return self._encode([text])[0]
 
     def _stop(self, ids: list[int], start: int, asked: tuple[bool, str]) -> int | None:
-        """Return the end of the special token that ends an answer; None if there is none.
+        """Return the index after the special token that ends an answer; None if there is none.
 
         After that token comes only the text that the template writes after every answer.
+
+        Args:
+            ids: tokens through the answer.
+            start: index of the answer's first token.
+            asked: True if the answer calls tools, and the conversation's arguments for the template
+                as JSON.
         """
         ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
         behind = {end: self.decode(ids[end:]).strip() for end in ends}
@@ -302,15 +319,19 @@ class ChatTemplate(ChatRenderer):
         return ends[0] if ends and not behind[ends[0]] else None
 
     def _find_ending(self, calls: bool, args: str) -> tuple[str, int | None]:
-        """Return the text after the token that ends a last answer, and the next turn's first token.
+        """Find out by probe messages how the template ends the last answer of a conversation.
 
-        Several special tokens may follow the text of an answer. Tokens that also follow it inside
-        a conversation belong to the turn (two for Command-R). Other tokens close the conversation
+        Several special tokens may follow the text of an answer. Tokens that also follow it inside a
+        conversation belong to the turn (two for Command-R). Other tokens close the conversation
         (Phi-3 writes end of text after end of turn), unless they replace the turn's own (GPT-OSS).
 
         Args:
             calls: True if the answer calls tools.
-            args: the conversation's arguments of the template, as JSON.
+            args: the conversation's arguments for the template, as JSON.
+
+        Returns:
+            The text after the token that ends the answer; and the special token that begins the
+                next turn, or None.
         """
         render = partial(self._render, tools=None, args=json.loads(args))
         answer = {"role": "assistant", "content": PROBE[2]}
@@ -332,15 +353,15 @@ class ChatTemplate(ChatRenderer):
         return closing, token if token in self._special else None
 
     def _end_of_last_special(self, text: str) -> int:
-        """Return the end of the last special token in ``text``; 0 if it has none."""
+        """Return the index in ``text`` after its last special token; 0 if it has none."""
         ends = (text.rfind(name) + len(name) for name in self._special_names if name in text)
         return max(ends, default=0)
 
     @cached_property
     def _always_opens(self) -> bool:
-        """True if the template ends in a generation prompt even if none is requested.
+        """True if the template writes a generation prompt despite ``add_generation_prompt=False``.
 
-        A template whose next turn begins with the same text does not count.
+        It is False if that text is only the beginning of the next turn.
         """
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
@@ -356,19 +377,19 @@ def chat_template_of(config: Config) -> ChatTemplate | None:
     """Return the chat template if ``config`` trains on conversations, else None.
 
     Raises:
-        ConfigError: as ``ChatTemplate``.
+        ConfigError: there is no template, or the tokenizer cannot be loaded.
     """
     return ChatTemplate(config.data.chat, tokenizer_of(config)) if config.data.is_chat else None
 
 
 def with_date(config: Config) -> Config:
-    """Return ``config`` with today as ``data.chat.date``, if its template writes a date.
+    """Return ``config`` with today as ``data.chat.date`` if the chat template writes the date.
 
     A date that is already set stays. Without a fixed date the template would write another text for
     the same conversations tomorrow.
 
     Raises:
-        ConfigError: as ``stored_template``.
+        ConfigError: there is no template, or it cannot be read.
     """
     chat = config.data.chat
     if (

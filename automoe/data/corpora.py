@@ -45,7 +45,10 @@ _PART_BYTES = 1 << 20  # bytes of a text file read at a time
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a part of one, with its place; the parts of a document are consecutive."""
+    """Text to tokenise with its place in the corpus: a document, or a piece of a very long one.
+
+    The pieces of a document are consecutive and have the same place.
+    """
 
     text: str
     file: int  # index in the corpus's list of files
@@ -73,9 +76,9 @@ def source_of(kind: str) -> Source:
 
 
 def reader_digest(kind: str) -> str:
-    """Return a digest of a plugin's code that reads ``kind``, for the names of cache entries.
+    """Return a hash of the plugin code that reads ``data.kind``; "" for automoe's own kinds.
 
-    It is empty for automoe's own kinds.
+    The hash is part of a cache entry's name.
 
     Raises:
         ConfigError: the plugin's reader has no source file, e.g. a partial or a callable object.
@@ -94,7 +97,7 @@ def reader_digest(kind: str) -> str:
 
 
 def find_files(data: DataConfig) -> dict[str, Path]:
-    """Return the corpus's files by their names relative to their common folder.
+    """Return the corpus's files: path relative to their common folder -> path.
 
     The order is the same on every machine and rank.
 
@@ -129,9 +132,9 @@ def find_files(data: DataConfig) -> dict[str, Path]:
 
 
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
-    """Return the visible files of a directory that match ``pattern``.
+    """Return the files below a directory that match the glob ``pattern``, without hidden ones.
 
-    Compressed files match too, for automoe's own kinds.
+    For automoe's own kinds, compressed files match too (``.gz``, ``.zst``).
     """
     visible = sorted(
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
@@ -181,12 +184,12 @@ def open_file(path: Path) -> BinaryIO:
 def read_files(
     paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, T]]], may_be_empty: bool
 ) -> Iterator[tuple[int, Path, int, T]]:
-    """Yield (index of the file, its path, line, record) of every record of several files.
+    """Yield (index of the file, its path, line, record) for every record of several files.
 
     Empty texts are left out, and do not count as records.
 
     Args:
-        read: yields (line, record) of each record of a file.
+        read: function of a path that yields (line, record) for each record of the file.
         may_be_empty: False makes a file without records an error.
 
     Raises:
@@ -211,7 +214,7 @@ def read_files(
 
 
 def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
-    """Yield every document with text in order, up to ``data.max_bytes`` of text.
+    """Yield every document of the files in order, up to ``data.max_bytes`` of text.
 
     Raises:
         DataError: the text is malformed (bad UTF-8, a bad line, a missing key or column), or a file
@@ -263,7 +266,7 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
 
 
 def jsonl_records(path: Path) -> NumberedRecords:
-    """Yield (line, object) of each line that is not blank.
+    """Yield (1-based line, object) for each line of a JSON-lines file that is not blank.
 
     Raises:
         DataError: a line is not UTF-8 or no JSON object.
@@ -308,7 +311,11 @@ def jsonl_records(path: Path) -> NumberedRecords:
 
 
 def _parsed(text: str) -> Any:
-    """Parse JSON with unique keys and bounded depth; anything else is a ValueError or RecursionError."""
+    """Parse JSON text; refuse repeated keys and deep nesting.
+
+    Raises:
+        ValueError, RecursionError: the text is not such JSON.
+    """
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:
         check_depth(value)
@@ -321,7 +328,7 @@ def _parsed(text: str) -> Any:
 def parquet_records(
     path: Path, columns: list[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row, column -> value) of each row, counted from 1.
+    """Yield (1-based row, column -> value) for each row of a table file.
 
     Args:
         path: parquet file, or a stream of Arrow batches (``.arrow``) as ``datasets`` writes it.
@@ -377,10 +384,10 @@ def parquet_records(
 
 
 def _python(value: Any) -> Any:
-    """Return an Arrow scalar as Python's own value; JSON, at any depth, is what its text says.
+    """Return an Arrow scalar as a Python value; values of Arrow's JSON type are parsed.
 
-    ``datasets`` stores values of several types or keys in JSON columns. The type decides, never the
-    text: text that happens to be JSON stays text.
+    ``datasets`` stores values of several types or keys in JSON columns. A text column stays text,
+    even if its text happens to be JSON.
     """
     import pyarrow
 
@@ -402,7 +409,12 @@ def _python(value: Any) -> Any:
 
 
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each document; a record without a text is an error."""
+    """Yield (line, text) for each record of a file; a record without text is an error.
+
+    Args:
+        read: function of ``path`` that yields (line, record).
+        text_key: key of the text in a record.
+    """
     sep = ": row " if path.suffix in (".parquet", ".arrow") else ":"
     for line, record in read(path, text_key):
         if isinstance(record, str):

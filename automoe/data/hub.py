@@ -13,7 +13,7 @@ from automoe.errors import DataError, import_backend, one_line
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:
-    """Return the Arrow files of ``data.split`` by name; names sort in the order of the rows.
+    """Return name -> Arrow file of the data set's ``data.split``; sorted names give the row order.
 
     Args:
         data: ``path`` is a Hub id (``org/name``) or a directory that ``save_to_disk`` made.

@@ -26,7 +26,7 @@ from automoe.errors import ConfigError, DataError
 
 
 class Loader:
-    """Training steps and validation batches of one data-parallel rank.
+    """Data loader of one data-parallel rank: training steps and validation batches.
 
     Global batches depend only on data, tokenizer, seq_len and seed. Rows of several sources are
     mixed by weight; a source that ends starts again in another order.
@@ -52,7 +52,7 @@ class Loader:
     Raises:
         ConfigError: the tokenizer has more ids than the embedding has rows, or ``pairs`` does not
             fit the data.
-        DataError: see ``prepare_data``.
+        DataError: text cannot be read, a document is too long, or a split is empty.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Loader:
         return self._batch(self.split, first, *self._mixture.rows(first, rows_per_rank))
 
     def row(self, index: int) -> StepBatch:
-        """Return row ``index`` of the endless sequence as [1, S], without changing the state."""
+        """Return training row ``index`` as a batch [1, S]; the loader's position stays."""
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        """Return the rows and documents of the step that ``next_step`` returned last, on all ranks.
+        """Return which rows and documents the last training step had, on all ranks.
 
         Returns:
             Index of the first row, index of the last row, and ``file`` or ``file:line`` of each
-            document.
+                document.
         """
         end = self.consumed_rows
         first = end - self.rows_of_last_step
@@ -142,7 +142,10 @@ class Loader:
 
         The rows are the same at every call, and no row comes twice. Rows of the validation split do
         not depend on the training seed. If the split is shorter than ``n`` batches, fewer are
-        yielded, and the last one is filled up with rows of padding, which have no labels.
+        yielded, and padding rows without labels fill up the last one.
+
+        Args:
+            source: index of the source.
         """
         packed = self._rows_of(split, source)
         step = self.config.train.global_batch_size
@@ -154,25 +157,25 @@ class Loader:
             yield self._batch(split, first, sources, rows)
 
     def every_pair(self, split: Split) -> Iterator[StepBatch]:
-        """Yield this rank's part of global batches that hold every pair of ``split`` once.
+        """Yield this rank's part of global batches that together hold every pair of ``split`` once.
 
-        Rows of padding fill up the last batch of each source.
+        Padding rows fill up the last batch of each source.
         """
         for source in range(len(self.names)):
             yield from self.batches(split, self._rows_of(split, source).num_rows, source)
 
     def where_pair(self, number: int) -> str:
-        """Return ``file:line`` of the pair ``number``, counted over all sources."""
+        """Return ``file:line`` of a preference pair, by its index over all sources."""
         source = int(np.searchsorted(self._first_pairs, number, side="right")) - 1
         return self.corpora[source].where(number - int(self._first_pairs[source]))
 
     @property
     def num_pairs(self) -> int:
-        """Number of pairs of all sources; pairs are numbered one source after the other."""
+        """Number of preference pairs of all sources together."""
         return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the data's fingerprint, as JSON values.
+        """Return the position in the data and the data's fingerprint, as JSON for a checkpoint.
 
         The values are equal on every rank.
         """
@@ -182,17 +185,21 @@ class Loader:
         """Continue from the position in ``state``, under any number of ranks and any batch size.
 
         Raises:
-            DataError: as ``check_state``.
+            DataError: the data changed since ``state`` was saved; the message lists what differs.
         """
         self.check_state(state)
         self.consumed_rows = int(state["consumed_rows"])
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Compare the data with that of a ``state_dict``.
+        """Raise ``DataError`` if the data changed since the ``state_dict`` was saved.
 
-        Raises:
-            DataError: the data changed since ``state`` was saved; the message lists what differs.
+        The message lists what differs.
         """
+        if "fingerprint" not in (state or ()):
+            raise DataError(
+                "The checkpoint is of a session or of recipe=grpo, and names no rows to go on with. Begin from its "
+                "weights: automoe export RUN --out DIR, then model.hf_path=DIR."
+            )
         saved = state["fingerprint"]
         now = self.fingerprint()
         differing = [
@@ -210,7 +217,7 @@ class Loader:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return all facts that determine the order and content of rows, as short JSON values."""
+        """Return name -> value of everything that determines the order and content of rows."""
         content = {
             "data.document_mask": self.config.data.document_mask,
             "data.val_fraction": self.config.data.val_fraction,
@@ -251,7 +258,11 @@ class Loader:
         return [*lines, *describe_unlearned(self.config, self.tokenizer, self.corpora)]
 
     def _describe(self, source: int, chat: dict[str, Any]) -> list[str]:
-        """Return lines about a source's conversations (counts ``chat``) and the rows they fill."""
+        """Return lines for the user about a source's conversations and the rows that they fill.
+
+        Args:
+            chat: counts of the source's conversations, ``TokenCorpus.chat``.
+        """
         corpus = self.corpora[source]
         rows = self._rows_of(self.split, source)
         name = self.names[source]
@@ -282,7 +293,12 @@ class Loader:
     def _batch(
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
     ) -> StepBatch:
-        """Return rows ``indices`` of their ``sources``, [R] each, as a batch."""
+        """Return R rows of a split as a batch; an index of -1 gives a padding row.
+
+        Args:
+            first_row: index of the first row in the global sequence of rows.
+            sources, indices: [R] source of each row, and its index within that source.
+        """
         rows = self._rows_of(split, sources[0]).take(np.full(len(indices), -1))
         for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
             if index >= 0:
@@ -294,7 +310,7 @@ class Loader:
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row, pairs=pairs)
 
     def _pairs(self, split: Split, sources: np.ndarray, indices: np.ndarray) -> torch.Tensor:
-        """Return the numbers of the pairs in each row, [R, P] int64, as ``where_pair`` counts them.
+        """Return the indices of the preference pairs in each row, [R, P] int64, over all sources.
 
         A row of fewer than P pairs ends in -1.
         """
@@ -310,14 +326,14 @@ class Loader:
         return torch.from_numpy(numbers)
 
     def _where(self, source: int, start: int) -> str:
-        """Return ``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""
+        """Return ``file`` or ``file:line`` of the document that has token ``start`` of a source."""
         corpus = self.corpora[source]
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
 
     def _check_ids(
         self, split: Split, sources: np.ndarray, indices: np.ndarray, rows: Rows
     ) -> None:
-        """Raise ``DataError`` if an id has no row in the embedding.
+        """Raise ``DataError`` if a token id of these rows has no row in the embedding.
 
         A cache that was verified at the start may still be damaged while a job runs.
         """

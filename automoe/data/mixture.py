@@ -53,7 +53,7 @@ class Mixture:
         return sources[order], rows[order]
 
     def _before(self, source: int, time: int) -> int:
-        """Return how many rows of ``source`` have times before ``time``."""
+        """Return how many rows of a source have a time (see the class) before ``time``."""
         # The number is ``near`` or differs from it by one.
         near = int(self.weights[source] * time)
         candidates = np.arange(max(0, near - 1), near + 2)

@@ -20,10 +20,10 @@ _MOST = 1 << 28  # tokens of a source that are looked at
 
 
 def describe_length(config: Config, rows: int) -> Iterator[str]:
-    """Yield the learning rate, the steps and the epochs of a run, and a warning on its warm-up.
+    """Yield lines on the learning rate, steps and epochs of a run, and a warning on a long warm-up.
 
     Args:
-        rows: rows of an epoch.
+        rows: number of rows of an epoch.
     """
     optim = config.optim
     steps = config.train.steps
@@ -41,9 +41,9 @@ def describe_length(config: Config, rows: int) -> Iterator[str]:
 def describe_unlearned(
     config: Config, tokenizer: Tokenizer, corpora: Iterable[TokenCorpus]
 ) -> Iterator[str]:
-    """Yield a warning if tokens are trained that the checkpoint does not know, and rows are frozen.
+    """Yield a warning if the data has tokens that are new to the checkpoint and cannot be learned.
 
-    Rows are those of the embedding and of the output head.
+    That is so if their rows of the embedding or the output head are frozen.
     """
     model = config.model
     frozen = [

@@ -19,7 +19,11 @@ Epoch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Rows:
-    """R packed rows, each array [R, S] int64; ``StepBatch`` explains the fields."""
+    """R packed rows; each array is [R, S] int64.
+
+    ``positions`` count from 0 in each document; ``doc_ids`` number a row's documents, -1 in
+    padding; ``labels`` are the next tokens, with an ignore index.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -72,7 +76,11 @@ class PackedRows:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def take(self, indices: np.ndarray) -> Rows:
-        """Return rows of the endless sequence by index, [R] int64; index -1 is a row of padding."""
+        """Return rows of the endless sequence as arrays.
+
+        Args:
+            indices: [R] int64 indices of rows; -1 gives a padding row.
+        """
         padding = {"tokens": self.pad_id, "labels": IGNORE, "positions": 0, "doc_ids": -1}
         shape = (len(indices), self.seq_len)
         rows = Rows(**{name: np.full(shape, fill, np.int64) for name, fill in padding.items()})
@@ -81,7 +89,7 @@ class PackedRows:
         return rows
 
     def fill(self, rows: Rows, row: int, index: int) -> None:
-        """Write row ``index`` of the endless sequence to row ``row`` of ``rows``, which is padding."""
+        """Write row ``index`` of the endless sequence into ``rows`` at ``row``, a padding row."""
         # Pieces may have one token more than the row, which is its last label.
         starts, lengths = self._pieces(index)
         place = np.arange(lengths.sum())
@@ -99,9 +107,10 @@ class PackedRows:
         rows.doc_ids[row, :size] = document[:size] * self.document_mask
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return documents with tokens in the rows ``indices``, as sorted indices into ``starts``.
+        """Return which documents have tokens in these rows, as sorted indices into ``starts``.
 
-        Index -1 has no documents.
+        Args:
+            indices: row indices; -1 (padding) has no documents.
         """
         rows = [self.row_documents(int(index)) for index in indices[indices >= 0]]
         return np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
@@ -111,9 +120,13 @@ class PackedRows:
         return self._span(index, self.seq_len)[0]
 
     def _span(self, index: int, size: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Return documents with tokens in ``size`` places from a row's first one, and their ends.
+        """Return the documents that have tokens among the ``size`` tokens from a row's first one.
 
-        The last two values are the first place and the place after the last one, in the stream.
+        Positions below count the tokens of the epoch's concatenated documents.
+
+        Returns:
+            Indices of the documents; the position after each document; the positions of the row's
+                first token and after the last of the ``size`` tokens.
         """
         epoch, within = divmod(index, self.num_rows)
         doc_order, doc_ends, row_order = self._epoch(epoch)
@@ -124,9 +137,9 @@ class PackedRows:
         return doc_order[here], doc_ends[here], start, end
 
     def _pieces(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return starts in ``tokens`` and lengths of the pieces of documents in a row, [P] each.
+        """Return which slices of ``tokens`` a row consists of: their starts and lengths, [P] each.
 
-        A last piece with one token more than the row holds has the row's last label.
+        If the last document goes on in the next row, its slice has one more token, the last label.
         """
         documents, ends, start, end = self._span(index, self.seq_len + 1)
         begins = ends - self.lengths[documents]
@@ -134,7 +147,7 @@ class PackedRows:
         return self.starts[documents] + skipped, np.minimum(ends, end) - begins - skipped
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return the order of documents, the end of each in the stream, and the order of rows."""
+        """Return an epoch's order of documents, their ends when concatenated, and the row order."""
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
@@ -173,17 +186,17 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(eq=False, kw_only=True)
 class SampleRows(PackedRows):
-    """Endless sequence of rows made from samples of conversations, each whole within one row.
+    """Endless sequence of rows made from tokenised conversations, each whole within one row.
 
-    A sample attends only to itself. A label is the next token of the sample if ``trained`` marks
-    that token. Every epoch has the same number of rows. Which samples share a row depends on their
-    lengths and, among samples of equal length, on (seed, epoch).
+    A conversation (sample) attends only to itself. A label is the next token of the sample if
+    ``trained`` marks that token. Every epoch has the same number of rows. Which samples share a row
+    depends on their lengths and, among samples of equal length, on (seed, epoch).
 
     Args:
         tokens, starts, lengths, seq_len, seed, pad_id, document_mask, trained: as for
             ``PackedRows``; no length exceeds seq_len.
-        firsts: [N] length of the first of the two sequences of each sample; its row holds both, as
-            two documents. None: a sample is one sequence.
+        firsts: [N] length of the first sequence of each preference pair; a pair's row holds both
+            sequences, as two documents. None: a sample is one sequence.
         pack: True packs several samples into a row (``best_fit``); False gives each its own row.
     """
 
@@ -202,7 +215,10 @@ class SampleRows(PackedRows):
         return order[row_starts[row] : row_starts[row + 1]]
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return the samples in row order, the rows' starts (and the end) in it, and row order."""
+        """Return an epoch's order of samples, where each row begins in it, and the row order.
+
+        The second array also has the total number of samples at its end.
+        """
         shuffled = seeded_order(len(self.lengths), self.seed, epoch, 0)
         order = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]
         rows = best_fit(self.lengths[order], self.seq_len) if self.pack else np.arange(len(order))

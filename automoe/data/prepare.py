@@ -44,11 +44,11 @@ _SAMPLE = 1 << 16  # bytes hashed at each end of a file
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """Tokens of all documents in the order of the files; a document of text ends with EOS.
+    """Tokenised corpus of one source: all documents in the order of the files; text ends with EOS.
 
     Attributes:
         tokens: [sum of lengths] ids of the N documents, one after the other.
-        starts, lengths: [N] int64 place of each document in ``tokens``.
+        starts, lengths: [N] int64 start in ``tokens`` and length of each document.
         hashes: [N] uint64 hash of each text.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
         content: digest of all tokens and lengths; it does not depend on the names of files.
@@ -71,7 +71,7 @@ class TokenCorpus:
     chat: dict[str, Any] | None = None
 
     def where(self, index: int) -> str:
-        """Return ``file`` or ``file:line`` of a document."""
+        """Return ``file`` or ``file:line`` of the document with this index."""
         return place_of(self.paths[self.file_ids[index]], int(self.lines[index]))
 
 
@@ -192,10 +192,11 @@ def prepare_data(
 
 
 def with_steps(config: Config) -> Config:
-    """Return ``config`` with the ``train.steps`` that ``train.epochs`` gives, if it is set.
+    """Return ``config`` with ``train.steps`` computed from ``train.epochs``, if epochs are set.
 
     Raises:
-        ConfigError, DataError: as ``prepare_data``, or a rule on the number of steps is broken.
+        ConfigError: the tokenizer cannot be loaded, or a rule on the number of steps is broken.
+        DataError: text cannot be read.
     """
     if not getattr(config.recipe_args, "reads_data", True):
         return config
@@ -213,7 +214,11 @@ def with_steps(config: Config) -> Config:
 
 
 def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:
-    """Return the rows of one split of a source, whose settings are ``config.data``."""
+    """Return the packed rows of one split of a source.
+
+    Args:
+        config: configuration whose ``data`` has the settings of this source.
+    """
     starts, lengths = fitting_documents(corpus, config, split)
     options = {
         "seq_len": config.train.seq_len,
@@ -251,10 +256,10 @@ def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
 
 
 def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
-    """Raise ``DataError`` if this run cannot use the corpus.
+    """Raise ``DataError`` if a run with this configuration cannot use the corpus.
 
-    A document is too long under ``on_long=error``, a split is empty, or an export needs a stop
-    token that the chat template does not have.
+    That is so if a document is too long under ``on_long=error``, a split is empty, or an export
+    needs a stop token that the chat template does not have.
     """
     data = config.data
     if config.checkpoint.export_hf and corpus.chat and corpus.chat["refused"]:
@@ -281,7 +286,7 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
 
 
 def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Documents:
-    """Return starts and lengths of the documents of one split, as rows will hold them.
+    """Return starts and lengths of the documents of one split, with conversations cut to a row.
 
     Text may be longer than a row. A conversation longer than a row is left out
     (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no trained token

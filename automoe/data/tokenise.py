@@ -21,10 +21,10 @@ class CorpusWriter:
     """Writer of a tokenised corpus: arrays of tokens, a table of documents, and their digest.
 
     The table has one row per document: length in tokens, hash of the text, index of the file, line
-    in it, and for pairs the length of the first sequence.
+    in it, and for preference pairs the length of the first sequence.
 
     Attributes:
-        dtype: type of a token in its file.
+        dtype: NumPy type of a token in its file.
         text_bytes: UTF-8 bytes of all texts, which the caller adds up.
     """
 
@@ -41,16 +41,18 @@ class CorpusWriter:
         file.write(raw)
 
     def end(self, length: int, text_hash: Any, *place: int) -> None:
-        """Add a document to the table.
+        """Add a document, whose tokens are written, to the table.
 
         Args:
+            length: number of its tokens.
             text_hash: BLAKE2b object of 8 bytes, fed with the text.
-            place: file, line, and the length of the first sequence if there are five columns.
+            place: index of the file, line, and the length of the first sequence if there are five
+                columns.
         """
         self._table.extend((length, int.from_bytes(text_hash.digest(), "little"), *place))
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the table to ``folder`` and return the facts of the corpus as JSON values."""
+        """Write the table to ``folder``; return dtype, content (a digest) and text_bytes."""
         columns = np.frombuffer(self._table, np.uint64).reshape(-1, self.num_columns).T.copy()
         np.save(folder / "documents.npy", columns)
         self._digest.update(columns[0].tobytes() + columns[4:].tobytes())
@@ -64,9 +66,15 @@ class CorpusWriter:
 def tokenise_documents(
     folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]
 ) -> dict[str, Any]:
-    """Write each document's tokens, followed by EOS, and the table; return the corpus's facts.
+    """Write each document's tokens, followed by EOS, and the table of documents to ``folder``.
 
     Short documents are encoded together, long ones in pieces.
+
+    Args:
+        paths: the corpus's files, for error messages.
+
+    Returns:
+        ``dtype``, ``content`` (digest) and ``text_bytes`` of the corpus.
 
     Raises:
         DataError: the tokenizer returns an id beyond its own vocabulary.
@@ -124,7 +132,11 @@ class _DocumentWriter(CorpusWriter):
         self._add(document, self.tokenizer.encode_long(texts()), text_hash)
 
     def _add(self, document: Document, encoded: Iterable[np.ndarray], text_hash: Any) -> None:
-        """Write a document whose ids come in pieces; its hash is complete after the last piece."""
+        """Write a document's ids, which come in pieces, and EOS; add it to the table.
+
+        Args:
+            text_hash: BLAKE2b object that has seen the whole text once ``encoded`` is exhausted.
+        """
         size = self.tokenizer.vocab_size
         length = 0
         for ids in chain(encoded, [np.array([self.tokenizer.eos_id])]):

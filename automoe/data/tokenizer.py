@@ -57,7 +57,7 @@ _VOCAB_FILES = (
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Interface of a tokenizer for the data pipeline; this class itself has ids without text.
+    """Interface of a tokenizer for the data pipeline; the class itself serves synthetic data.
 
     Attributes:
         vocab_size: largest id + 1; an embedding needs at least this many rows.
@@ -65,8 +65,8 @@ class Tokenizer:
         pad_id: id of padding, which is never trained.
         digest: name or hash of everything that determines the ids of a text.
         byte_lengths: [vocab_size] int64, UTF-8 bytes that each id stands for; 0 for special tokens.
-        special_ids: the ids of ``SPECIAL_IDS`` that its files name; an export has them. ``pad_id``
-            may be another: rows are padded without a token for it, too.
+        special_ids: key of ``config.json`` (as in ``SPECIAL_IDS``) -> id, for ids that the
+            tokenizer's files name; exports have them. ``pad_id`` may be another id.
     """
 
     vocab_size: int
@@ -77,7 +77,7 @@ class Tokenizer:
     special_ids: dict[str, int | None] = field(default_factory=dict)
 
     def shares(self, number: int, other: Tokenizer | None) -> bool:
-        """Return whether an id stands for the same token in both."""
+        """Return True if the id ``number`` stands for the same token in the other tokenizer."""
         text = self.decode([number]) if number >= 0 and other is not None else ""
         return other is not None and text != "" and text == other.decode([number])
 
@@ -127,9 +127,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """HuggingFace tokenizer of a directory, run by ``tokenizers``.
+    """HuggingFace tokenizer from a directory, run by ``tokenizers``.
 
-    This class does not check the files: ``check_tokenizer`` does so earlier, and not on every rank.
+    This class does not check the files: ``check_tokenizer`` does so once, before ranks start.
     ``transformers`` converts older files. A special token that a document spells out is encoded as
     plain text, so that a corpus cannot end a document or open a chat turn by quoting the token.
 
@@ -245,7 +245,7 @@ class HFTokenizer(Tokenizer):
             yield context, rest
 
     def _is_clean(self, text: str, cut: int) -> bool:
-        """Return True if a cut changes no id on either side.
+        """Return True if cutting ``text`` at index ``cut`` changes no id on either side.
 
         The ids near the cut must be equal with and without the text beyond it, and with more text
         before it.
@@ -263,7 +263,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:
-    """Yield places to cut a text, best first: the last line ends up to ``end``, blanks, any place."""
+    """Yield indices to cut a text at, best first: the last line ends up to ``end``, blanks, any."""
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end
         for _ in range(16):
@@ -282,7 +282,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
             an exported byte tokenizer give the byte tokenizer again.
 
     Raises:
-        ConfigError: as ``HFTokenizer``.
+        ConfigError: the directory is missing, unreadable, or names no end-of-text token.
     """
     if spec != "byte":
         path = local_folder(spec) / "tokenizer.json"
@@ -293,7 +293,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
-    """Return the tokenizer in a checkpoint's folder; None without one that can be read."""
+    """Return the tokenizer in a checkpoint's folder; None if the folder has no readable one."""
     # transformers would make one without a token from config.json alone.
     files = (*_VOCAB_FILES, "tokenizer.json", "tiktoken.model")
     if weights is None or not any(is_there(local_folder(weights), name) for name in files):
@@ -308,7 +308,8 @@ def check_tokenizer(spec: str) -> None:
     """Check and try a tokenizer's files; call this once before ranks start, not on every rank.
 
     Raises:
-        ConfigError, CheckpointError, DataError: as ``check_files``.
+        ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.
+        DataError: trying the tokenizer takes too long or too much memory, or ends the process.
     """
     directory = local_folder(spec)
     if spec in ("byte", NO_TOKENIZER) or not directory.is_dir():
@@ -348,7 +349,13 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
 
 
 def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> int | None:
-    """Return the special id that the directory names, in transformers' order; None if none."""
+    """Return the id of a special token such as ``eos_token`` from the directory's files, or None.
+
+    Files and keys are searched in the order of transformers.
+
+    Args:
+        key: key of the token in the files.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = settings_of(directory, name).get(key.removesuffix("_id"))
         token = token["content"] if isinstance(token, dict) else token
@@ -365,10 +372,14 @@ def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> i
 
 
 def _by_transformers(folder: Path, tokenizer: str, rule: str, remedy: str) -> Any:
-    """Load a tokenizer's folder by ``transformers``, without the Hub.
+    """Load a tokenizer from a folder by ``transformers``, without the Hub.
+
+    Args:
+        tokenizer: the setting that names the folder.
+        rule, remedy: texts of the error.
 
     Raises:
-        ConfigError: with ``rule`` and ``remedy``; the folder has no fast tokenizer.
+        ConfigError: the folder has no fast tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -398,7 +409,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
 
 
 def stored_template(chat: ChatConfig, tokenizer: str) -> str:
-    """Return the stored text of the chat template, in any of the formats of tokenizers.
+    """Return the text of the chat template: ``data.chat.template``, or the tokenizer's own.
 
     Args:
         tokenizer: ``byte`` or a directory.

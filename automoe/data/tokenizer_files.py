@@ -38,7 +38,7 @@ def unreadable(path: Path, why: str) -> ConfigError:
 
 
 def settings_of(directory: Path, name: str) -> dict[str, Any]:
-    """Return the settings in a file; {} if the file does not exist."""
+    """Return the JSON object in file ``name`` of a tokenizer's directory; {} if it is missing."""
     try:
         return read_settings(directory, name)
     except (OSError, ValueError) as error:
@@ -53,11 +53,11 @@ def text_of(directory: Path, name: str) -> str:
 
 
 def check_files(directory: Path) -> None:
-    """Check the settings beside a tokenizer, and try the parts of a tokenizer.json in a child.
+    """Check the JSON files of a tokenizer, and try each stage of tokenizer.json in a child process.
 
     Raises:
         ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.
-        DataError: a part takes too long or too much memory, or ends the process.
+        DataError: a stage takes too long or too much memory, or ends the process.
     """
     for name in _SETTINGS:
         settings_of(directory, name)
@@ -90,17 +90,26 @@ def _try_parts(path: Path, text: str) -> None:
 
 
 def named_parts(path: Path, spec: dict[str, Any]) -> str:
-    """Return the path and the names of the parts with expressions, or of all parts if none has."""
+    """Return text for an error: path, and the tokenizer stages that use regular expressions.
+
+    If none does, the text names all stages.
+
+    Args:
+        spec: content of the tokenizer.json at ``path``.
+    """
     there = [part for part in _PARTS if spec[part]]
     parts = [part for part in there if "Regex" in json.dumps(spec[part])] or there
     return f"{path}: {' and '.join(parts) or 'model'}"
 
 
 def byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
-    """Return the UTF-8 bytes of each id, [vocab_size], from the decoder's spelling of pieces.
+    """Return the number of UTF-8 bytes of each id, [vocab_size] int64.
+
+    The decoder in ``spec`` tells how tokens spell bytes.
 
     Args:
         spec: content of a tokenizer.json.
+        vocab: token -> id.
     """
     decoder = json.dumps(spec["decoder"])
     added = {token["id"]: token for token in spec["added_tokens"]}

@@ -15,7 +15,7 @@ TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sequence of tokens, with the spans [start, end) of its trained answers."""
+    """Token sequence of a conversation, with the spans [start, end) of its trained answers."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -27,15 +27,15 @@ Turn = tuple[list[int], int]
 
 
 def is_wanted(message: Message) -> bool:
-    """Return False if a message is left out of training.
+    """Return True if an assistant message is to be trained.
 
-    OpenAI's files mark such a message by ``weight: 0``, axolotl's by ``train: false``.
+    OpenAI's files exclude a message by ``weight: 0``, axolotl's by ``train: false``.
     """
     return all(message.get(key, 1) != 0 for key in WANTED)
 
 
 def num_left_out(texts: Iterable[str], written: str) -> int:
-    """Return how many of ``texts`` are not in ``written``; case, and blanks at the ends, do not count."""
+    """Return how many of ``texts`` are not in ``written``, ignoring case and outer blanks."""
     return sum(text.strip().casefold() not in written.casefold() for text in texts)
 
 
@@ -45,17 +45,17 @@ def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[int, int]:
-    """Return where an answer begins in ``head``, and how much of ``before`` is its prompt.
+    """Return where an answer begins in ``head``, and how many characters of ``before`` to keep.
 
     The two numbers differ, because a template may write earlier messages, or the text between
     messages, differently once the answer follows, and may leave out the end of its generation
     prompt.
 
     Args:
-        head: text through the answer, up to the answer's own text.
-        before: text that ends in the generation prompt.
+        head: rendered text through the answer, up to the answer's own text.
+        before: rendered text that ends in the generation prompt.
         plain: ``before`` without the generation prompt.
-        shared: length of the prefix that ``before`` has in common with the text through the answer.
+        shared: length of the common prefix of ``before`` and the text through the answer.
     """
     begun = num_shared(plain, before)
     prompt = before[begun:]
@@ -74,9 +74,9 @@ def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[in
 
 
 def joined(turns: list[Turn]) -> Iterator[Sample]:
-    """Yield the samples of one conversation's turns.
+    """Yield the token sequences of one conversation, from the turns up to each of its answers.
 
-    Turns share a sample as long as each begins with all tokens of the one before it.
+    A turn joins the sequence of the turn before it if it begins with all of its tokens.
     """
     ids = []
     spans = []
@@ -90,7 +90,7 @@ def joined(turns: list[Turn]) -> Iterator[Sample]:
 
 
 def as_tool_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """Return a tool call with its arguments as JSON text, or as an object."""
+    """Return a tool call with its arguments as JSON text (``as_text``), or as an object."""
     function = {"arguments": {}} | call.get("function", call)
     arguments = function["arguments"]
     if as_text and not isinstance(arguments, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,13 @@ from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rule_engine import check_rows
 from automoe.config.rules_model import model_rows
-from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.identity import checkpoint_folder
 from automoe.hf.read import load_hf
+from automoe.hf.verify import expert_product
 from automoe.hf.write import to_hf as to_hf
 from automoe.model.causal_lm import CausalLM
 from automoe.parallel.fsdp import COMPUTE_DTYPES
@@ -61,7 +61,7 @@ def from_hf(
         )
     catalog = None
     if mesh is None:
-        model = build_decoder(config, MoEConfig(experts=_expert_backend(config, dtype)), dtype)
+        model = build_decoder(config, MoEConfig(experts=expert_product(config, dtype)), dtype)
         # Other ranks, if any, take no part in this load.
         catalog = check_catalog(path, config)
     else:
@@ -74,7 +74,7 @@ def from_hf(
                     "from_hf gives one module that maps whole rows to logits",
                     f"Set mesh.{axis}=1; automoe.train runs the others",
                 )
-        moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
+        moe = MoEConfig(experts=expert_product(config, dtype, shape.etp))
         on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
         on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
         check_rows(on_mesh, model_rows(on_mesh, shape), shape)
@@ -101,15 +101,3 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
             f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}",
             f"Add {-size % tp} tokens to the end of the rows, and ignore their logits",
         )
-
-
-def _expert_backend(
-    config: ModelConfig, dtype: torch.dtype, etp: int = 1
-) -> Literal["grouped_mm", "loop"]:
-    """Return grouped_mm if it can run, else loop.
-
-    grouped_mm does not support float64, and the size of its rows must be a multiple of 16 bytes.
-    """
-    widths = (config.hidden_size, config.moe_intermediate_size // etp)
-    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
-    return "grouped_mm" if aligned and dtype != torch.float64 else "loop"

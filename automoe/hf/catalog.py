@@ -13,7 +13,7 @@ from typing import Any
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.codes import decodable, split
+from automoe.hf.codes import INTEGERS, decodable, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
@@ -34,16 +34,18 @@ _NONE = StoredTensor("", "", (), 0, 0)  # stands for scales that a tensor lacks
 
 @dataclass(frozen=True)
 class Catalog:
-    """Tensors that a model reads from a checkpoint directory, in file order.
+    """Checked list of the tensors that a model reads from a checkpoint directory, in file order.
+
+    ``open_catalog`` makes it on rank 0 and broadcasts it, and ``Reader`` reads files by it.
 
     Attributes:
         folder: the directory.
-        keys: key map of the directory's layout.
-        sources: stored tensors by plain name (``automoe.hf.wrapper``).
+        keys: key map of the directory's layout: the HuggingFace tensors of each of our parameters.
+        sources: stored tensors by plain name, that is, without a vision-language wrapper's prefix.
         block: rows and columns that share a scale in block-FP8.
         names: map between plain names and names in the files.
-        beside: tensors outside the model, such as a vision part, by name in the files. They are not
-            read, and an export holds copies of them.
+        beside: tensors outside the text model, such as a vision part, by name in the files. They
+            are not read, and an export holds copies of them.
         notes: sentences for the user: which tensors are not read, and where the files overrule
             config.json.
     """
@@ -69,7 +71,7 @@ class Catalog:
 
     @property
     def parts_beside(self) -> tuple[str, ...]:
-        """Prefixes of the names in ``beside``."""
+        """Name prefixes of the tensors outside the text model, such as ``model.visual.``."""
         return tuple(dict.fromkeys(map(part_of, self.beside)))
 
 
@@ -96,8 +98,15 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
 
 @without_collection()
 def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
-    """Do the work of ``open_catalog`` without collectives: parse all headers, and compare keys,
-    shapes and dtypes with the model."""
+    """Read all headers in this process, check them against the model, and return the catalog.
+
+    Keys, shapes and dtypes are compared. Not collective: ``open_catalog`` calls this function on
+    rank 0 and raises the same errors.
+
+    Args:
+        config: configuration of the full model.
+        keys: key map of the dense checkpoint that ``config`` upcycles; default: that of the family.
+    """
     folder = local_folder(path)
     tensors = read_headers(folder)
     hf = read_hf_config(folder) if is_there(folder, "config.json") else {}
@@ -134,10 +143,16 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             "config.json ties the output head to the embedding, and lm_head.weight has different numbers. Set "
             "tie_word_embeddings to false there: transformers also keeps both and does not tie them"
         )
+    mistyped = [
+        f"{key} is {sources[key].dtype}"
+        for key in wanted
+        if key in sources and (sources[key].dtype == INTEGERS) != (key in keys.integers)
+    ]
     kinds = {
         "tensors are missing": missing,
         "are not the model's": unexpected,
         "tensors differ from the model's in shape": wrong,
+        "tensors are integers where the model has fractions, or the reverse": mistyped,
     }
     if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
         raise CheckpointError(
@@ -155,13 +170,17 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
 def _without_codes(
     folder: Path, beside: Contents, encoding: Encoding
 ) -> tuple[Contents, list[str]]:
-    """Return the tensors of ``beside`` that an export can copy, and notes that name the left-out ones.
+    """Return the tensors outside the text model that an export can copy, and notes on the others.
 
-    An export's config.json states the export's own quantization, so copied codes would be misread.
-    Quantized modules for multi-token prediction are left out.
+    Quantized modules for multi-token prediction are left out: an export's config.json states the
+    export's own quantization, so their codes would be misread.
+
+    Args:
+        beside: tensors outside the text model, by name in the files.
+        encoding: encoding of the checkpoint's quantized tensors.
 
     Raises:
-        CheckpointError: a part of a wrapper is quantized.
+        CheckpointError: a vision or audio part of a wrapper is quantized.
     """
     coded = {} if encoding == "plain" else {
         part_of(key): key for key, stored in beside.items() if stored.dtype not in FLOAT_DTYPES
@@ -178,7 +197,10 @@ def _without_codes(
 
 
 def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
-    """Remove stored rotary tables, and a tied head, from ``sources``; return notes for the user."""
+    """Remove tensors that the model computes or ties from ``sources``; return notes for the user.
+
+    These are stored rotary tables, and an output head that is a copy of the embedding.
+    """
     computed = [key for key in sources if key.endswith(".rotary_emb.inv_freq")]
     tied = [HEAD] if config.tie_embeddings and HEAD in sources else []
     for key in computed + tied:

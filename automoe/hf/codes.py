@@ -19,6 +19,7 @@ from automoe.storage.foreign import brief
 
 # Scales of what a quantized model rounds as it runs; training rounds nothing there.
 _ACTIVATIONS = re.compile(r".*\.(input|output|[qkv])(_global)?_scale")
+INTEGERS = "I64"
 
 
 def decodable(
@@ -47,7 +48,11 @@ def decodable(
 
 
 def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
-    """Attach scales to their codes, under the name of the unquantized tensor."""
+    """Join each quantized tensor's codes with its scales, under the unquantized tensor's name.
+
+    Returns:
+        All tensors by name; those of scales are now part of their codes' entries.
+    """
     encoding = scheme.encoding
     if encoding == "plain":
         return tensors
@@ -98,11 +103,14 @@ def _of_blocks(stored: StoredTensor) -> StoredTensor:
 
 
 def _check_encodings(folder: Path, sources: Contents, scheme: Scheme) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
+    """Raise ``CheckpointError`` for an unreadable dtype, or scales that do not fit their codes."""
     unscaled = [
         key
         for key, s in sources.items()
-        if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
+        # int64 holds no codes; ``check_catalog`` knows which tensors may have it
+        if s.encoding == "plain"
+        and s.dtype not in (*FLOAT_DTYPES, INTEGERS)
+        and not key.endswith(SHAPE)
     ]
     if unscaled:
         quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
@@ -145,11 +153,18 @@ def _check_encodings(folder: Path, sources: Contents, scheme: Scheme) -> None:
 def split(
     tensors: Contents, names: Names, config: ModelConfig, keys: KeyMap
 ) -> tuple[Contents, Contents]:
-    """Split a folder's tensors: the model's by plain name, and the rest by name in the files.
+    """Split a folder's tensors into those of the text model and all others.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. A surplus layer without this projection is kept among
     the model's tensors, so that the files of a larger model are refused.
+
+    Args:
+        tensors: stored tensors by name in the files.
+        names: map from names in the files to plain names, those of a text model alone.
+
+    Returns:
+        (the model's tensors by plain name, other tensors by name in the files).
     """
     modules = ["mtp."]
     for key in tensors:

@@ -69,7 +69,10 @@ IGNORED: dict[str, dict[str, Taken]] = {
 
 
 def ignored_keys(folder: Path) -> list[str]:
-    """Return a line for each engine that ignores something of the checkpoint in ``folder``."""
+    """Return warnings about inference engines that ignore settings of the checkpoint in ``folder``.
+
+    A warning is ``vLLM 0.32 ignores norm_eps=1e-06, and computes another model``.
+    """
     kind = str(text_config(read_hf_config(folder)).get("model_type"))
     concerned = {engine: taken[kind] for engine, taken in IGNORED.items() if kind in taken}
     model = model_config_from_hf(folder) if concerned else ModelConfig()

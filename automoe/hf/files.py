@@ -101,7 +101,7 @@ def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") ->
 
 
 def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[Contents]:
-    """Distribute tensors, in order, over files.
+    """Distribute tensors, in order, over files; return the tensors of each file by name.
 
     A file has at most ``max_bytes``, unless one tensor alone is larger.
     """
@@ -117,7 +117,7 @@ def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[C
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names of ``count`` files, numbered as transformers does."""
+    """Return the names of ``count`` files, such as ``model-00001-of-00003.safetensors``."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -129,6 +129,7 @@ def write_files(
     """Write safetensors files, one tensor at a time.
 
     Args:
+        files: path of each file, and the tensors that it will hold, by name.
         tensors: for each tensor of ``files``, in order: its numbers, or codes and scales, in the
             dtypes of the file, or the bytes.
 
@@ -161,6 +162,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
     """Write the index (tensor -> file) if there are several files, and return a summary.
 
     Args:
+        files: tensors of each file, by name.
         dtype: dtype of the first parameter, for the summary.
     """
     weight_map = {

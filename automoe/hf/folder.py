@@ -77,10 +77,12 @@ def check_target(path: Path, overwrite: bool) -> None:
 def check_conversion(
     config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
-    """Return the key map of the layout to convert to.
+    """Check the options of a conversion, and return the key map of the layout to write.
 
     Raises:
-        ConfigError, CheckpointError: as ``convert_hf`` would raise them.
+        ConfigError: the layout is unknown, or ``encoding`` is not one of the family's or is
+            combined with fused experts.
+        CheckpointError: ``path`` exists or cannot be written.
     """
     check_target(path, overwrite)
     if layout not in ("published", "fused"):
@@ -255,9 +257,9 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return a ``quantization_config`` with module names as in ``source``'s files.
+    """Return ``quantization_config`` with module names as in ``source``'s files, with prefixes.
 
-    Parts that are copied from ``source`` are added to the modules that are not quantized.
+    Copied parts outside the text model are added to the modules that are not quantized.
     """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [
@@ -271,9 +273,12 @@ def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
-    """Return True if the tokenizer is the source's.
+    """Return True if the export's tokenizer is that of the checkpoint ``source``.
 
     Its token ids and generation settings then apply to the export.
+
+    Args:
+        tokenizer: folder of the tokenizer; None stands for that of ``source``.
     """
     return tokenizer is None or (
         source is not None and local_folder(tokenizer).absolute() == source.absolute()
@@ -285,7 +290,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _with_stop(known: Any, stop_id: int | None) -> Any:
-    """Return the ids that end generation, ``known`` and ``stop_id``: one, or a list."""
+    """Return ``eos_token_id`` with ``stop_id`` added: one id, or a list of several.
+
+    Args:
+        known: ``eos_token_id`` so far: an id, a list or None.
+    """
     if stop_id is None or stop_id in _listed(known):
         return known
     return [stop_id, *_listed(known)] if _listed(known) else stop_id
@@ -296,11 +305,15 @@ def _write_json(file: Path, content: HFConfig) -> None:
 
 
 def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], HFConfig]:
-    """Return a function that fits the settings of the checkpoint ``base`` to another tokenizer.
+    """Return a function that adapts token ids in a checkpoint's settings to another tokenizer.
 
-    Its own ids, with None for those it lacks, replace the checkpoint's: transformers would take the
-    family's published id for an absent key, and give the row of a padding no gradient. The stops of
-    generation, and other ids, stay if they are of tokens that did not change.
+    The tokenizer's ids replace those of ``base``; an id that it lacks becomes None, because
+    transformers would take the family's published id for an absent key. Stops of generation stay if
+    the tokenizer has the same tokens under their ids.
+
+    Args:
+        tokenizer: tokenizer of the training; None or ``none``: it has no ids.
+        base: checkpoint whose config.json and generation_config.json are adapted.
     """
     ids = dict.fromkeys(SPECIAL_IDS)
     unchanged = ids.__contains__  # no id is

@@ -72,7 +72,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def full_shape(self) -> Shape:
-        """Shape of the dequantized tensor, from which ``coded_shapes`` gives those of the codes."""
+        """Shape of the dequantized tensor."""
         if self.encoding == "plain":
             return self.shape
         if self.encoding != "mxfp4":
@@ -86,7 +86,9 @@ class StoredTensor(NamedTuple):
         return sum(part.num_bytes for part in self.in_file("").values())
 
     def in_file(self, key: str) -> Contents:
-        """Return the tensors that store this one in a file, in byte order.
+        """Return the tensors of a file that hold this one, by name and in byte order.
+
+        These are the tensor itself, or its codes and scales, and in INT4 also its shape.
 
         Args:
             key: plain name of this tensor.
@@ -114,7 +116,7 @@ Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and
 
 @lru_cache
 def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
-    """Return dtype, shape and bytes, the same objects for all tensors that have them."""
+    """Return dtype, shape and size in bytes; equal tensors share the cached objects."""
     return dtype, shape, math.prod(shape) * BITS[dtype] // 8
 
 
@@ -157,7 +159,7 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 @without_collection()
 def read_headers(path: str | Path, last: bool = False) -> Contents:
-    """Return the place of every tensor of a checkpoint directory, from its index and headers.
+    """Return file, dtype, shape and byte range of every tensor of a checkpoint directory, by name.
 
     Args:
         last: transformers will read the files. Of a tensor in two files it takes the last one,
@@ -218,7 +220,7 @@ def _read_all(folder: Path, last: bool) -> Contents:
 
 
 def unread_adapter(folder: Path) -> list[str]:
-    """Return a note if a peft adapter lies beside the weights, since no command applies it."""
+    """Return a note if a peft adapter, which no command applies, lies beside the weights; else []."""
     if not is_there(folder, ADAPTER):
         return []
     return [
@@ -250,7 +252,7 @@ def are_equal(folder: Path, stored: StoredTensor, other_folder: Path, other: Sto
 
 
 def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
-    """Yield the bytes of a stored tensor, ``_PART`` bytes at a time.
+    """Yield the bytes of a stored tensor, at most 16 MiB at a time.
 
     Raises:
         CheckpointError: the file cannot be read, or became shorter since its header was read.
@@ -266,10 +268,10 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def complete_headers(folder: Path) -> Contents:
-    """Return the headers of ``folder``, or {} while files are missing.
+    """Return the headers of ``folder`` by tensor name, or {} while files are missing.
 
     Raises:
-        CheckpointError: as ``read_headers``.
+        CheckpointError: a file is damaged, or the index contradicts the headers.
     """
     try:
         complete = all(is_there(folder, name) for name in _files_of(_read_index(folder)))
@@ -288,8 +290,8 @@ def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
         tensors: ``complete_headers`` of ``folder``.
 
     Raises:
-        ConfigError: the model has more than ``MANY`` layers or experts per layer, or as
-            ``check_numbers``.
+        ConfigError: the model has more than ``MANY`` layers or experts per layer, or more than
+            twice as many parameters as the files hold numbers.
     """
     if (count := max(config.num_layers, config.num_experts)) > MANY:
         raise damaged(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
@@ -326,7 +328,7 @@ def _files_of(index: dict[str, str]) -> list[str]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor; {} without an index."""
+    """Return {tensor name: file name} of the index; {} if the checkpoint has no index."""
     if not is_there(folder, INDEX_FILE):
         return {}
     file = folder / INDEX_FILE
@@ -369,9 +371,8 @@ def _read_header(folder: Path, name: str) -> Contents:
         ) from None
     dtypes, shapes, sizes = zip(*layouts, strict=True) if layouts else ((),) * 3
     starts = accumulate(sizes, initial=8 + length)
-    return dict(
-        zip(keys, map(StoredTensor, repeat(name), dtypes, shapes, starts, sizes), strict=True)
-    )
+    fields = zip(repeat(name), dtypes, shapes, starts, sizes, repeat(None), repeat("plain"))
+    return dict(zip(keys, map(partial(tuple.__new__, StoredTensor), fields), strict=True))
 
 
 def _lfs_pointer(file: Path, size: int) -> CheckpointError:

@@ -25,6 +25,9 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
     A path that does not exist is returned unchanged.
 
+    Args:
+        key: config key that names the checkpoint, for errors.
+
     Raises:
         ConfigError: the Hub id cannot be downloaded.
     """
@@ -42,7 +45,7 @@ def complete(config: Config, weights: bool = True) -> None:
         weights: False to leave the weights of ``model.hf_path`` out.
 
     Raises:
-        ConfigError: as ``checkpoint_folder``.
+        ConfigError: a Hub id cannot be downloaded.
     """
     specs = {"model.hf_path": config.model.hf_path, "data.tokenizer": config.data.tokenizer}
     for key, spec in specs.items():

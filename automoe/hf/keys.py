@@ -41,6 +41,8 @@ Shape = tuple[int, ...]  # of a tensor or a box, or a place in it
 class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
     """Box of one of our tensors, and the equal box of the HuggingFace tensor that stores it.
 
+    ``KeyMap.pieces`` makes them; reading and writing of checkpoints copy between the two boxes.
+
     Attributes:
         key: name of the HuggingFace tensor.
         shape: full shape of the HuggingFace tensor.
@@ -60,13 +62,15 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the intersection of this piece with the box ``start``, ``size`` of our tensor.
+        """Return the intersection of this piece with a rank's shard, a box of our tensor.
 
-        ``from_stored`` and ``in_stored_order`` convert between the two results' layouts.
+        Args:
+            start: index of the shard's first element.
+            size: shape of the shard.
 
         Returns:
-            (slices of the HuggingFace tensor, index into the box), or None if the two do not
-            overlap.
+            (slices of the HuggingFace tensor, index into the shard), or None if the two do not
+            overlap. ``from_stored`` and ``in_stored_order`` convert between the two layouts.
         """
         begins, ends = [], []
         for begin, width, first, count in zip(self.start, self.size, start, size, strict=True):
@@ -92,19 +96,25 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def box(self) -> tuple[int | slice, ...]:
-        """Index of the box in our whole tensor."""
+        """Index that selects the box in our full tensor; an integer on dims that files do not have."""
         stored = {*chain.from_iterable(self.dims)}
         pairs = enumerate(zip(self.start, self.size, strict=True))
         return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
 
     @property
     def order(self) -> list[int]:
-        """Permutation of the stored dims of this box: the order in which HuggingFace files have them."""
+        """Permutation that brings the box's dims into the order of the HuggingFace tensor."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
     def in_stored_order(self, tensor: Any) -> Any:
-        """Return a view of a part of the box (of torch), dims in HuggingFace order, not merged."""
+        """Return a view of ``tensor`` with its dims in the order of the HuggingFace tensor.
+
+        Dims that the HuggingFace tensor merges stay separate.
+
+        Args:
+            tensor: torch tensor, a part of the box without the dims that files do not have.
+        """
         dims = [*chain.from_iterable(self.dims)]
         if dims == sorted(dims):
             return tensor
@@ -112,7 +122,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return a view of a slice of the HuggingFace tensor in the layout of the box."""
+        """Return a view of a slice of the HuggingFace tensor with our dims, in our order."""
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
             units = [self.size[dim] for dim in inner]
@@ -121,14 +131,18 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
 
     def within(self, stored: Any) -> Any:
-        """Return a view of the box in the whole HuggingFace tensor, in our layout."""
+        """Return the view of the HuggingFace tensor ``stored`` that this piece covers, in our layout."""
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None
         return self.from_stored(stored[overlap[0]])
 
 
 def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piece:
-    """Return the piece of a tensor that is stored whole as ``key``, with dims in another order."""
+    """Return the piece of a tensor of ours that is stored whole as the HuggingFace tensor ``key``.
+
+    Args:
+        dims: for each stored dim, our dims that it runs over; default: the same dims.
+    """
     dims = dims or tuple((dim,) for dim in range(len(shape)))
     full = tuple(prod(shape[dim] for dim in group) for group in dims)
     return Piece(key, full, (0,) * len(shape), shape, dims, (0,) * len(dims))
@@ -137,10 +151,14 @@ def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piec
 def one_by_one(
     keys: list[str], shape: Shape, experts: Iterable[int], parts: int = 1
 ) -> Iterator[Piece]:
-    """Yield the matrices of each expert: gate and up, or down.
+    """Yield the pieces of stacked experts that are stored as one matrix per expert and projection.
 
-    With ``parts`` they are cut from a dense FFN by rows of gate and up, and by columns of the down
-    projection.
+    Args:
+        keys: stored names with ``{expert}``: those of gate and up, or that of down.
+        shape: full shape of our stacked tensor, [E, 2, I, H] or [E, H, I].
+        experts: experts to yield.
+        parts: number of experts that share a dense FFN: each has some rows of gate and up, and some
+            columns of down.
     """
     outer, size = len(shape) - 2, shape[-2:]
     cut = len(keys) % 2
@@ -156,14 +174,14 @@ def one_by_one(
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Layout of a checkpoint: the pieces of each of our tensors.
+    """Layout of a checkpoint: which HuggingFace tensors hold each of our tensors.
 
     Attributes:
         rows: names below ``model.layers.N.`` of our tensors below ``layers.N.``, where they differ
             from the column ``hf`` of ``automoe.model.params``. ``{expert}`` stands for an expert's
             number, gate and up may have two names, and the row "" is in no file. Dims of the stored
-            tensor may follow in the letters of that table: ``[E 2*I H]`` has the gates first,
-            ``[E H I*2]`` has gates and ups in turn.
+            tensor may follow in the letters of that table: ``[E 2*I H]`` has the gates first, ``[E
+            H I*2]`` has gates and ups in turn.
         ffn_parts: number of experts that a dense FFN is cut into (``automoe.hf.upcycle``): expert e
             is part e mod ``ffn_parts`` of the layer's.
         router_std, router_seed: standard deviation and seed of the routers that are then drawn.
@@ -171,6 +189,7 @@ class KeyMap:
         layouts: layouts that files may have, if they cannot be derived; the last one is that of the
             parameters in memory.
         unread: regular expressions of stored tensors to skip.
+        integers: stored tensors of int64, such as a table of the experts of each token id.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -180,9 +199,13 @@ class KeyMap:
     table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     layouts: tuple[KeyMap, ...] = ()
     unread: tuple[str, ...] = ()
+    integers: frozenset[str] = frozenset()
 
     def row(self, name: str) -> str:
-        """Return the stored names, and maybe dims, of our tensor ``name`` of a layer."""
+        """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
+
+        It may be two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E H I]``.
+        """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
 
@@ -197,14 +220,29 @@ class KeyMap:
         return " [E H" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
-        """Return the layout of the files that hold the tensors ``keys``."""
+        """Return the variant of this layout that fits files with the tensors ``keys``.
+
+        Experts may be stored one by one, or fused.
+        """
         for layout in self.layouts:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
             if stored and all(key in keys for key in stored):
                 return layout
         if any(key.endswith(f".{GATE_UP}") for key in keys):
             return self.in_memory
+        if any(".switch_mlp." in key for key in keys):
+            return self.stacked
         return self.per_expert if keys else self
+
+    @property
+    def stacked(self) -> KeyMap:
+        """Key map of the same family as mlx-lm 0.32 saves it: a tensor for gates, ups and downs each."""
+        block, _, _ = self.per_expert.row(DOWN).partition("experts.")
+        stack = f"{block}switch_mlp"
+        rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I H]"}
+        return replace(
+            self, rows={**self.per_expert.rows, **rows, DOWN: f"{stack}.down_proj.weight"}
+        )
 
     @property
     def per_expert(self) -> KeyMap:
@@ -225,10 +263,11 @@ class KeyMap:
         return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
     def pieces(self, name: str, shape: Shape, experts: range | None = None) -> Sequence[Piece]:
-        """Return the HuggingFace tensors, in order, that make up our tensor ``name`` of ``shape``.
+        """Return the boxes of HuggingFace tensors, in order, that make up our tensor ``name``.
 
         Args:
-            experts: the tensors of other experts may be left out.
+            shape: full shape of our tensor.
+            experts: experts that are needed; pieces of other experts may be left out.
         """
         if self.table:
             return self.table[name]
@@ -243,12 +282,15 @@ class KeyMap:
         letters = SPECS[name].shape.split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]
-        if (1, 2) not in order:
+        if (1, 2) not in order and len(keys) == 1:
             return pieces
-        # Ranks have a part of I, which lies in two places.
+        # Ranks have a part of I, which lies in two places of a tensor, or in two tensors.
         size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))
+        step = shape[2] if len(keys) == 1 else 0
         return [
-            pieces[0]._replace(start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * shape[2], 0))
+            pieces[i % len(keys)]._replace(
+                start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * step, 0)
+            )
             for i in (0, 1)
         ]
 
@@ -274,9 +316,10 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
 
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield name and full shape of every tensor that a checkpoint holds.
+    """Yield name and full shape of every tensor of ours that a checkpoint holds, buffers included.
 
-    Buffers are included, and so are ``mtp_copies``.
+    Copies of embedding and head in modules for multi-token prediction count as tensors of their
+    own.
     """
     yield from ((param.name, param.shape) for param in model_params(config, buffers=True))
     for name in mtp_copies(config):
@@ -285,11 +328,16 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     """Return name and shape of every tensor of a checkpoint of ``config`` in layout ``keys``."""
-    return {
-        piece.key: piece.shape
-        for name, shape in our_tensors(config)
-        for piece in keys.pieces(name, shape)
-    }
+    tensors = {}
+    alike = {}  # names below a layer and shapes, which are made once for equal layers
+    for name, shape in our_tensors(config):
+        layer = None if keys.table else _LAYER.fullmatch(name)
+        prefix, kind = (f"model.{layer[1]}", (layer[2], shape)) if layer else ("", name)
+        if kind not in alike:
+            pieces = keys.pieces(name, shape)
+            alike[kind] = [(piece.key.removeprefix(prefix), piece.shape) for piece in pieces]
+        tensors |= {prefix + key: full for key, full in alike[kind]}
+    return tensors
 
 
 def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> bool:

@@ -5,7 +5,8 @@ Letters: I input and O output features, r rank, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,27 @@ from automoe.moe.lora import Added, ExpertLora
 from automoe.quantize.packed import block_size, is_packed
 
 
-def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Added]:
-    """Return what adapters add to this rank's shards, by the name of the weight. Collective."""
-    return {
-        f"{path}.{name}": added_product(module.get_parameter(name), a, b, module.lora.scale)
+def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Callable[[], Added]]:
+    """Return functions that gather the LoRA factors for this rank's shards, by weight name.
+
+    A function returns (A, B, scale): an export adds scale B A to the weight. All ranks of the
+    stages call the functions together and in one order; the results of the last two are kept.
+    """
+    adapted = {
+        f"{path}.{name}": (module.get_parameter(name), a, b, module.lora.scale)
         for part in parts.values()
         for path, module, name, a, b in _adapted_weights(part)
     }
 
+    @lru_cache(maxsize=2)  # the checkpoint's tensors of an expert alternate between two weights
+    def gathered(key: str) -> Added:
+        return added_product(*adapted[key])
+
+    return {key: partial(gathered, key) for key in adapted}
+
 
 def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:
-    """Yield path of the module, module, parameter name, A and B of each weight with an adapter."""
+    """Yield (module name, module, parameter name, A, B) of each weight with a LoRA adapter."""
     for path, module in part.named_modules():
         adapter = getattr(module, "lora", None)
         if isinstance(adapter, Lora):
@@ -41,10 +52,14 @@ def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tens
 
 @torch.no_grad()
 def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
-    """Return what of an adapter is added to this rank's shard of ``weight`` [..., O, I]. Collective.
+    """Return the rows of B and columns of A for this rank's shard of ``weight``. Collective.
+
+    Args:
+        weight: [..., O, I], maybe a packed 8- or 4-bit matrix.
+        a, b: whole or sharded factors [r, I] or [E, r, I], and [..., O, r].
 
     Returns:
-        A [r, I] or [E, r, I] and B [..., O, r] of the shard, at least in float32, and the scale.
+        A and B of the shard, at least in float32, and the scale.
     """
     local = local_shard(weight)
     packed = is_packed(weight)
@@ -64,10 +79,10 @@ def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
 
 
 def add_low_rank(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """Add scale B [..., O, r] A [..., r, I] to ``into`` [..., O, I].
+    """Add scale B A to ``into`` [..., O, I] in place; B is [..., O, r] and A [r, I] or [E, r, I].
 
-    Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner
-    dims of ``b``, several matrices of ``b`` share one of ``a``.
+    Matrices are multiplied one by one, so that no bit depends on their number. If A lacks inner
+    dims of B (gate and up), they share one A.
     """
     if b.dim() == 2:
         into.add_(b @ a, alpha=scale)

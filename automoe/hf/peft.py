@@ -197,7 +197,7 @@ def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
 
 
 def gathered_adapters(parts: Parts) -> Tensors:
-    """Return the full adapters of this rank's stages, on the CPU, by name. Collective."""
+    """Return the full LoRA factors A and B of this rank's stages, on the CPU, by name. Collective."""
     return {
         name: full_tensor(p.detach()).cpu()
         for part in parts.values()
@@ -214,10 +214,10 @@ def _first_holder(parts: Parts) -> int:
 def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, torch.Tensor]:
     """Return the adapters of all stages on every rank, on the CPU, under peft's names. Collective.
 
-    They are those of adapter_model.safetensors, without a file.
+    The names and values are those that ``to_peft`` writes to adapter_model.safetensors.
 
     Args:
-        fused: routed experts in the layout ``fused``, else ``published``.
+        fused: one adapter for all experts of a tensor; else one per expert and projection.
     """
     parts = as_parts(model)
     config, ranks = config_of(parts), Ranks()
@@ -237,7 +237,7 @@ def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[s
 
 
 def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield each adapter's module, suffix, A and B.
+    """Yield the module name, suffix, A and B of each LoRA adapter in ``tensors``.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """
@@ -266,9 +266,11 @@ def _names(config: ModelConfig) -> Names:
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return pieces of the HuggingFace tensors to which peft adds the product of an adapter.
+    """Return the boxes of HuggingFace weights to which peft adds the product B A of an adapter.
 
     Args:
+        module: name of our module that has the adapter.
+        suffix: 13 for gate and up of routed experts, 2 for down, and empty for others.
         tensor: B, or the product B A: it has the weight's dims, the last one of any size.
     """
     name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)
@@ -277,7 +279,7 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
 
 
 def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
-    """List the pieces of adapter_model.safetensors, each with the name of our adapter."""
+    """List the boxes that make up adapter_model.safetensors, each as (name of our A or B, box)."""
     table = []
     for module, suffix, a, b in _adapters(tensors):
         # If two parameters of a module have adapters, peft wraps the second around the first.
@@ -304,7 +306,7 @@ def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piec
 
 
 def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
-    """Copy the box of ``piece`` into the HuggingFace tensor in ``stored``."""
+    """Copy ``tensor``'s box into the HuggingFace tensor of ``piece`` in ``stored``, made if absent."""
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
 
@@ -409,9 +411,9 @@ def verify_peft(
 
 
 def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield name and peft layer of each adapted parameter of transformers' weightless model.
+    """Yield (name, peft layer) of each parameter that peft adapts in a weightless model.
 
-    Parameters of the text model have their plain names.
+    Names are plain: those of the text model alone.
     """
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -442,7 +444,11 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield the delta that peft adds to a parameter, by expert, in the parameter's layout."""
+    """Yield what peft adds to a parameter: one matrix per expert, in the parameter's layout.
+
+    Args:
+        module: peft's layer around the parameter.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:
@@ -454,7 +460,11 @@ def _theirs(module: Any) -> Iterator[Tensor]:
 
 
 def _mine(module: str, suffix: str, a: Tensor, b: Tensor, keys: KeyMap) -> Iterator[Tensor]:
-    """Yield our delta for the parameter of ``_theirs``, by expert, not yet scaled."""
+    """Yield B A of our adapter, without its scale: one matrix per expert, in transformers' layout.
+
+    Args:
+        suffix: 13 for gate and up of routed experts, 2 for down, and empty for a single matrix.
+    """
     if not suffix:
         yield b.float() @ a.float()
         return

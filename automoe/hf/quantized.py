@@ -238,7 +238,7 @@ def to_codes(
 
 
 def from_codes(parts: Sequence[Tensor], encoding: Encoding) -> Tensor:
-    """Decode the codes and scales of ``to_codes`` to float32, in the shape of its ``numbers``."""
+    """Decode a file's codes and scales to float32, in the shape of the unquantized tensor."""
     codes, scales = parts[:2]
     if encoding == "fp8":
         return dequantize_fp8(codes, scales)

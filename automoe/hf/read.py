@@ -185,7 +185,10 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Count NaN and infinite numbers by place in the checkpoint: (key, matrices, rows, columns)."""
+    """Count NaN and infinite numbers by position in the checkpoint: (key, matrices, rows, columns).
+
+    Ranges of matrices, rows and columns are half-open. Slices without any are left out.
+    """
     counts = {}
     for item in items:
         numbers = unpack(item.place, item.cols[1] - item.cols[0], torch.float32)
@@ -248,7 +251,7 @@ class ReadItem(NamedTuple):
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield (matrix, first row, end row, slice of ``place``) of about ``max_bytes`` bytes."""
+        """Yield (matrix, first row, end row, slice of ``place``) of reads of about ``max_bytes``."""
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
@@ -259,7 +262,7 @@ class ReadItem(NamedTuple):
 
 
 def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
-    """Return the read that fills ``shard`` from ``piece``; None if they do not overlap."""
+    """Return the read of ``source`` that fills ``shard`` from ``piece``; None without an overlap."""
     overlap = piece.overlap(shard.start, shard.extent)
     if overlap is None:
         return None
@@ -380,7 +383,10 @@ class Reader:
                 self.advance(item.num_bytes(part))
 
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return rows of a matrix [rows, columns], dequantized; [rows, blocks, bytes] if packed."""
+        """Return rows of a stored matrix [rows, columns], dequantized.
+
+        If the shard keeps FP8 codes, they are returned in its packed form, [rows, blocks, bytes].
+        """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
         if scales is None:
@@ -418,7 +424,10 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Read the bytes of rows of a matrix: whole rows in one call, parts of rows one by one."""
+        """Read the bytes of a matrix's rows into ``into``.
+
+        Whole rows are read in one call, parts of rows one by one.
+        """
         source = item.source
         num_rows, row_bytes = source.row_layout
         first, last = item.fetched

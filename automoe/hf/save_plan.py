@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -40,16 +41,16 @@ from automoe.interop.torch_private import full_tensor, is_strided_shard
 
 @dataclass(frozen=True)
 class WriteItem:
-    """Plan for one tensor of the checkpoint.
+    """Plan for one tensor of a checkpoint that is written or compared.
 
     Attributes:
-        shard: this rank's part of the model's tensor, on the meta device if its numbers are read
+        shard: this rank's shard of the model's tensor, on the meta device if its numbers are read
             from files.
-        pieces: slices of the model's tensor that make up the checkpoint's tensor.
+        pieces: boxes of the model's tensor that make up the checkpoint's tensor.
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.
-        target: the tensor as it is stored.
+        target: the tensor as it is stored: dtype, shape and encoding.
     """
 
     shard: LocalShard
@@ -86,7 +87,7 @@ def plan_writes(
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from, or that is rewritten.
     """
-    wide = kept_in_float32(family_of(config).architecture)
+    architecture = family_of(config).architecture
     plan = []
     load = {}
     stage = stage_ranks(shard.tensor for shard in shards)
@@ -115,10 +116,12 @@ def plan_writes(
                 out = torch.float32 if shard.local.is_meta and live == torch.bfloat16 else live
             elif not shard.trained:
                 out = live
-            elif stored == torch.float32 and wide.search(key):
+            elif dtype is None or (
+                stored == torch.float32 and kept_in_float32(architecture).search(key)
+            ):
                 out = stored
             else:
-                out = stored if dtype is None else dtype
+                out = dtype
             target = stored_as(pieces[0].shape, out, encoding if quantized else "plain")
             plan.append(WriteItem(shard, pieces, out, holders, writer, target))
             load[writer] = load.get(writer, 0) + target.total_bytes
@@ -126,7 +129,7 @@ def plan_writes(
 
 
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
-    """Return whole tensors of the model on the meta device, whose numbers are in files."""
+    """Return the model's full tensors on the meta device, whose numbers will be read from files."""
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
@@ -150,15 +153,15 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors of a checkpoint with their way into files, or into a comparison with files.
+    """Tensors of a checkpoint that are written to files, or compared with files, one at a time.
 
     Attributes:
         items: the tensors. If their shards are on the meta device (``unread_shards``), numbers are
             read from ``source``, else gathered from the ranks.
         ranks: the ranks that take part; all call each method together.
         source: checkpoint that is rewritten, or that the model was loaded from. Its names are used,
-            its other parts are copied, and its MXFP4 or INT4 codes are kept if they decode to the
-            same numbers.
+            its tensors outside the text model are copied, and its MXFP4 or INT4 codes are kept if
+            they decode to the same numbers.
     """
 
     items: list[WriteItem]
@@ -176,8 +179,8 @@ class Transfer:
         rank = self.ranks.rank
         with ExitStack() as opened:
             reader = opened.enter_context(Reader(self.source, advance)) if self._reads else None
-            held = (item for item in self.items if rank in item.holders)
-            made = ((item, _read(item, reader) if reader else gather(item)) for item in held)
+            get = partial(_read, reader=reader) if reader else partial(gather, rank=rank)
+            made = ((item, get(item)) for item in self.items)
             try:
                 yield ((item, tensor) for item, tensor in made if item.writer == rank)
             finally:
@@ -225,9 +228,12 @@ class Transfer:
         return replace(done, num_copied=len(beside))
 
     def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what a checkpoint stores for the whole ``tensor`` of ``item``: it, or its codes.
+        """Return what a file stores for ``tensor``: itself in the file's dtype, or its codes.
 
         Exports and streams of weights (``automoe.rl.weights``) both get their numbers here.
+
+        Args:
+            tensor: the item's whole checkpoint tensor.
         """
         parts = item.target.in_file(item.key).values()
         return [
@@ -301,7 +307,10 @@ def _square(tensor: Tensor) -> float:
 
 
 def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> None:
-    """Check that ``written`` has ``source``'s other parts, and compare the bytes of ``keys``.
+    """Check that ``written`` has the tensors outside the text model that ``source`` has.
+
+    Args:
+        keys: those whose bytes this process compares.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or different.
@@ -344,10 +353,20 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 
 @torch.no_grad()
-def gather(item: WriteItem) -> Tensor:
-    """Return the whole tensor in the item's dtype. Collective over its holders."""
+def gather(item: WriteItem, rank: int) -> Tensor | None:
+    """Return the whole checkpoint tensor of ``item``, in its dtype; None on other ranks.
+
+    Collective over the ranks of the item's pipeline stage.
+
+    Args:
+        rank: this rank.
+    """
     stored = None
     shard = item.shard
+    if shard.added:
+        shard.added()
+    if rank not in item.holders:
+        return None
     for piece in item.pieces:
         # Dims that are stored are gathered whole, and then cut.
         index = [
@@ -366,7 +385,13 @@ def gather(item: WriteItem) -> Tensor:
 
 
 def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:
-    """Gather the dims of ``part`` that are stored, over the axes of the mesh that shard them."""
+    """Gather the dims of ``part`` that the checkpoint tensor has, over mesh axes that shard them.
+
+    Args:
+        part: this rank's local slice; it has one index on each other dim.
+        tensor: our parameter, whose placements say what is sharded.
+        shape: full shape of our parameter.
+    """
     stored = {*chain.from_iterable(piece.dims)}
     axes = [axis for axis, by in enumerate(tensor.placements) if _cut_dim(by) in stored]
     names = tensor.device_mesh.mesh_dim_names

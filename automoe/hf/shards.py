@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,11 @@ def export_dtype(name: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor of the model, whose storage may be packed.
+    """This rank's shard of one tensor of the model, as loading and exporting see it.
 
-    For a packed matrix (``automoe.quantize.packed``) ``shape``, ``extent``, ``start`` and ``dtype``
-    describe the unpacked matrix, while ``tensor`` and ``local`` hold bytes.
+    The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
+    ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
+    hold bytes.
 
     Attributes:
         name: name in the full model.
@@ -53,10 +54,11 @@ class LocalShard:
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
         copy: True for a later stage's copy of the embedding, which the first stage holds too.
-        again: True for a tensor of ``mtp_copies``, which has the storage of the repeated tensor.
+        again: True for embedding or head as a module for multi-token prediction repeats it in
+            files.
         columns: columns of the full matrix if it is packed, else 0.
-        added: adapter that an export adds to the numbers, as scale B A: A [..., r, I], B
-            [..., O, r] of this shard, and the scale.
+        added: function that gathers the adapter which an export adds to the numbers as scale B A:
+            A [..., r, I] and B [..., O, r] of this shard, and the scale. Collective.
     """
 
     name: str
@@ -67,7 +69,7 @@ class LocalShard:
     copy: bool = False
     again: bool = False
     columns: int = 0
-    added: Added | None = None
+    added: Callable[[], Added] | None = None
 
     @property
     def base(self) -> str:
@@ -103,13 +105,13 @@ class LocalShard:
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
             return numbers
-        a, b, scale = self.added
+        a, b, scale = self.added()
         total = numbers.to(b.dtype, copy=not self.columns)
         add_low_rank(total, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, empty shard on the CPU for its numbers) of each matrix."""
+        """Yield each matrix of this shard as (its index, empty shard on the CPU to read it into)."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
@@ -143,11 +145,13 @@ def stage_ranks(tensors: Iterable[Tensor]) -> Shape:
     return tuple(sorted(max(meshes, key=Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
-def local_shards(parts: Parts, adapters: Mapping[str, Added] = {}) -> Iterator[LocalShard]:
+def local_shards(
+    parts: Parts, adapters: Mapping[str, Callable[[], Added]] = {}
+) -> Iterator[LocalShard]:
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
 
     Args:
-        adapters: ``adapters_of`` the parts, if their numbers are wanted.
+        adapters: result of ``adapters_of``, to export weights with adapters added.
     """
     for part in parts.values():
         copies = mtp_copies(part.config)

@@ -31,9 +31,12 @@ TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 
 def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
-    """Scale a down projection, or draw a router, if ``keys`` makes experts of a dense FFN.
+    """Complete ``shard`` of an upcycled mixture: scale a down projection, or draw a router.
 
-    Other shards stay unchanged.
+    Other shards, and all shards of models that are not upcycled, stay unchanged.
+
+    Args:
+        keys: key map of the checkpoint; it says if experts are made of a dense FFN.
     """
     if keys.ffn_parts and shard.name.endswith(DOWN):
         shard.local.mul_(keys.ffn_parts)
@@ -60,7 +63,8 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyM
         seed: seed of the routers' initial weights.
 
     Raises:
-        ConfigError: as ``upcycled``, or the expert width does not divide the dense one.
+        ConfigError: the mixture would not compute the dense model's function, the family has no
+            mixture counterpart, or the expert width does not divide the dense one.
     """
     assert model.hf_path is not None
     full = model_config_from_hf(model.hf_path).intermediate_size

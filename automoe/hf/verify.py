@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,13 +114,18 @@ def verify_hf(
                     f"{live.numel()} numbers differ"
                 )
 
+        made = (shard for shard in shards if (shard.added and shard.added()) or shard.base)
         with Reader(catalog) as reader:
-            plain = [shard for shard in shards if not (shard.base or shard.added)]
-            reader.visit(reader.plan(plain), compare)
-            for shard in shards:
-                for index, matrix in shard.matrices() if shard.base or shard.added else ():
-                    matrix.local.copy_(shard.numbers(index))
-                    reader.visit(reader.plan([matrix]), compare)
+            try:
+                plain = [shard for shard in shards if not (shard.base or shard.added)]
+                reader.visit(reader.plan(plain), compare)
+                for shard in made:
+                    for index, matrix in shard.matrices():
+                        matrix.local.copy_(shard.numbers(index))
+                        reader.visit(reader.plan([matrix]), compare)
+            finally:  # a rank that fails still takes part in gathering adapters
+                for _ in made:
+                    pass
         for key, size in sizes.items():
             if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
                 off = math.sqrt(errors[key] / size) if size else math.inf
@@ -238,7 +243,13 @@ def _tokens(config: ModelConfig) -> Tensor:
 def _relative_error(
     ours: Tensor, wanted: Tensor, folder: Path, rule: str, remedy: str = ""
 ) -> float:
-    """Return the relative difference of logits; raise ``CheckpointError`` if it is too large."""
+    """Return the relative difference of logits; raise ``CheckpointError`` if it is too large.
+
+    Args:
+        wanted: logits of transformers.
+        rule: what the error says was expected, such as ``logits differ from transformers'``.
+        remedy: sentence to append to the error.
+    """
     if odd := num_not_finite(wanted):
         raise CheckpointError(
             f"{folder}: {odd:,} of {wanted.numel():,} logits of transformers are NaN or infinite: its weights are "
@@ -252,13 +263,28 @@ def _relative_error(
     return error
 
 
-def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Have transformers loop over experts where torch's grouped product, its default, cannot.
+def expert_product(
+    config: ModelConfig, dtype: torch.dtype, etp: int = 1
+) -> Literal["grouped_mm", "loop"]:
+    """Return grouped_mm if torch's grouped product can multiply the model's experts, else loop.
 
-    That takes rows of whole 16 bytes, and no float64.
+    It does not support float64, and the size of its rows must be a multiple of 16 bytes.
+
+    Args:
+        etp: ranks that share the columns of an expert.
     """
-    widths = config.hidden_size | config.moe_intermediate_size
-    if config.num_moe_layers and (widths % 4 or dtype == torch.float64):
+    widths = (config.hidden_size, config.moe_intermediate_size // etp)
+    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
+    return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
+
+
+def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Set transformers to loop over experts if its default, torch's product, cannot multiply them.
+
+    Args:
+        hf_config: transformers' configuration object, changed in place.
+    """
+    if config.num_moe_layers and expert_product(config, dtype) == "loop":
         hf_config._experts_implementation = "eager"
 
 
@@ -321,10 +347,15 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
 def _run_transformers(
     folder: Path, tokens: Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K].
+    """Run the checkpoint in transformers; return logits [B, S, V] and chosen experts [B, S, L, K].
+
+    L counts layers with experts.
 
     Args:
-        beside: prefixes of tensors that transformers need not use.
+        beside: name prefixes of tensors that transformers need not use.
+
+    Raises:
+        CheckpointError: transformers misses tensors, or has no use for some.
     """
     from transformers import AutoConfig
     from transformers.utils import logging as bars

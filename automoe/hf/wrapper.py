@@ -27,24 +27,26 @@ _RESTATED = ("auto_map", "torch_dtype", "quantization_config", "transformers_ver
 
 
 class Names(NamedTuple):
-    """Names of the text model's tensors in files.
+    """Map between names of the text model's tensors in files and their plain names.
+
+    Plain names are those in a checkpoint of the text model alone.
 
     Attributes:
-        prefixes: pairs of a prefix in files and the plain prefix that it stands for; () if all names
-            are plain.
+        prefixes: pairs of a prefix in files and the plain prefix that it stands for; () if all
+            names are plain.
     """
 
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the plain name of a tensor in files; None if it belongs to another part."""
+        """Return the plain name of the file's tensor ``key``; None if it is not the text model's."""
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
         return None if self.prefixes else key
 
     def stored(self, key: str) -> str:
-        """Return the name in files of the text model's tensor ``key``."""
+        """Return the name in files of the text model's tensor with the plain name ``key``."""
         pairs = (pair for pair in self.prefixes if key.startswith(pair[1]))
         stored, plain = next(pairs, ("", ""))
         return stored + key.removeprefix(plain)
@@ -58,7 +60,11 @@ _WRAPPED = (
 )
 # Prefix of a part of a wrapper, or of a module after the last layer.
 _PART = re.compile(r"(language_model\.)?model\.(language_model\.)?(layers\.\d+\.|\w+\.)|\w+\.")
-_FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "model.hc_head.", "lm_head.")
+# The text model's tensors stand beside those of other parts, under transformers' or Mistral's names.
+_FLAT = (
+    ("model.layers.", "model.embed_tokens.", "model.norm.", "model.hc_head.", "lm_head."),
+    ("layers.", "tok_embeddings.", "norm.", "lerope.", "output."),
+)
 
 
 def is_wrapper(hf: Mapping[str, Any]) -> bool:
@@ -107,7 +113,10 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the names of the text model's tensors in files that hold the tensors ``keys``.
+    """Return the map of tensor names that fits files with the tensors ``keys``.
+
+    Args:
+        hf: content of config.json.
 
     Raises:
         CheckpointError: config.json describes a wrapper, and the text model is not in the files.
@@ -117,26 +126,27 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
             return names
     if not is_wrapper(hf):
         return ALONE
-    if not any(key.startswith(_FLAT[:2]) for key in keys):
-        known = listed([*(names.prefixes[0][0] for names in _WRAPPED), _FLAT[1]])
-        raise CheckpointError(
-            f"{folder}: its config.json has a {TEXT}, and its files lack the text model, the part that is trained: of "
-            f"{len(keys):,} tensors ({listed(keys)}) none begins with {known}. Copy the checkpoint again"
-        )
-    return Names(tuple((prefix, prefix) for prefix in _FLAT))
+    for flat in _FLAT:
+        if any(key.startswith(flat[:2]) for key in keys):
+            return Names(tuple((prefix, prefix) for prefix in flat))
+    known = listed([*(names.prefixes[0][0] for names in _WRAPPED), *(flat[0] for flat in _FLAT)])
+    raise CheckpointError(
+        f"{folder}: its config.json has a {TEXT}, and its files lack the text model, the part that is trained: of "
+        f"{len(keys):,} tensors ({listed(keys)}) none begins with {known}. Copy the checkpoint again"
+    )
 
 
 def part_of(key: str) -> str:
-    """Return the prefix of the part of a wrapper that the stored tensor ``key`` belongs to."""
+    """Return the name prefix of a tensor's module, such as ``visual.`` or ``model.layers.61.``."""
     match = _PART.match(key)
     return match[0] if match else key
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
-    """Return one sentence that names the parts that are copied unchanged; [] if there are none.
+    """Return a sentence that names the parts that an export copies unchanged; [] if there are none.
 
     Args:
-        beside: bytes by name in files.
+        beside: size in bytes of each tensor outside the text model, by name in files.
     """
     sizes = defaultdict(list)
     for key, num_bytes in beside.items():
@@ -165,7 +175,12 @@ def loading_class(config: Any, whole: bool = False) -> Any:
 
 
 def weightless(config: Any, whole: bool = False) -> Any:
-    """Return the model that ``loading_class`` makes of this config, on the meta device."""
+    """Return transformers' model of this configuration on the meta device, without weights.
+
+    Args:
+        whole: build all parts of a wrapper; else its text model alone, if that has a class of its
+            own.
+    """
     import torch
 
     with torch.device("meta"):
@@ -175,7 +190,7 @@ def weightless(config: Any, whole: bool = False) -> Any:
 def num_parameters(config: Any) -> int:
     """Build the class of a ``transformers`` configuration on meta, and count its parameters.
 
-    Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
+    Buffers, such as tables of positions, count beyond the first GiB, as numbers of 4 bytes.
     """
     model = weightless(config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -190,7 +205,7 @@ def text_path(model: Any) -> str:
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the names of the text model's parameters in a class of ``transformers``."""
+    """Return the map between parameter names of a class of ``transformers`` and plain names."""
     path = text_path(model)
     if not path:
         return ALONE

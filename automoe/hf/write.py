@@ -110,10 +110,12 @@ def source_of(config: ModelConfig) -> Catalog | None:
 def plan_export(
     parts: Parts, dtype: str, encoding: Encoding, source: Catalog | None, fused: bool = False
 ) -> list[WriteItem]:
-    """Plan the tensors of an export of this rank's stages; arguments as of ``to_hf``.
+    """Plan the checkpoint tensors of an export of this rank's pipeline stages. Collective.
 
     Args:
-        source: result of ``source_of``.
+        dtype: ``keep``, ``bfloat16`` or ``float32``, as in ``to_hf``.
+        encoding: quantization of the files; ``plain`` for none.
+        source: checkpoint that the model started from, or None (``source_of``).
         fused: True for the layout that a model of transformers has in memory.
     """
     config = config_of(parts)

@@ -13,6 +13,7 @@ from typing import Any
 from automoe.errors import CheckpointError
 
 BASE = "Train the bfloat16 checkpoint that it was quantized from"
+CONVERTED = "Train the checkpoint that it was converted from"
 # Pattern of a line of evidence, which is family, name and dtype of a tensor that no published
 # folder has -> what the folder is, and what to do.
 _ROWS = {
@@ -21,11 +22,19 @@ _ROWS = {
     r"gpt_oss \S+experts\.\d+\.\w+_proj\.\S+": f"GPT-OSS of llm-compressor, experts one by one with split biases. {BASE}",
     r"mixtral \S+block_sparse_moe\.experts\.\d+\.\w+_proj\.\S+": "Mixtral of llm-compressor, under names that no reader "
     f"has, transformers included. {BASE}",
+    r"\w+ (\S+weight U32|\S+\.biases \S+)": "quantized by mlx-lm: `mlx_lm.convert --dequantize --hf-path DIR` writes a folder "
+    "that is read, except of the families that have another message",
+    r"\w+ \S+self_attn\.embed_q\.weight \S+": "of mlx-lm, which splits kv_b_proj into embed_q and unembed_out. "
+    f"{CONVERTED}",
+    r"qwen3_(next|5\w*) \S+switch_mlp\.\S+": f"of mlx-lm, whose norms hold their weights plus one. {CONVERTED}",
+    r"gpt_oss \S+experts\.(gate|up)_proj\.\S+": f"GPT-OSS of mlx-lm, gates and ups apart. {CONVERTED}",
 }  # fmt: skip
 
 
 def check_writer(folder: Path, family: str, tensors: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a program is known to write folders that no reader loads correctly.
+    """Raise ``CheckpointError`` if a program wrote the folder in a form that is not read here.
+
+    The message names the program or format and a way out.
 
     Args:
         family: ``model_type`` of config.json.

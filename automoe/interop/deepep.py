@@ -49,32 +49,34 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Received:
-    """The rows and routing that a rank holds after a dispatch.
+    """Tokens and routing that a rank holds after a dispatch by DeepEP.
 
     Attributes:
         x_RH: the tokens, or their codes and scales if these were sent.
         topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks' experts
             and of no expert.
-        weights_RK: float32 routing weights.
-        counts: rows of each of the L experts, on the host.
+        probs_RK: float32 routing weights.
+        counts: tokens for each of the L experts, on the host.
         handle: DeepEP's record of the dispatch, kept while a combine or a second dispatch needs it.
     """
 
     x_RH: Rows
     topk_ids_RK: torch.Tensor
-    weights_RK: torch.Tensor
+    probs_RK: torch.Tensor
     counts: list[int]
     handle: Any
 
 
 def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
-    """Return the dispatcher ``moe.dispatcher=deepep`` over ``ep``, of ``num_experts`` experts."""
-    finish = TURNS.finish if isinstance(ep, OverlappedDispatch) else None
+    """Return the dispatcher of ``moe.dispatcher=deepep`` over the ep group."""
+    finish = TURNS.overlap if isinstance(ep, OverlappedDispatch) else None
     return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
 
 
 def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> TokenExchange:
-    """Return the exchange over ``group`` by the installed DeepEP; its first call allocates buffers.
+    """Return the token exchange over ``group`` by the installed DeepEP, v1 or v2.
+
+    Its first call allocates buffers.
 
     Args:
         finish: decides when the current stream waits for an exchange; None: every call waits.
@@ -93,7 +95,7 @@ def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> Token
 
 
 def close_deepep() -> None:
-    """Destroy this process's buffers, before process groups are destroyed. Collective.
+    """Destroy this process's DeepEP buffers, before process groups are destroyed. Collective.
 
     A buffer that lives until Python exits then waits for ranks that have gone, and
     ``destroy_process_group`` waits for the buffer (NVIDIA-NeMo/Automodel#2686).
@@ -103,15 +105,15 @@ def close_deepep() -> None:
 
 
 def hidden_size(rows: Rows) -> int:
-    """Return the hidden size H of rows [T, H], or of the 8-bit codes that stand for them."""
+    """Return the hidden size H of tokens [T, H], or of the 8-bit codes that stand for them."""
     return (rows[0] if isinstance(rows, tuple) else rows).shape[1]
 
 
 class TokenExchange:
-    """Exchange of tokens over a group, with buffers that all layers share: base of both versions.
+    """Base of DeepEP's two versions: an exchange of tokens over a group, with shared buffers.
 
-    A subclass has ``dispatch(x_TH, topk_ids_TK, weights_TK, num_experts) -> Received``; topk_ids
-    are int64 with -1 for no choice, weights float32.
+    All layers share the buffers. A subclass has ``dispatch(x_TH, topk_ids_TK, probs_TK,
+    num_experts) -> Received``; topk_ids are int64 with -1 for no choice, weights float32.
     """
 
     _later: str  # the version's name of the option for asynchronous calls
@@ -125,7 +127,7 @@ class TokenExchange:
         self._sizes: tuple[int, ...] = ()
 
     def _grown(self, *sizes: int) -> Any:
-        """Return a buffer with room for ``sizes``; all ranks of a group grow theirs at once."""
+        """Return the buffer, made larger if it has no room for ``sizes``. Collective."""
         before = self._sizes or (0,) * len(sizes)
         if any(new > old for new, old in zip(sizes, before, strict=True)):
             self._sizes = tuple(map(max, sizes, before))
@@ -134,20 +136,25 @@ class TokenExchange:
         return self._buffer
 
     def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Call ``function``, wait for its event and return its other results."""
+        """Call a ``function`` of DeepEP, wait for its event and return its other results."""
         if self._finish is None:
             return function(*args, **named)[:-1]
         *results, event = function(*args, **named, **{self._later: True})
         self._finish(event.current_stream_wait)
         return results
 
-    def combine(self, rows_RH, weights_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sum rows and weights (or None) on the ranks that they came from: [T, H] and [T, K]."""
+    def combine(self, rows_RH, probs_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum outputs and weights (or None) at the tokens they belong to: [T, H] and [T, K].
+
+        Args:
+            rows_RH: outputs for the tokens that ``dispatch`` brought here.
+            handle: that dispatch's record.
+        """
         buffer, layout = handle
-        return self._call(buffer.combine, rows_RH, layout, topk_weights=weights_RK)
+        return self._call(buffer.combine, rows_RH, layout, topk_weights=probs_RK)
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Repeat the dispatch of ``handle`` with rows [T, H] and return [R, H]."""
+        """Send other numbers [T, H] of the same tokens as the dispatch of ``handle``: [R, H]."""
         buffer, layout = handle
         return self._call(buffer.dispatch, x_TH, handle=layout, **self._options)[0]
 
@@ -167,12 +174,12 @@ class BufferExchange(TokenExchange):
         super().__init__(deep_ep, group, finish)
         self._size = size
 
-    def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
+    def dispatch(self, x_TH, topk_ids_TK, probs_TK, num_experts: int) -> Received:
         buffer = self._grown(_WIDE * hidden_size(x_TH))
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             topk_ids_TK, num_experts
         )
-        x_RH, topk_ids_RK, weights_RK, counts, handle = self._call(
+        x_RH, topk_ids_RK, probs_RK, counts, handle = self._call(
             buffer.dispatch,
             x_TH,
             num_tokens_per_rank=per_rank,
@@ -180,9 +187,9 @@ class BufferExchange(TokenExchange):
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=topk_ids_TK,
-            topk_weights=weights_TK,
+            topk_weights=probs_TK,
         )
-        return Received(x_RH, topk_ids_RK, weights_RK, counts, (buffer, handle))
+        return Received(x_RH, topk_ids_RK, probs_RK, counts, (buffer, handle))
 
     def _make_buffer(self, row_bytes: int) -> Any:
         buffer_class = self._deep_ep.Buffer
@@ -200,26 +207,26 @@ class BufferExchange(TokenExchange):
 
 
 class ElasticExchange(TokenExchange):
-    """DeepEP v2: ``ElasticBuffer``, over NCCL's device interface."""
+    """Exchange of tokens by ``ElasticBuffer`` of DeepEP v2, over NCCL's device interface."""
 
     _later = "async_with_compute_stream"
     _options = {"num_sms": NUM_SMS}
 
-    def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
+    def dispatch(self, x_TH, topk_ids_TK, probs_TK, num_experts: int) -> Received:
         num_tokens, top_k = topk_ids_TK.shape
         buffer = self._grown(num_tokens, hidden_size(x_TH), top_k)
-        x_RH, topk_ids_RK, weights_RK, handle = self._call(
+        x_RH, topk_ids_RK, probs_RK, handle = self._call(
             buffer.dispatch,
             x_TH,
             topk_idx=topk_ids_TK.to(self._deep_ep.topk_idx_t),
-            topk_weights=weights_TK,
+            topk_weights=probs_TK,
             num_experts=num_experts,
             do_cpu_sync=True,
             do_expand=False,
             **self._options,
         )
         return Received(
-            x_RH, topk_ids_RK, weights_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle)
+            x_RH, topk_ids_RK, probs_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle)
         )
 
     def _make_buffer(self, num_tokens: int, hidden: int, top_k: int) -> Any:
@@ -241,7 +248,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx,
         x_TH,
-        weights_TK,
+        probs_TK,
         topk_ids_TK,
         num_experts: int,
         exchange: TokenExchange,
@@ -252,21 +259,21 @@ class _Dispatch(torch.autograd.Function):
         if in_8_bits:
             quantized = quantize(x_TH, E4M3, LINE)
             rows = quantized.codes, quantized.scales
-        received = exchange.dispatch(rows, topk_ids_TK, weights_TK.contiguous(), num_experts)
+        received = exchange.dispatch(rows, topk_ids_TK, probs_TK.contiguous(), num_experts)
         out.append(received)
         ctx.exchange = exchange
         ctx.handle = received.handle
         x_RH = received.x_RH
         if isinstance(x_RH, tuple):
             x_RH = scaled(*x_RH, x_TH.dtype)
-        return x_RH, received.weights_RK
+        return x_RH, received.probs_RK
 
     @staticmethod
-    def backward(ctx, grad_x_RH: torch.Tensor, grad_weights_RK: torch.Tensor):
-        x_TH, weights_TK = ctx.exchange.combine(
-            grad_x_RH.contiguous(), grad_weights_RK.contiguous(), ctx.handle
+    def backward(ctx, grad_x_RH: torch.Tensor, grad_probs_RK: torch.Tensor):
+        x_TH, probs_TK = ctx.exchange.combine(
+            grad_x_RH.contiguous(), grad_probs_RK.contiguous(), ctx.handle
         )
-        return x_TH, weights_TK, None, None, None, None, None
+        return x_TH, probs_TK, None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -282,9 +289,9 @@ class _Combine(torch.autograd.Function):
 
 
 class DeepEPDispatcher:
-    """Dispatcher over DeepEP.
+    """Dispatcher that sends tokens to their experts' ranks by DeepEP.
 
-    Each call has one host sync, within the library, for the number of rows received.
+    Each call has one host sync, within the library, for the number of tokens received.
 
     Args:
         exchange: the library's exchange, shared by all layers since its buffers are large.
@@ -300,18 +307,22 @@ class DeepEPDispatcher:
         self.in_8_bits = in_8_bits
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> torch.Tensor:
-        """Dispatch, compute and combine; ``automoe.moe.dispatch.base`` lists the shapes.
+        """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
+
+        Args:
+            experts: function that runs this rank's experts.
+            rows_per_expert: unused; DeepEP exchanges sizes itself.
 
         Raises:
-            BackendError: DeepEP cannot send these rows.
+            BackendError: DeepEP cannot send tokens of this width or dtype.
         """
         _check(x_TH, topk_ids_TK, self.in_8_bits)
         topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)
         out: list[Received] = []
-        wide_TK = weights_TK.to(torch.float32)
-        x_RH, weights_RK = _Dispatch.apply(
+        wide_TK = probs_TK.to(torch.float32)
+        x_RH, probs_RK = _Dispatch.apply(
             x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, self.in_8_bits, out
         )
         received = out[0]
@@ -320,7 +331,7 @@ class DeepEPDispatcher:
         local_ids_RK = received.topk_ids_RK.to(torch.int64)
         local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
         num_rows = sum(received.counts)
-        sums_RH = run_choices(x_RH, local_ids_RK, weights_RK, experts, self.num_local, num_rows)
+        sums_RH = run_choices(x_RH, local_ids_RK, probs_RK, experts, self.num_local, num_rows)
         return _Combine.apply(sums_RH, received.handle, self.exchange)
 
 

@@ -20,7 +20,7 @@ from automoe.interop.torch_private import Gloo, gloo_group, replace_gloo
 
 
 class _OneWorker(type):
-    """Metaclass that stands in for torch's class: it makes and recognises torch's own groups."""
+    """Metaclass by which ``OneWorkerGloo`` makes and recognises torch's own gloo groups."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -47,7 +47,7 @@ class _OneWorker(type):
 
 
 class OneWorkerGloo(metaclass=_OneWorker):
-    """``ProcessGroupGloo`` with one thread."""
+    """Replacement of torch's ``ProcessGroupGloo``: its groups have one worker thread."""
 
     lazy = False
     making_timeout = timedelta.max

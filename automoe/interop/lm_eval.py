@@ -28,7 +28,7 @@ _CODE_KEYS = {"class", "hf_evaluate", "custom_generate", "unsafe_code", "use_pro
 
 
 def guard_harness(trusted: bool) -> None:
-    """Check each task file before the harness reads it, and sandbox its templates.
+    """Make lm-evaluation-harness check each task file before reading, and sandbox its templates.
 
     Args:
         trusted: allow task files to name code.
@@ -101,7 +101,9 @@ def _refuse(file: object, rule: str) -> None:
 
 
 def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
-    """Run tasks with a model that guesses, in a child process with limits of time and memory.
+    """Run lm-evaluation-harness tasks with a model that guesses, in a limited child process.
+
+    Its time and memory are limited, so that a hostile chat template shows here.
 
     Args:
         tokenizer: tokenizer of the checkpoint, which renders and tokenises prompts.
@@ -139,9 +141,12 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
 
 
 def in_time(work_name: str, work: Callable[..., T]) -> Callable[..., T]:
-    """Return ``work`` with the limits of time and memory of a guarded step, in this process.
+    """Return ``work`` wrapped with limits of time and memory, in this process.
 
     Only Python code is interrupted; native code runs on.
+
+    Args:
+        work_name: what the error calls the work.
     """
 
     def stop(signum: int, frame: object) -> None:

@@ -21,12 +21,11 @@ NEED_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class AliveBytes(TorchDispatchMode):
-    """Mode that counts the bytes of operators' results from their creation until they are freed.
+    """Dispatch mode that counts the bytes of operators' results from creation until they are freed.
 
-    torch's own tracker counts by module. 2.13: fake tensors, their read of a number, and the key of a
-    storage.
-
-    If code reads a number, it is 0; a condition is false; experts have equal shares.
+    Torch's own tracker counts by module. Checked with torch 2.13: fake tensors, how their numbers
+    are read, and the key of a storage. If code reads a number, it is 0; a condition is false;
+    experts have equal shares.
     """
 
     def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:

@@ -24,9 +24,11 @@ _LATER = "unsharded_grad_dtype"  # since 2.15
 
 # fmt: off
 def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, str, list[str]]]:
-    """Yield (is chosen, key=value, remedy, file, forms) of each option with private parts of its own.
+    """Yield the options that need private parts of torch, and where these parts stand.
 
-    A form has the texts that stand in the file of one release.
+    An option is (is chosen, key=value, remedy, file, forms). ``remedy`` is a key=value that does
+    without. ``file`` is torch's source file, and each of ``forms`` is the words that must stand in
+    it in some release.
     """
     parallel = config.parallel
     name = f"parallel.schedule={parallel.schedule}"
@@ -45,7 +47,11 @@ def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, st
 
 
 def missing_part(config: Config, shape: MeshShape, installed: str) -> str:
-    """Return which option needs a part that torch ``installed`` lacks; an empty string if none."""
+    """Return an error text for the first chosen option whose private part torch lacks; "" if none.
+
+    Args:
+        installed: torch's version, for the text.
+    """
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     for chosen, key, remedy, file, forms in parts(config, shape):

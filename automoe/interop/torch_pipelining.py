@@ -31,9 +31,9 @@ def unshard_every_stage_once() -> None:
 
     By default torch keeps at most three stages unsharded and all-gathers the others again for every
     round of micro-batches: 39 all-gathers per step for DeepSeek-V3 with 4 stages per rank and 128
-    micro-batches, instead of 4. 2.11 to 2.15: schedules call ``schedules._add_unshard_reshard``,
-    which takes ``max_active_stages``, by its name in the module: without that argument, and since
-    2.15 with 3.
+    micro-batches, instead of 4. Torch 2.11 to 2.15: schedules call
+    ``schedules._add_unshard_reshard``, which takes ``max_active_stages``, by its name in the
+    module: without that argument, and since 2.15 with 3.
     """
     add = schedules._add_unshard_reshard
 
@@ -45,10 +45,11 @@ def unshard_every_stage_once() -> None:
 
 @contextmanager
 def errors_of_stages() -> Iterator[None]:
-    """Raise the error of a stage itself, not the one that torch makes of it.
+    """Make a pipeline schedule raise a stage's own error, within this context.
 
-    Torch's has another type, and its message is a list of tensors that begins with an empty line.
-    2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of ``torch.distributed.pipelining``.
+    Torch wraps it in one of another type, whose message is a list of tensors that begins with an
+    empty line. Torch 2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of
+    ``torch.distributed.pipelining``.
     """
     cause = None
     try:
@@ -68,7 +69,7 @@ def errors_of_stages() -> Iterator[None]:
 def starts_sends_one_by_one(schedule: Any) -> bool:
     """Return True for a schedule that starts sends one by one and waits for all after the step.
 
-    2.11 to 2.15: a subclass of ``schedules._PipelineScheduleRuntime``, as
+    Torch 2.11 to 2.15: a subclass of ``schedules._PipelineScheduleRuntime``, as
     ``ScheduleInterleaved1F1B`` is.
     """
     return isinstance(schedule, schedules._PipelineScheduleRuntime)
@@ -77,7 +78,7 @@ def starts_sends_one_by_one(schedule: Any) -> bool:
 def wait_as_schedules_do(works: Works) -> None:
     """Wait for sends or receives by torch's function, or by the one of ``replaced_waits``.
 
-    2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. It is looked up at every call, since
+    Torch 2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. It is looked up at every call, since
     ``replaced_waits`` replaces it.
     """
     schedules._wait_batch_p2p(works)
@@ -88,9 +89,9 @@ def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
     """Make schedules and stages wait for sends and receives with ``wait``.
 
     Schedules have no argument for ``wait``, and wait with the timeout that a group was made with.
-    2.11 to 2.15: schedules wait in ``schedules._wait_batch_p2p``. Since 2.13, stages also agree
-    whether to infer shapes, by blocking ``dist.send`` and ``dist.recv``, whenever an evaluation
-    begins and when training goes on after it.
+    Torch 2.11 to 2.15: schedules wait in ``schedules._wait_batch_p2p``. Since 2.13, stages also
+    agree whether to infer shapes, by blocking ``dist.send`` and ``dist.recv``, whenever an
+    evaluation begins and when training goes on after it.
     """
     waits = schedules._wait_batch_p2p
     send = dist.send
@@ -112,14 +113,17 @@ def ordered_schedule(
     run_both: Callable[[Callable[[], Any], Callable[[], Any]], Any],
     **options: Any,
 ) -> Any:
-    """Return a schedule that runs ``order``; torch adds sends, receives and all-gathers to it.
+    """Return a pipeline schedule that runs the actions of ``order``.
 
-    For an entry of two actions ``run_both`` is called with the backward and the forward pass, and
-    returns the result of the forward pass.
+    Torch adds sends, receives and all-gathers. For an entry of two actions ``run_both`` is called
+    with the backward and the forward pass, and returns the result of the forward pass.
 
-    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV file, and
-    its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets the
-    function for ``OVERLAP_F_B``, an action of two others.
+    Torch 2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV
+    file, and its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets
+    the function for ``OVERLAP_F_B``, an action of two others.
+
+    Args:
+        order: for each rank the actions in order; an entry may merge a forward and a backward.
     """
     kinds = schedules._ComputationType
     schedule = schedules._PipelineScheduleRuntime(stages, **options)
@@ -142,9 +146,10 @@ def _run_weight_half(action: Any, context: Any) -> None:
 
     After a whole backward pass FSDP moves gradients to its accumulator, which has the dtype of the
     reduction. Torch's schedules do not do so after a weight half: gradients of all micro-batches
-    would be summed in the dtype of the parameters. 2.11 to 2.14:
+    would be summed in the dtype of the parameters. Torch 2.11 to 2.14:
     ``accumulate_unsharded_grad_if_needed`` and ``to_accumulated_grad_if_needed`` of FSDP's
-    parameters, in 2.11 in one group per state. 2.15 has none: gradients have the dtype of the reduction from the start.
+    parameters, in 2.11 in one group per state. 2.15 has none: gradients have the dtype of the
+    reduction from the start.
     """
     schedule = context.schedule_ref
     stage = next(
@@ -165,7 +170,13 @@ def _run_weight_half(action: Any, context: Any) -> None:
 
 
 def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:
-    """Run a merged action; ``_PipelineScheduleRuntime`` does the same for its parts one by one."""
+    """Run a merged action: one micro-batch's forward and another's backward by ``run_both``.
+
+    Receives are waited for before, sends started after, as torch does around a single action.
+
+    Args:
+        context: torch's record of the schedule that runs.
+    """
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
     ahead, back = action.sub_actions
@@ -214,11 +225,11 @@ class BufferlessStage(PipelineStage):
     buffer is made just before its receive. After the forward pass an input lives as long as the
     backward pass of its micro-batch needs it.
 
-    2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments that
-    differ) make the buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``, tuples by
-    micro-batch of objects with ``buffer``. Receives are public methods: 2.14 changed the private
-    one below them, ``_get_recv_ops``. 2.15 makes and frees buffers as this class does: ``buffer``
-    is None except from the receive to the use.
+    Torch 2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments
+    that differ) make the buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``,
+    tuples by micro-batch of objects with ``buffer``. Receives are public methods: 2.14 changed the
+    private one below them, ``_get_recv_ops``. 2.15 makes and frees buffers as this class does:
+    ``buffer`` is None except from the receive to the use.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

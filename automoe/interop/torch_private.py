@@ -42,7 +42,7 @@ AsyncTensor = functional.AsyncCollectiveTensor
 def process_groups() -> list[dist.ProcessGroup]:
     """Return the groups of this rank in the order in which they were made.
 
-    torch has a public count of them (``get_pg_count``) and no list. 2.11 to 2.15:
+    torch has a public count of them (``get_pg_count``) and no list. Torch 2.11 to 2.15:
     ``_world.pg_map``, a dict by group.
     """
     return list(distributed_c10d._world.pg_map)
@@ -52,7 +52,7 @@ def group_members() -> dict[str, list[int]]:
     """Return {group name: global ranks}, safe while another thread makes a group.
 
     ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
-    ranks. 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
+    ranks. Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
     group, local rank by global rank).
     """
     world = distributed_c10d._world
@@ -71,7 +71,7 @@ set_group_timeout = distributed_c10d._set_pg_timeout
 def gloo_timeout(group: dist.ProcessGroup) -> Callable[[], timedelta] | None:
     """Return a getter of the current timeout of a gloo group; None for a fake group.
 
-    The options are public only when a group is made. 2.11 to 2.15:
+    The options are public only when a group is made. Torch 2.11 to 2.15:
     ``group._get_backend(device).options._timeout``, which ``set_group_timeout`` changes.
     """
     options = group._get_backend(torch.device("cpu")).options
@@ -89,9 +89,9 @@ def gloo_group(
 ) -> Any:
     """Make a gloo group with one worker thread, which ``init_process_group`` has no argument for.
 
-    2.11 to 2.15: ``ProcessGroupGloo._Options`` with ``_threads``, ``_timeout`` and ``_devices``,
-    and the group's ``_set_default_timeout``. Releases from 2.14 on add options, such as
-    ``enable_reconfigure``.
+    Torch 2.11 to 2.15: ``ProcessGroupGloo._Options`` with ``_threads``, ``_timeout`` and
+    ``_devices``, and the group's ``_set_default_timeout``. Releases from 2.14 on add options, such
+    as ``enable_reconfigure``.
 
     Args:
         devices: results of ``Gloo.create_device``.
@@ -111,9 +111,9 @@ def gloo_group(
 
 
 def replace_gloo(made: Any) -> None:
-    """Make torch call ``made`` instead of ``ProcessGroupGloo`` whenever it makes a gloo group.
+    """Make torch call ``made`` instead of ``ProcessGroupGloo`` to make or recognise a gloo group.
 
-    ``register_backend`` cannot replace a backend that is built in. 2.11 to 2.15:
+    ``register_backend`` cannot replace a backend that is built in. Torch 2.11 to 2.15:
     ``distributed_c10d`` looks ``ProcessGroupGloo`` up among its own names, to make groups and to
     recognise them.
     """
@@ -124,7 +124,7 @@ def replace_gloo(made: Any) -> None:
 def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
     """Yield (name, pickled record) of this process's flight recorders: gloo's, and NCCL's if any.
 
-    Publicly, they are only written to files when a watchdog ends the process. 2.11 to 2.15:
+    Publicly, they are only written to files when a watchdog ends the process. Torch 2.11 to 2.15:
     ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack
     traces, only active).
 
@@ -139,9 +139,10 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 
 
 def fake_store() -> Any:
-    """Return the store of torch's fake process group, and register that backend.
+    """Return the store of torch's fake process group (one without peers); register that backend.
 
-    It has no public name. 2.11 to 2.15: ``torch.testing._internal.distributed.fake_pg.FakeStore``.
+    It has no public name. Torch 2.11 to 2.15:
+    ``torch.testing._internal.distributed.fake_pg.FakeStore``.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -181,10 +182,11 @@ concatenate_meshes = DeviceMesh._concatenate
 
 
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
-    """Return the index in a DTensor of the first element of this rank's shard.
+    """Return the index in the full tensor of the first element of this rank's shard of a DTensor.
 
-    The rule for strided placements is torch's. 2.11 to 2.15: ``torch.distributed.tensor._utils
-    .compute_local_shape_and_global_offset`` returns (shape, offset).
+    The rule for strided placements is torch's. Torch 2.11 to 2.15:
+    ``torch.distributed.tensor._utils .compute_local_shape_and_global_offset`` returns (shape,
+    offset).
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -198,8 +200,8 @@ def offset_of_shard(tensor: Any) -> tuple[int, ...]:
 def is_strided_shard(placement: Any) -> bool:
     """Return True for the placement by which FSDP shards a dim that tp or etp shards already.
 
-    2.11 to 2.15: ``placement_types._StridedShard``, which has a ``dim`` like ``Shard`` but is no
-    subclass of it.
+    Torch 2.11 to 2.15: ``placement_types._StridedShard``, which has a ``dim`` like ``Shard`` but is
+    no subclass of it.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -207,10 +209,10 @@ def is_strided_shard(placement: Any) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a shard. Collective.
+    """Return the full tensor of a DTensor, without torch's warning of slow gathers. Collective.
 
-    2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes shard is
-    gathered axis by axis. That is known, and exact.
+    Torch 2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes
+    shard is gathered axis by axis. That is known, and exact.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -222,7 +224,7 @@ def use_ring_attention() -> None:
     """Make SDPA over DTensors sharded along the sequence run torch's ring attention, from now on.
 
     The public ``context_parallel`` ends with a ``with`` block, before the backward pass that a
-    pipeline runs later. 2.11 to 2.15:
+    pipeline runs later. Torch 2.11 to 2.15:
     ``torch.distributed.tensor.experimental._attention._enable_context_parallel_dispatcher()``.
     """
     from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher
@@ -247,7 +249,7 @@ def forget_meshes(hidden: list[Any]) -> None:
     """Clear torch.distributed's caches of meshes whose groups are gone.
 
     DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its
-    groups have other names. 2.11 to 2.15:
+    groups have other names. Torch 2.11 to 2.15:
     ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
     ``torch.distributed.tensor._redistribute.clear_redistribute_planner_cache`` and
     ``DeviceMesh._pg_registry``, which keeps the groups of meshes that FSDP has seen.
@@ -306,7 +308,8 @@ def cpu_attention(
     """Return attention [B, N, S, D] on the CPU, and the log-sum-exp [B, N, S] of the scores.
 
     ``scaled_dot_product_attention`` does not return the log-sum-exp. For a query that sees no key
-    the results are 0 and -inf. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu``.
+    the results are 0 and -inf. Torch 2.11 to 2.15:
+    ``aten._scaled_dot_product_flash_attention_for_cpu``.
 
     Args:
         q: [B, N, S, D].
@@ -328,18 +331,21 @@ def cpu_attention_backward(
     mask: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v in ``cpu_attention``.
+    """Return the gradients of q, k and v of ``cpu_attention``.
 
-    ``out`` and ``lse`` may cover more keys, of which k and v are a part; the result is then the
-    contribution of this part. 2.11 to 2.15:
-    ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
+    ``out`` and ``lse`` may cover more keys than k and v; the result is then these keys'
+    contribution. Torch 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
+
+    Args:
+        grad: gradient of ``out``.
+        out, lse: results of ``cpu_attention``.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return op(grad, q, k, v, out, lse, 0.0, False, attn_mask=_added(mask, q), scale=scale)
 
 
 def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask as numbers to add to scores: 0 or -inf."""
+    """Return the bool mask as numbers to add to scores, 0 or -inf, in the dtype of q."""
     if mask is None:
         return None
     added = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
@@ -349,7 +355,7 @@ def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
 def innermost_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     """Return the (pack, unpack) hooks that autograd would call now, or None.
 
-    torch.autograd.graph sets hooks but cannot read them. 2.11 to 2.15:
+    torch.autograd.graph sets hooks but cannot read them. Torch 2.11 to 2.15:
     ``torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)``.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -358,7 +364,8 @@ def innermost_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of the storage object of ``tensor``, equal for tensors that share it.
 
-    ``data_ptr`` is 0 for every storage that was freed. 2.11 to 2.15: ``UntypedStorage._cdata``.
+    ``data_ptr`` is 0 for every storage that was freed. Torch 2.11 to 2.15:
+    ``UntypedStorage._cdata``.
     """
     return tensor.untyped_storage()._cdata
 
@@ -373,7 +380,7 @@ foreach_mul_ = torch._foreach_mul_
 def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return the 2-norm of each tensor, summed in ``dtype``, in one kernel.
 
-    ``torch.nn.utils.get_total_norm`` sums in the gradients' dtype. 2.11 to 2.15:
+    ``torch.nn.utils.get_total_norm`` sums in the gradients' dtype. Torch 2.11 to 2.15:
     ``torch._foreach_norm``.
     """
     return torch._foreach_norm(tensors, 2, dtype=dtype)
@@ -382,7 +389,7 @@ def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch
 def profiler_runs() -> bool:
     """Return True while a torch profiler records in this process.
 
-    Opening a range costs time even if none records. 2.11 to 2.15:
+    Opening a range costs time even if none records. Torch 2.11 to 2.15:
     ``torch.autograd.profiler._is_profiler_enabled``.
     """
     return torch.autograd.profiler._is_profiler_enabled
@@ -392,11 +399,11 @@ def profiler_runs() -> bool:
 
 
 def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, int]:
-    """Return a tensor of a checkpoint file on the meta device, and where its storage begins.
+    """Return a checkpoint file's tensor on the meta device, and its storage's offset there.
 
     Publicly a ``FileSystemReader`` reads the numbers into memory of its own, from which they are
-    copied. 2.11 to 2.15: ``_slice_file`` of the reader, and ``UntypedStorage._checkpoint_offset``,
-    set by a load to the meta device.
+    copied. Torch 2.11 to 2.15: ``_slice_file`` of the reader, and
+    ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
 
     Args:
         stream: the file, opened.
@@ -410,8 +417,8 @@ def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, i
 def state_dict_stager(pin_memory: bool) -> Any:
     """Return torch's stager, which copies a state dict to CPU memory and reuses that memory.
 
-    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. 2.11 to
-    2.15: ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory,
+    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. torch 2.11
+    to 2.15: ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory,
     share_memory)``.
 
     Raises:
@@ -424,9 +431,9 @@ def state_dict_stager(pin_memory: bool) -> Any:
 
 
 def cache_plans_under(planner: Any, key: str) -> None:
-    """Make a ``DefaultSavePlanner`` cache its plans under ``key`` instead of its class's name.
+    """Make a ``DefaultSavePlanner`` cache its save plans under ``key`` instead of its class's name.
 
-    2.11 to 2.15: ``SavePlanner._cached_plans_key``, set by the constructor.
+    Torch 2.11 to 2.15: ``SavePlanner._cached_plans_key``, set by the constructor.
     """
     assert hasattr(planner, "_cached_plans_key"), (
         "torch's save planner has no key of its cached plans"
@@ -437,7 +444,8 @@ def cache_plans_under(planner: Any, key: str) -> None:
 def forget_cached_plans(key: str) -> None:
     """Drop the save plans that are cached under ``key``.
 
-    2.11 to 2.15: the dicts of ``SavePlanner`` whose names begin with ``_cached_``, each by key.
+    Torch 2.11 to 2.15: the dicts of ``SavePlanner`` whose names begin with ``_cached_``, each by
+    key.
     """
     from torch.distributed.checkpoint.planner import SavePlanner
 

@@ -30,12 +30,12 @@ from automoe.kernels.attention import AttentionFn
 from automoe.kernels.row_sums import gather_rows
 from automoe.model.norm import RMSNorm
 from automoe.moe.expert_weights import ExpertWeights
-from automoe.moe.experts import ExpertFn
+from automoe.moe.experts import ExpertBackend
 from automoe.moe.grouped_mm import grouped_mm_experts
 
 
 def attention() -> AttentionFn:
-    """Return causal attention by ``DotProductAttention``.
+    """Return causal attention by transformer-engine, as a function of q, k and v.
 
     The returned function raises ``BackendError`` for a mask or sinks.
     """
@@ -56,7 +56,7 @@ def attention() -> AttentionFn:
         )
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
-        """Map q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv]."""
         if mask is not None or sinks is not None:
             raise BackendError(
                 "kernels.attention=te attends to all of the row before a query, and this layer has "
@@ -68,8 +68,8 @@ def attention() -> AttentionFn:
     return attend
 
 
-def experts() -> ExpertFn:
-    """Return the expert backend with products by ``GroupedLinear``, without biases.
+def experts() -> ExpertBackend:
+    """Return the expert backend that multiplies by transformer-engine's ``GroupedLinear``.
 
     ``automoe.moe.experts`` describes the arguments and the result. Each call has one host sync, for
     the number of rows of every expert. ``sum_rows`` adds up the gradients of gathered rows, in a
@@ -121,7 +121,7 @@ def experts() -> ExpertFn:
 
 
 def norm() -> Callable[..., RMSNorm]:
-    """Return a constructor of ``RMSNorm`` by transformer-engine, zero-centered ones included."""
+    """Return a constructor of norms by transformer-engine, with the arguments of ``RMSNorm``."""
     return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"))
 
 

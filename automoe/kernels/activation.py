@@ -51,8 +51,7 @@ class ClampedSwiGLU:
     """Clamped SwiGLU of GPT-OSS: (up' + 1) * gate' * sigmoid(alpha * gate').
 
     gate' is gate clamped to at most ``limit``, up' is up clamped to +-``limit`` (arXiv 2508.10925,
-    section 2.2; transformers' ``GptOssExperts``). As with torch's clamp, a value at the limit still
-    has its gradient.
+    section 2.2). A value at the limit still has its gradient, as with torch's clamp.
 
     Attributes:
         alpha: factor within the sigmoid.
@@ -84,7 +83,12 @@ class ClampedSwiGLU:
 
 
 def _scale(act_RI, scale_R1, grad_RI, scratch_RI, grad_scale_R) -> None:
-    """Write the gradient of the scale; then scale the activation and its gradient, in place."""
+    """Write the gradient of the row scales; multiply activation and its gradient by them, in place.
+
+    Args:
+        act_RI: the activation.
+        grad_RI: gradient of the scaled activation.
+    """
     product_RI = torch.mul(grad_RI, act_RI, out=scratch_RI)
     torch.sum(product_RI, -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
     act_RI.mul_(scale_R1)
@@ -101,10 +105,12 @@ BLOCK_ELEMENTS = 1 << 17
 def activation_gradients(
     activation: Activation, gate_up_RJ: Tensor, probs_R: Tensor, grad_act_RI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scaled activation [R, I] and the gradients of ``gate_up_RJ`` and ``probs_R``.
+    """Return probs * activation [R, I] and the gradients of ``gate_up_RJ`` and ``probs_R``.
 
     Args:
-        grad_act_RI: gradient of the scaled activation; overwritten.
+        gate_up_RJ: gate and up side by side, J = 2 I.
+        probs_R: routing weight of each row.
+        grad_act_RI: gradient of probs * activation; overwritten.
     """
     act_RI = torch.empty_like(grad_act_RI)
     grad_gate_up_RJ = torch.empty_like(gate_up_RJ)

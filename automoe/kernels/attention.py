@@ -46,7 +46,7 @@ cudnn_first: bool | None = None  # on this machine's GPU; None until attention h
 
 
 def prepare_cuda() -> None:
-    """Make torch set up its own order of kernels, and decide whether cuDNN comes first in ours.
+    """Decide whether cuDNN's attention goes first on this GPU, and let torch set up its own order.
 
     Call it before attention on CUDA, outside compiled code. It runs when attention gets CUDA
     tensors and not when a model is built: it needs a CUDA context, which a process that computes on
@@ -63,7 +63,7 @@ def prepare_cuda() -> None:
 
 
 def cudnn_is_first() -> bool:
-    """Return whether cuDNN's attention goes before flash on this GPU.
+    """Return whether cuDNN's attention is preferred to flash attention on this GPU.
 
     True on Hopper and datacenter Blackwell with cuDNN 9.15.1 or later.
     """
@@ -123,17 +123,15 @@ def attend(
     sinks_N: Tensor | None = None,
     kernel: str = "sdpa",
 ) -> Tensor:
-    """Compute softmax attention.
+    """Return softmax attention's output [B, S, N, width of values]. G must divide N.
 
-    G must divide N. Values may have another width than queries and keys.
+    Values may have another width than queries and keys.
 
     Args:
         mask: [B, 1, S, R] True where a query may attend to a key; None: plain causality.
+        scale: factor of the products of queries and keys.
         sinks_N: per head, the score of one more key that every query sees and that has no value.
         kernel: the value of ``kernels.attention``.
-
-    Returns:
-        [B, S, N, width of values].
     """
     if sinks_N is not None:
         out = attend(
@@ -168,7 +166,7 @@ def attend(
 
 
 def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: Tensor | None, scale: float, sinks_N: Tensor):
-    """Return q, k, v and mask with sinks as an ordinary key, so that fused kernels serve both.
+    """Return q, k, v and mask with the sinks as one more key, so that fused kernels serve them.
 
     A key with a value of zeros is put in front of all others. One more dim of the queries holds the
     head's sink; this dim is one in the new key and zero in the others. Without a mask a query of
@@ -195,9 +193,10 @@ def attend_in_blocks(
     scale: float,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute the result of ``attend`` by FlexAttention, which skips blocks that no query sees.
+    """Return softmax attention's output by FlexAttention, which skips blocks that no query sees.
 
-    Without compilation it keeps all scores, as ``math`` does.
+    Shapes and arguments are those of ``attend``, but for the mask. Without compilation it keeps all
+    scores in memory.
     """
     heads = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
     options = {"block_mask": mask, "scale": scale, "enable_gqa": True}
@@ -210,7 +209,7 @@ def attend_in_blocks(
 
 
 def attention_fn(kernel: str) -> AttentionFn:
-    """Return ``attend`` with the kernel that ``kernels.attention`` names.
+    """Return the function ``attend`` with its ``kernel`` set, a value of ``kernels.attention``.
 
     Raises:
         BackendError: cuDNN is forced, and this machine's cuDNN computes wrong results.

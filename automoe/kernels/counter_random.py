@@ -18,13 +18,16 @@ MIX_2 = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the bits of a 64-bit unsigned number; torch multiplies modulo 2^64."""
+    """Return the int64 with the same bits as the 64-bit unsigned ``value``.
+
+    Torch multiplies int64 modulo 2^64, as the unsigned arithmetic needs.
+    """
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift right logically; torch's own shift copies the sign."""
+    """Shift int64 right and fill with zeros; torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -39,7 +42,7 @@ _STREAM_NAMES = {
 
 
 def stream_key(name: str, seed: int) -> int:
-    """Return the int64 that starts the stream of numbers called ``name``."""
+    """Return the int64 key of the stream of random numbers that ``name`` and ``seed`` stand for."""
     for ending, stream in _STREAM_NAMES.items():
         if name.endswith(ending):
             name = name.removesuffix(ending) + stream
@@ -50,7 +53,8 @@ def stream_key(name: str, seed: int) -> int:
 def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
     """Return 64 random bits as int64 for each of ``index`` (int64, any shape).
 
-    ``key`` is a stream, or one stream for each index.
+    Args:
+        key: key of a stream (``stream_key``), or one key for each index.
     """
     x = (index + 1) * _signed(GOLDEN_GAMMA) + key
     x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
@@ -59,9 +63,9 @@ def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
 
 
 def normal_at(index: Tensor, name: str, seed: int) -> Tensor:
-    """Return standard normal float64 numbers for elements of the tensor ``name``.
+    """Return standard normal float64 numbers for the elements ``index`` of the tensor ``name``.
 
-    ``index`` holds the elements' indices (int64, any shape).
+    Equal arguments give equal numbers. ``index`` holds the elements' indices (int64, any shape).
     """
     bits = bits_at(index, stream_key(name, seed))
     # Two 32-bit halves give two uniforms; the half step keeps the logarithm's argument above zero.
@@ -71,12 +75,15 @@ def normal_at(index: Tensor, name: str, seed: int) -> Tensor:
 
 
 def uniform_at(index: Tensor, name: str, seed: int) -> Tensor:
-    """Return uniform float64 numbers strictly between 0 and 1, as ``normal_at`` does normal ones."""
+    """Return float64 numbers, uniform strictly in 0 ... 1, for the elements ``index`` of ``name``.
+
+    Equal arguments give equal numbers. ``index`` holds the elements' indices (int64, any shape).
+    """
     return uniform_from(bits_at(index, stream_key(name, seed)))
 
 
 def uniform_from(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return uniform numbers strictly between 0 and 1 from ``bits_at``.
+    """Return uniform numbers strictly between 0 and 1 from random ``bits`` (int64).
 
     Numbers are equal in any dtype up to its rounding. They are the upper 23 bits and a half:
     float32 holds every one of these numbers exactly.

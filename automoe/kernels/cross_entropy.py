@@ -22,7 +22,7 @@ WARPS = 8
 
 @triton.jit
 def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
-    """Store a token's largest logit, and its sum of exp(logit - largest)."""
+    """Triton kernel: store a token's largest logit, and its sum of exp(logit - largest)."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -43,7 +43,7 @@ def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexpr):
-    """Replace logits of a token by gradients: exp(logit - largest) * factor, less 1 at the label."""
+    """Triton kernel: replace logits by exp(logit - largest) * factor, less 1 at the label."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * vocabulary + at
@@ -67,7 +67,10 @@ def row_sums(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
 def logits_to_gradient_(
     logits_TV: Tensor, largest_T1: Tensor, factor_T1: Tensor, label_T1: Tensor
 ) -> Tensor:
-    """Replace dense logits by exp(logit - largest) * factor, minus 1 at the label; -1: no label."""
+    """Replace dense logits by exp(logit - largest) * factor, minus 1 at the label; -1: no label.
+
+    With factor = 1 / sum this is the cross-entropy's gradient. It changes ``logits_TV`` in place.
+    """
     num_tokens, vocabulary = logits_TV.shape
     _gradients[(num_tokens, triton.cdiv(vocabulary, BLOCK))](
         logits_TV, largest_T1, factor_T1, label_T1, vocabulary, BLOCK=BLOCK, num_warps=WARPS

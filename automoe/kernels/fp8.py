@@ -35,9 +35,10 @@ FORMATS = {
 
 @triton.jit
 def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
-    """Return the scale of each row of numbers [HEIGHT, 128]: [HEIGHT].
+    """Triton function: return the fp8 scale of each row of ``numbers`` [HEIGHT, 128]: [HEIGHT].
 
-    If BLOCK all rows share one scale. The scale is NaN if a number is not finite.
+    A scale is a power of two that brings the numbers to at most ``largest``. If BLOCK all rows
+    share one scale. The scale is NaN if a number is not finite.
     """
     size = tl.max(tl.abs(numbers), axis=1)
     # NaN is checked separately, since a maximum may ignore it.
@@ -54,9 +55,10 @@ def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr)
 
 @triton.jit
 def _rounded(numbers, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """Return the nearest numbers of a format, ties to even.
+    """Triton function: return the nearest numbers of a float8 format, ties to even.
 
-    Numbers beyond ``largest`` become the largest, infinite ones NaN.
+    Numbers beyond ``largest`` become the largest, infinite ones NaN. MANTISSA is the format's
+    number of bits, LEAST the exponent of its smallest normal number.
     """
     infinite = tl.abs(numbers) == float("inf")
     numbers = tl.where(numbers > largest, largest, tl.where(numbers < -largest, -largest, numbers))
@@ -87,9 +89,10 @@ def encode_tiles(
     MANTISSA: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Quantize HEIGHT rows of 128 columns per program, with one scale per row, or for all if BLOCK.
+    """Triton kernel: quantize HEIGHT rows of 128 columns per program to float8 codes and scales.
 
-    FORMAT is the dtype of the codes, MANTISSA its number of bits, LEAST the exponent of its
+    There is one scale per row, or one for all rows if BLOCK. FIND: compute the scales, else read
+    them. FORMAT is the dtype of the codes, MANTISSA its number of bits, LEAST the exponent of its
     smallest normal number.
     """
     batch = tl.program_id(2).to(tl.int64)
@@ -121,7 +124,7 @@ def encode_tiles(
 def encode_in_one_pass(
     x: Tensor, scales: Tensor | None, dtype: torch.dtype, largest: float, height: int
 ) -> tuple[Tensor, Tensor]:
-    """Return codes [..., R, C] and scales of ``x`` [..., R, C].
+    """Quantize ``x`` [..., R, C] in one kernel; return float8 codes [..., R, C] and scales.
 
     Args:
         scales: [..., tiles down, tiles across]; None: scales are computed.
@@ -164,7 +167,10 @@ def rows_by_blocks(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Compute out = a @ w.T with the weight of each row's expert."""
+    """Triton kernel: compute out = a @ w.T of float8 codes, with the weight of each row's expert.
+
+    Rows of ``a`` have scales of 128 numbers, the weights of 128 x 128.
+    """
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, _SIDE), BLOCK_M
     )
@@ -203,7 +209,10 @@ def weights_by_lines(
     N,
     PRECISION: tl.constexpr,
 ):
-    """Compute out[e] = a @ b.T over the columns of e, which begin and end at line borders."""
+    """Triton kernel: compute out[e] = a @ b.T of float8 codes over the columns of expert e.
+
+    The columns begin and end at multiples of 128, each of which has a scale in every row.
+    """
     num_columns = tl.cdiv(N, _COLUMNS)
     blocks = tl.cdiv(M, _SIDE) * num_columns
     expert = tl.program_id(0) // blocks
@@ -238,11 +247,14 @@ def weights_by_lines(
 def block_scaled_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offsets: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply block-scaled operands by expert, with a result in ``dtype``.
+    """Multiply float8 operands with block scales by expert, with a result in ``dtype``.
 
-    Either a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N]. Scales and
-    offsets have the shapes that ``rows_by_blocks`` and ``weights_by_lines`` list; all tensors are
-    contiguous.
+    Either a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N]. Offsets [E]
+    are the ends of the experts along R. All tensors are contiguous.
+
+    Args:
+        a_scales: [R, K / 128], or [M, R / 128].
+        b_scales: [E, N / 128, K / 128], or [N, R / 128].
     """
     fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)
     num_experts = offsets.numel()

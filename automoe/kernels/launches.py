@@ -34,7 +34,14 @@ def gather_up_activate(
     tiles: RowTiles,
     clamp: Clamp,
 ) -> tuple[Tensor, Tensor]:
-    """Return gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
+    """Return gate and up [R, 2I], and probs * activation [R, I], of the tokens ``x[gather_idx]``.
+
+    Args:
+        gather_idx: token of each row; rows are sorted by expert.
+        probs: routing weight of each row.
+        tiles: the rows cut into tiles of one expert.
+        clamp: alpha and limit of a clamped activation.
+    """
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre = x.new_empty(num_rows, 2 * width)
     act = x.new_empty(num_rows, width)
@@ -61,8 +68,10 @@ def rows_times_weights(
 ) -> Tensor:
     """Return rows [R, K] times the weight of each row's expert: [R, N].
 
-    Weights are [E, N, K] for ``down`` or [E, K, N] for ``grad_rows``. If ``bias`` [E, N] is given,
-    ``probs`` [R] times the bias is added.
+    Args:
+        product: ``down`` with weights [E, N, K], or ``grad_rows`` with weights [E, K, N].
+        tiles: the rows cut into tiles of one expert.
+        bias: [E, N], of which ``probs`` [R] times the expert's is added; None: nothing is added.
     """
     by_columns = product == "down"
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
@@ -83,7 +92,12 @@ def rows_times_weights(
 def grad_down_activate(
     grad_out: Tensor, down_proj: Tensor, probs: Tensor, pre: Tensor, tiles: RowTiles, clamp: Clamp
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward pass through the down projection and the activation.
+    """Return the gradients of a backward pass through the down projection and the activation.
+
+    Args:
+        grad_out: gradient [R, H] of the experts' outputs.
+        probs: routing weight of each row.
+        pre: gate and up [R, 2I].
 
     Returns:
         The gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
@@ -109,9 +123,11 @@ def grad_down_activate(
 def grad_weights(
     left: Tensor, right: Tensor, gather_idx: Tensor | None, offsets: Tensor, out: Tensor
 ) -> Tensor:
-    """Fill ``out`` [E, ..., N] with each expert's left.T @ right, and return it.
+    """Fill ``out`` [E, ..., N] with left.T @ right over each expert's rows, and return it.
 
-    ``right`` is read through ``gather_idx`` if given.
+    Args:
+        gather_idx: row of ``right`` for each row of ``left``; None: rows are in the same order.
+        offsets: end of each expert's rows.
     """
     product = "grad_weights" if gather_idx is None else "grad_weights_gathered"
     blocks, step = _blocks(product, left, right)
@@ -127,7 +143,12 @@ def grad_weights(
 
 
 def sum_of_tokens(rows: Tensor, gather_idx: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
-    """Sum the gradients of gathered rows [R, H] by the token that each row read: [N, H]."""
+    """Sum the gradients [R, H] of (token, expert) rows by their tokens ``gather_idx``: [N, H].
+
+    Args:
+        offsets: end of each expert's rows.
+        x: the tokens [N, H], for shape and dtype.
+    """
     num_tokens, hidden = x.shape
     # Rows past the last offset were never computed: they go to a token that does not exist.
     row = torch.arange(gather_idx.numel(), device=x.device)
@@ -147,7 +168,13 @@ def _over_rows(
     kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, step: int, dtype: torch.dtype, *operands: Any,
     sizes: tuple[float, ...], **constants: int,
 ) -> None:  # fmt: skip
-    """Launch one program for each tile of rows and block of columns."""
+    """Launch a Triton kernel with one program for each tile of rows and block of columns.
+
+    Args:
+        step: number that all row lengths are multiples of.
+        operands: tensors that come first in the kernel's arguments.
+        sizes: numbers that come last.
+    """
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
         *operands,
         tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
@@ -158,7 +185,7 @@ def _over_rows(
 
 
 def _blocks(product: str, *tensors: Tensor) -> tuple[Blocks, int]:
-    """Return the blocks of a product, and how many numbers its row lengths are multiples of.
+    """Return the block sizes for a product, and a number that its row lengths are multiples of.
 
     The number fills 16 bytes if all rows begin at multiples of 16 bytes, else it is 1, and nothing
     is copied by the tensor memory accelerator. Allocations are aligned, so only offsets and row

@@ -87,7 +87,7 @@ def _norm_grads(
 
 
 def _tile(dim: int) -> dict[str, int]:
-    """Return the constants of both kernels for rows of ``dim`` numbers."""
+    """Return the tile sizes of both norm kernels for rows of ``dim`` numbers."""
     width = triton.next_power_of_2(dim)
     rows = max(1, _TILE // width)
     return {"ROWS": rows, "BLOCK_D": width, "num_warps": min(16, max(4, width // 512))}

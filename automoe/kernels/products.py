@@ -18,7 +18,7 @@ _TILES_TOGETHER = tl.constexpr(8)
 
 @triton.jit
 def _known(size, STEP: tl.constexpr):
-    """Return ``size`` as a multiple of STEP that the compiler can see.
+    """Triton function: return ``size`` as a multiple of STEP that the compiler can see.
 
     By itself the compiler sees only multiples of 16, and copies rows of other lengths one number at
     a time.
@@ -30,11 +30,12 @@ def _known(size, STEP: tl.constexpr):
 def _rows_of_tile(
     tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr
 ):
-    """Return the expert, columns and rows that this program computes.
+    """Triton function: return the expert, block of columns and rows that this program computes.
 
-    The values are the expert (``num_experts`` if the program has no tile), the block of columns,
-    the first row, the row numbers relative to it, and which of these rows are real. The first row
-    has 64 bits, for addresses; the relative numbers have 32, since 64 would spill registers.
+    Returns:
+        The expert (``num_experts`` if the program has no tile), the block of columns, the first
+        row, the row numbers relative to it, and which of these rows are real. The first row has 64
+        bits, for addresses; the relative numbers have 32, since 64 would spill registers.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -81,25 +82,31 @@ def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load(at, mask):
-    """Return the numbers at these places as float32, and zeros where ``mask`` is False."""
+    """Triton function: return the numbers at pointers as float32, zeros outside ``mask``."""
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(at, value, mask, PRECISION: tl.constexpr):
-    """Store ``value`` (float32) in the dtype of its places, rounded as ``_narrow`` rounds."""
+    """Triton function: store ``value`` (float32) in the dtype of the pointers, ties to even."""
     tl.store(at, _narrow(value, at.dtype.element_ty, PRECISION), mask=mask)
 
 
 @triton.jit
 def _block(at, rows, columns):
-    """Return a block of numbers in their dtype, zeros where ``rows`` or ``columns`` is False."""
+    """Triton function: return the numbers at the pointers ``at``, zeros outside of the masks.
+
+    ``rows`` and ``columns`` are the two masks, and the numbers keep their dtype.
+    """
     return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
 
 
 @triton.jit
 def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """Return the activation and its derivatives with respect to gate and up."""
+    """Triton function: return the activation and its derivatives with respect to gate and up.
+
+    CLAMPED: the clamped SwiGLU with ``alpha`` and ``limit``, else plain SwiGLU.
+    """
     if CLAMPED:
         low = tl.minimum(gate, limit)
         raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
@@ -138,7 +145,10 @@ def gather_up_activate(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute gate, up and activation, reading rows through ``gather_idx``: x is never permuted."""
+    """Triton kernel: compute gate, up and activation of tokens read through ``gather_idx``.
+
+    So x is never permuted in memory.
+    """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
     expert, column, first, row, real = _rows_of_tile(
@@ -203,7 +213,7 @@ def rows_times_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out = a @ w with the weight of each row's expert.
+    """Triton kernel: compute out = a @ w with the weight of each row's expert.
 
     The kernel serves the down projection and the gradient of the gathered rows.
     """
@@ -241,9 +251,10 @@ def _product(
     a, w, real, inside, K, stride_w_k,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return rows from ``a`` [BLOCK_M, 1] times columns from ``w`` [1, BLOCK_N].
+    """Triton function: return a block of the product of rows of ``a`` and columns of ``w``.
 
-    ``a`` and ``w`` point to the first numbers; the result is [BLOCK_M, BLOCK_N].
+    ``a`` [BLOCK_M, 1] and ``w`` [1, BLOCK_N] point to the first numbers of rows and columns of K
+    numbers; the result is [BLOCK_M, BLOCK_N].
     """
     k = tl.arange(0, BLOCK_K)
     a += k[None, :]
@@ -262,7 +273,7 @@ def _described_product(
     a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return ``_product`` of blocks that the tensor memory accelerator copies.
+    """Triton function: return a block of a product, copied by the tensor memory accelerator.
 
     A copy is one instruction, without addresses. ``w`` describes [.., N, K] if BY_COLUMNS, else
     [.., K, N]; ``a`` describes [R, K], or points to rows if GATHERED. Rows read past the last real
@@ -310,7 +321,7 @@ def grad_down_activate(
     BLOCK_K: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """Compute the gradients of gate, up and probs from the output's gradient.
+    """Triton kernel: compute the gradients of gate, up and probs from the output's gradient.
 
     The gradient of the activation stays in registers; its product with the activation, summed over
     columns, is the gradient of probs.
@@ -348,7 +359,7 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward pass of the gated activation for COLUMNS columns.
+    """Triton function: run the backward pass of the gated activation for COLUMNS columns.
 
     It writes the gradients of gate and up, and the activation times the routing probability, and
     returns each row's sum of gradient times activation: a part of the gradient of ``probs``.
@@ -396,7 +407,7 @@ def grad_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Compute out[e] = left.T @ right over the rows of e."""
+    """Triton kernel: compute out[e] = left.T @ right over the rows of each expert e."""
     M = _known(M, STEP)
     N = _known(N, STEP)
     num_columns = tl.cdiv(N, BLOCK_N)
@@ -432,7 +443,7 @@ def sum_rows_of_token(
     PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum the gradients of each token's rows, in the order of the experts."""
+    """Triton kernel: sum the gradients of each token's rows, in order of experts."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros((BLOCK_H,), tl.float32)

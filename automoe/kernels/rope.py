@@ -48,7 +48,7 @@ def turn_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_KEPT: tl.constexpr,
 ):
-    """Rotate heads; the grid is tokens x blocks of heads."""
+    """Triton kernel: rotate heads by rotary angles; the grid is tokens x blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = (head < num_heads)[:, None]
@@ -100,7 +100,10 @@ def join_heads(
     BLOCK_KEEP: tl.constexpr,
     BLOCK_TURN: tl.constexpr,
 ):
-    """Join the nope part of MLA keys with the rotary part that heads share; grid: tokens x heads."""
+    """Triton kernel: join the head's part of MLA keys with the rotary part that all heads share.
+
+    The grid is tokens x heads.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
     place = token % seq_len
@@ -141,7 +144,10 @@ def part_heads(
     BLOCK_TURN: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
-    """Split the gradients of joined keys; each program sums over all heads of its token."""
+    """Triton kernel: split the gradients of the keys that ``join_heads`` joined.
+
+    Each program sums the rotary part over all heads of its token.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
     place = token % seq_len
@@ -169,9 +175,9 @@ def part_heads(
 def turn_dims(
     x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
 ) -> Tensor:
-    """Compute ``automoe.model.rope.turn_dims`` in one kernel.
+    """Return a copy of x whose R dims from ``start`` on are rotated, in one kernel on CUDA.
 
-    It takes bfloat16, float16 and float32 on CUDA.
+    Arguments are those of ``automoe.model.rope.turn_dims``. It takes bfloat16, float16 and float32.
 
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
@@ -193,10 +199,13 @@ def turn_dims(
 
 
 def join_keys(kv: Tensor, k_rope: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
-    """Return MLA's keys and values in one kernel, as ``automoe.model.rope.join_keys`` does.
+    """Return MLA's keys and values, joined in one kernel on CUDA.
 
-    Each head's key is its ``nope_dim`` numbers of ``kv`` and the shared rotated ``k_rope``.
-    Devices, dtypes and errors are those of ``turn_dims``.
+    Each head's key is its ``nope_dim`` numbers of ``kv`` and the shared rotated ``k_rope``; the
+    rest of ``kv`` are its values. It takes bfloat16, float16 and float32.
+
+    Raises:
+        BackendError: tensors are on the CPU, or of another dtype.
     """
     check_served(kv, "kernels.rope")
     return _JoinKeys.apply(kv, k_rope, nope_dim)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
-    """Sum the rows of each index in the order of the rows: [num_sums, H], in the dtype of the rows.
+    """Sum the rows that have the same index, in their order: [num_sums, H], in the rows' dtype.
 
     Rows with the index ``num_sums`` belong to no sum. On the CPU ``index_add_`` adds in that order.
     On CUDA it would add with atomics, in any order, and round each sum to the dtype of the rows.
@@ -20,7 +20,7 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
 
 
 def sum_in_order(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
-    """Sum the rows of each index as ``sum_rows`` does, on any device and in the order of the rows.
+    """Sum the rows that have the same index, in their order, on any device: [num_sums, H].
 
     ``embedding_bag`` does it: one thread per column sums the rows of an index, without atomics.
 
@@ -48,5 +48,5 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x_NH: Tensor, index_M: Tensor) -> Tensor:
-    """Return the rows of x at ``index`` [M]: [M, H]. Gradients are summed by ``sum_rows``."""
+    """Return the rows x[``index``] [M, H]; their gradients are summed in a fixed order."""
     return _GatherRows.apply(x_NH, index_M)

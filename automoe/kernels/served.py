@@ -12,7 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_served(x: torch.Tensor, key: str, instead: str = "torch") -> None:
-    """Raise ``BackendError`` for a tensor on the CPU, or of a dtype that the kernels do not take.
+    """Raise ``BackendError`` if a Triton kernel does not take ``x``: on the CPU, or of its dtype.
 
     Args:
         key: the setting whose value ``triton`` selected a kernel, e.g. ``kernels.rope``.

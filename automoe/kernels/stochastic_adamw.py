@@ -23,7 +23,10 @@ _MIX_2 = tl.constexpr(MIX_2)
 
 @triton.jit
 def random_bits(index, key):
-    """Return 64 random bits (uint64) for each index of a stream, as ``counter_random.bits_at``."""
+    """Triton function: return 64 random bits (uint64) for each index of the stream ``key``.
+
+    The bits are those of ``counter_random.bits_at``.
+    """
     x = (index + 1).to(tl.uint64) * _GOLDEN_GAMMA + key.to(tl.uint64)
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
@@ -32,7 +35,10 @@ def random_bits(index, key):
 
 @triton.jit
 def _load(source, at, mask):
-    """Load as float32; the interpreter's own cast is wrong for the smallest bfloat16 numbers."""
+    """Triton function: load numbers as float32.
+
+    The interpreter's own cast is wrong for the smallest bfloat16 numbers.
+    """
     x = tl.load(source + at, mask=mask, other=0.0)
     if source.dtype.element_ty == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -41,7 +47,10 @@ def _load(source, at, mask):
 
 @triton.jit
 def _store(to, at, x, bits, mask):
-    """Store ``x`` (float32); bfloat16 is rounded stochastically by the lowest 16 of ``bits``."""
+    """Triton function: store ``x`` (float32); bfloat16 is rounded stochastically by ``bits``.
+
+    The lowest 16 of ``bits`` are used.
+    """
     if to.dtype.element_ty == tl.bfloat16:
         stored = x.to(tl.uint32, bitcast=True)
         finite = (stored & 0x7F800000) != 0x7F800000
@@ -80,7 +89,10 @@ def update_part(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Update this rank's part; the grid is blocks of rows x blocks of columns."""
+    """Triton kernel: update this rank's shard of a parameter and its moments by AdamW.
+
+    The grid is blocks of rows x blocks of columns.
+    """
     blocks = tl.cdiv(num_cols, COLS)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) % blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -107,13 +119,13 @@ def update_part(
 def update_in_one_pass(
     tensors: list[torch.Tensor], first_index: int, runs: list[tuple[int, int]], numbers: Any
 ) -> None:
-    """Update a parameter and its moments from its gradient, in one launch.
+    """Update a parameter and its moments from its gradient by AdamW, in one launch.
 
     All tensors are bfloat16 or float32 and contiguous.
 
     Args:
-        tensors: this rank's parts of the parameter, its gradient, its first and second moments.
-        first_index: index of the part's first element in the full parameter.
+        tensors: this rank's shards of the parameter, its gradient, its first and second moments.
+        first_index: index of the shard's first element in the full parameter.
         runs: (size, stride in the full parameter) of its dims, at most three; the last stride is
             one.
         numbers: step sizes and coefficients (``automoe.optim.stochastic.Numbers``).

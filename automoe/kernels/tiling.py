@@ -39,10 +39,9 @@ class Blocks:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the ``input_precision`` of Triton's products of ``dtype``: ieee for float32, else tf32.
+    """Return ``input_precision`` for Triton's products of ``dtype``: ieee for float32, else tf32.
 
-    Narrower dtypes are multiplied in only one way on a GPU, whatever the word; the interpreter
-    needs ieee.
+    For narrower dtypes the value has no effect on a GPU; the interpreter needs ieee.
     """
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
@@ -67,10 +66,13 @@ _INTERPRETED = Blocks(
 
 
 def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
-    """Return the blocks of one of ``HOPPER``'s products.
+    """Return the block sizes with which a product of expert kernels is launched.
 
-    The interpreter gets the smallest blocks, since it takes time for each element. ``aligned``
-    means that all rows begin at multiples of 16 bytes.
+    The interpreter gets the smallest blocks, since it takes time for each element.
+
+    Args:
+        product: a key of ``HOPPER``.
+        aligned: all rows begin at multiples of 16 bytes.
     """
     if INTERPRETED:
         return _INTERPRETED
@@ -81,12 +83,12 @@ def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
 class RowTiles:
     """R rows sorted by expert, cut into tiles of ``height`` rows of one expert each.
 
-    There are more slots than tiles, since the host knows R but not the counts: at most R / height
-    full tiles, and one partial tile for each expert.
+    There are more slots (programs that a kernel launches for tiles) than tiles, since the host
+    knows R but not the counts: at most R / height full tiles, and one partial tile for each expert.
 
     Attributes:
         expert: [slots] int32, the expert of a tile; E in a slot without a tile.
-        first_row: [slots] int32.
+        first_row: [slots] int32, the first row of a tile.
         offsets: [E] int32, end of each expert's rows.
     """
 
@@ -101,9 +103,11 @@ class RowTiles:
 
 
 def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowTiles:
-    """Return tiles of ``height`` rows for ``num_rows`` rows; expert e's end at ``offsets[e]``.
+    """Cut ``num_rows`` rows sorted by expert into tiles of ``height`` rows of one expert each.
 
-    The default height is ``tile_height``, and 16 in the interpreter.
+    Args:
+        offsets: [E] int32, end of each expert's rows.
+        height: None: that of ``tile_height``, and 16 in the interpreter.
     """
     num_experts = offsets.numel()
     if height is None:
@@ -120,7 +124,7 @@ def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowT
 
 
 def tile_height(num_rows: int, num_experts: int) -> int:
-    """Return the rows of a tile: an expert's average number of rows, between 16 and 128.
+    """Return the number of rows of a tile: an expert's average number of rows, in 16 ... 128.
 
     16 rows are the minimum of a matrix instruction.
     """

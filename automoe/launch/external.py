@@ -26,7 +26,7 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError, in_words
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
-from automoe.launch.prepare import check, check_num_ranks, compose, missing_data
+from automoe.launch.prepare import check, check_data, check_num_ranks, compose
 from automoe.launch.ranks import prepare_process
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _AGENT_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 @dataclass(frozen=True)
 class ExternalLaunch:
-    """This process's place among ranks that an outer launcher started."""
+    """Rank and rendezvous of this process, which torchrun or srun started as one of several ranks."""
 
     launcher: str  # torchrun or srun
     rank: int
@@ -75,7 +75,7 @@ class ExternalLaunch:
 
 
 def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
-    """Return the outer launch that ``env`` describes; None if this process must start the ranks.
+    """Read this process's rank from ``env`` if torchrun or srun started it, else return None.
 
     ``TORCHELASTIC_RUN_ID`` identifies torchrun, and a job step of several tasks identifies srun.
     ``RANK`` and ``WORLD_SIZE`` alone are not enough: they outlive the launch that they belong to if
@@ -124,7 +124,10 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    """Return the variable ``name`` as an int; ``otherwise`` if the variable is unset or empty."""
+    """Return the variable ``name`` of ``env`` as an int; ``otherwise`` if it is unset or empty.
+
+    Raises ``LaunchError`` if it is not a number, or is missing and ``otherwise`` is None.
+    """
     text = env.get(name, "")
     if not text and otherwise is not None:
         return otherwise
@@ -146,12 +149,12 @@ def first_host(node_list: str) -> str:
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
-    """Return the rendezvous variables in ``env``, which are stale if no outer launcher is found."""
+    """Return the names of variables in ``env`` by which ranks find each other, such as ``RANK``."""
     return [name for name in RENDEZVOUS_VARIABLES if name in env]
 
 
 def without_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` without the variables that tie a process to another launch's rendezvous."""
+    """Return a copy of ``env`` without variables by which ranks find each other, such as ``RANK``."""
     return {
         k: v
         for k, v in env.items()
@@ -193,7 +196,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
 
     Args:
         args: arguments of the command line; only rank 0 composes the configuration from them.
-        launch: place of this process in the outer launch, from ``detect_external``.
+        launch: rank and rendezvous of this process, from ``detect_external``.
 
     Raises:
         LaunchError: the launcher's store does not answer, or the ranks cannot meet.
@@ -223,7 +226,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             frozen = resolved(config, shape, device)
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
-                print(note, file=sys.stderr, flush=True)
+                print(note, file=sys.stderr)
             if config.train.epochs:
                 from automoe.data.prepare import with_steps
 
@@ -232,7 +235,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             save_config(frozen, run_dir)
         except (AutomoeError, OSError) as error:
             # The error is printed first, because telling the other ranks imports torch.
-            print(f"error: {in_words(error)}", file=sys.stderr, flush=True)
+            print(f"error: {in_words(error)}", file=sys.stderr)
             store = _open_store(launch)
             store.set(_KEY, json.dumps({"config": None}))
             # Wait until all ranks have read the message.
@@ -285,8 +288,7 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
     if device == "cuda":
         check_gpus(launch, visible_gpus())
     check_backends(config, shape, device)
-    if (missing := missing_data(config)) is not None:
-        raise missing
+    check_data(config)
     return shape, device
 
 

@@ -32,12 +32,7 @@ from automoe.launch.worker import STOP_SIGNALS, end_process
 from automoe.storage.guarded import die_with_parent, fork
 
 # These modules import nearly everything that a shipped recipe needs.
-IMPORTED = (
-    "automoe.run.run",
-    "automoe.run.weights",
-    "automoe.training.step",
-    "automoe.data.loader",
-)
+IMPORTED = "automoe.run.run automoe.run.weights automoe.training.step automoe.data.loader".split()
 _MAX_MESSAGE = 1 << 20  # bytes
 _MAX_FILES = 253  # Linux's SCM_MAX_FD
 
@@ -98,16 +93,19 @@ class ForkedRank:
 
 
 def python() -> list[str]:
-    """Return the words before a module that is to import nothing of the working directory.
+    """Return the command that runs a module: ``[python, "-Pm"]``, to be followed by its name.
 
-    Where automoe itself is there, it has to be imported from it.
+    ``-P`` keeps files of the working directory from shadowing libraries. A checkout of automoe as
+    working directory needs ``-m`` alone, to be importable.
     """
     inside = Path(__file__).parents[2] == Path.cwd()
     return [sys.executable, "-m" if inside else "-Pm"]
 
 
 class ForkServer:
-    """The launcher's handle on a fork server; server and ranks die with the thread that made it.
+    """Connection of the launcher to a fork server: a process that has imported torch and forks ranks.
+
+    The server and its ranks die with the thread that made this object.
 
     Args:
         env: environment of the server and its ranks. Libraries such as OpenMP read the environment
@@ -137,7 +135,7 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def serves(self, env: Mapping[str, str]) -> bool:
-        """Return True if the server has this environment and the current working directory."""
+        """Return True if the server was started with ``env`` and in the current working directory."""
         return (self.env, self.folder) == (dict(env), os.getcwd())
 
     def start(self, job: Job, stdout: int = 1, files: Sequence[int] = ()) -> list[ForkedRank]:
@@ -160,7 +158,9 @@ class ForkServer:
         return self._ranks
 
     def hear(self) -> None:
-        """Read the server's answers; a signal handler that interrupts this method may call it too.
+        """Read from the server which ranks began or ended, and update the ``ForkedRank`` objects.
+
+        The method does not wait. A signal handler that interrupts it may call it too.
 
         If the server has ended, its exit status becomes the status of every rank that still ran.
         """
@@ -201,11 +201,11 @@ _kept: ForkServer | None = None
 
 @contextmanager
 def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServer]:
-    """Yield a fork server with environment ``env``: the kept one if it matches, else a new one.
+    """Yield a fork server with environment ``env``, that of the last call if it was kept and fits.
 
     Args:
-        keep: keep the server for the next call, which then imports nothing. A kept server ends with
-            this process. False: close the server when the context ends.
+        keep: keep the server running for the next call, which then need not import torch again; it
+            ends with this process at the latest. False: close it when the context ends.
     """
     global _kept
     server = _kept
@@ -293,7 +293,13 @@ def _import_all() -> Imports:
 def become(
     job: Job, rank: int, parent: int, files: list[int], requests: socket.socket, imports: Imports
 ) -> NoReturn:
-    """Run ``rank`` of ``job`` in this process, a fork of ``parent``, and exit with its status."""
+    """Run ``rank`` of ``job`` in this process, a fork of the server, and exit with its status.
+
+    Args:
+        parent: process id of the server.
+        files: descriptors of standard output and error, then one for each rank or none.
+        requests: the server's socket, to be closed.
+    """
     try:
         requests.close()
         os.setsid()

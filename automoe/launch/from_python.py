@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
-from automoe.config.convert import config_from_dict
+from automoe.config.convert import config_from_dict, typed
 from automoe.config.frozen import flat
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, export_name
@@ -115,13 +115,18 @@ def train(
 
 
 def composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
-    """Return the configuration that a list of overrides, a dictionary or a ``Config`` names."""
+    """Return the ``Config`` that overrides, a dictionary of keys or a whole ``Config`` stand for.
+
+    Args:
+        config_name: primary configuration that overrides or keys apply to.
+        config_dir: further folder of configurations.
+    """
     if isinstance(config, Config):
         if config_name != DEFAULT_PRIMARY or config_dir is not None:
             raise ConfigError(
                 "config_name", config_name, "a Config is composed already", "Leave config_name out"
             )
-        load_plugins(config.plugins)
+        load_plugins(typed("plugins", config.plugins))
         return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
         overrides = [f"{key}={override_text(value)}" for key, value in flat(config).items()]
@@ -143,7 +148,7 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
 
 
 def override_text(value: object) -> str:
-    """Return ``value`` in Hydra's override grammar."""
+    """Return a Python value as text for the right side of a Hydra override, quoted if need be."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (int, float)):

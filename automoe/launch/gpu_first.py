@@ -23,11 +23,11 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Check:
-    """A short run and what it proves.
+    """A short training run that checks one feature on GPUs.
 
     Attributes:
         gpus: number of GPUs needed; 0 runs on the CPU.
-        words: words after ``automoe train``.
+        words: command-line arguments after ``automoe train``.
         proves: what is known once the check passes.
         like: name of the check whose losses it must reproduce; empty for none.
         tolerance: largest relative difference of a step's loss; 0: all numbers to the bit.
@@ -95,11 +95,13 @@ CHECKS = tuple(
 def run_checks(
     folder: Path, checks: list[Check], facts: dict[str, Any], device: str = "cuda"
 ) -> Iterator[tuple[Check, dict[str, Any]]]:
-    """Run ``checks`` in order, and yield each with its outcome once the results file has it.
+    """Run ``checks`` in order, and yield each with its outcome.
+
+    An outcome has the run's records, its seconds, and under ``wrong`` why the check failed.
 
     Args:
-        folder: new folder of the runs and of ``results.json``.
-        facts: facts about the machine for the results.
+        folder: new folder for the runs and for ``results.json``, which has every outcome so far.
+        facts: description of the machine, to be stored.
     """
     records = {}
     outcomes = {}
@@ -121,7 +123,11 @@ def run_checks(
 
 
 def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
-    """Return the records of a check's run, and as ``wrong`` why it failed; empty if it passed."""
+    """Return a check's outcome: its ``records``, and in ``wrong`` why it failed, or ''.
+
+    Args:
+        records: records of training steps by name of the check.
+    """
     run = records[check.name]
     losses = [record["loss"] for record in run]
     outcome = {"records": run}

@@ -113,9 +113,9 @@ def torch_note(installed: str) -> str | None:
 
 
 def start_notes(config: Config) -> list[str]:
-    """Return the notes that a run prints first.
+    """Return the notes that a run prints first, each a line that begins with ``note:``.
 
-    The notes are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
+    They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
@@ -192,6 +192,12 @@ moe.experts == te | model.num_moe_layers > 0 | moe.experts=te | TE | INSTALL moe
 """, INSTALL="Install transformer-engine with its torch part for this CUDA, or set",
     # The Python part installs anywhere, but imports only together with the part built for torch.
     TE="transformer_engine transformer_engine_torch")
+_CUDA_ONLY = table("""
+launch.numa | launch.device != cuda
+    | launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it to false
+moe.dispatcher == deepep | launch.device != cuda and mesh.ep > 1
+    | moe.dispatcher=deepep needs CUDA, and this run is on cpu. Set moe.dispatcher=alltoall
+""")
 # On CUDA norms and the gradient norm always launch Triton's kernels; on the CPU, torch's own
 # operations do what no key asks of Triton.
 _TRITON = table("""
@@ -210,22 +216,15 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
-    key, remedy = "train.compile=true", "set train.compile=false"
     if config.train.compile:
-        _check_compiler(key, device, remedy)
+        _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
         raise BackendError(why)
-    if config.launch.numa and device != "cuda":
-        raise BackendError(
-            "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it to false"
-        )
-    if config.moe.dispatcher == "deepep" and shape.ep > 1 and device != "cuda":
-        raise BackendError(
-            f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
-        )
     # mlflow-skinny cannot write to a database.
     in_database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", config.observe.mlflow)
     see = Scope(config, shape, device).knowing(in_database=in_database)
+    for _, _, why in holding(see, _CUDA_ONLY):
+        raise BackendError(why)
     kernels = [(filled(see, said), instead) for _, _, said, instead in holding(see, _TRITON)]
     needed = [row[2:] for row in holding(see, _PACKAGES)]
     needed += [(said, "triton", f"Install triton, or set {instead}") for said, instead in kernels]
@@ -240,10 +239,14 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
-    """Check for a compiler on the PATH and for Python's headers.
+    """Raise ``BackendError`` without a compiler on the PATH or without Python's headers.
 
     Inductor needs them for its kernels on the CPU, and Triton for its launchers on CUDA. The
     variable CXX or CC may name the compiler.
+
+    Args:
+        key: setting that needs the compiler.
+        remedy: what to set instead.
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     compiler = os.environ.get(variable, "")

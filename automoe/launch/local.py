@@ -28,9 +28,10 @@ from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
-from automoe.launch.prepare import missing_data
+from automoe.launch.prepare import check_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS, run_rank
+from automoe.storage.sealed import replace_json
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _KILL_AFTER_S = 8  # time for the other ranks to leave by themselves once one has failed
@@ -77,8 +78,7 @@ def train_here(
     """
     check_system()
     check_backends(config, shape, device)
-    if (missing := missing_data(config)) is not None:
-        raise missing
+    check_data(config)
     frozen = resolved(config, shape, device)
     another = runs.check_same_run(Path(config.run_dir).absolute(), frozen)
     for note in start_notes(config) + another:
@@ -146,14 +146,13 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                 failures.append({"attempt": number, "step": step, "error": result.error})
                 if (why_not := refusal(failures, limit)) is not None:
                     if limit:
-                        print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
+                        print(f"no further attempt: {why_not}", file=sys.stderr)
                     break
                 after = "" if step is None else f" after step {step}"
                 print(
                     f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
                     f"starting again from the newest checkpoint: restart {number} of at most {limit}",
                     file=sys.stderr,
-                    flush=True,
                 )
                 runs.start_again(run_dir, number)
                 if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
@@ -163,7 +162,8 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                     save_config(config, run_dir)
             if limit:
                 with runs.telling():
-                    runs.add_to_status(run_dir, failed_attempts=failures)
+                    status = runs.read_status(run_dir) | {"failed_attempts": failures}
+                    replace_json(run_dir / runs.STATUS_FILE, status)
     return result
 
 
@@ -226,7 +226,6 @@ class _Launch:
                     "what they did since the newest checkpoint is lost. Give them more time, or save more often "
                     "(checkpoint.every)",
                     file=sys.stderr,
-                    flush=True,
                 )
                 self._give_up()
             elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:

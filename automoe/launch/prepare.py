@@ -21,7 +21,7 @@ from automoe.config.facts import BASE_BLOCKS
 from automoe.config.frozen import Device, flat
 from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
-from automoe.config.rule_engine import check_rows
+from automoe.config.rule_engine import Scope, check_rows, refused, table
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.tier import tier_of
 from automoe.config.validate import validate
@@ -40,6 +40,31 @@ _MSCALES = {"model.rope.mscale", "model.rope.mscale_all_dim"}
 _OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
 # Fields that must be those of the checkpoint if an override names the group ``model``.
 _TELLING = "model.family model.num_layers model.hidden_size model.num_experts".split()
+# fmt: off
+# Rows of the vocabulary that the export would lose.
+_GROWTH = table("""
+model.vocab_size: not facts.resizable | | STATED a class of transformers takes it from config.json
+    | Grow it there first: resize_token_embeddings and save_pretrained
+model.vocab_size: lora.export == adapter | lora.rank > 0 | STATED an adapter does not hold the new rows
+    | Set lora.export=merged
+""", STATED="the checkpoint model.hf_path={model.hf_path} has {facts.rows}, and")
+_RANDOM_WEIGHTS = table("""
+lora.base != weights | | it says how a checkpoint's matrices are kept, and the model begins from random weights
+    | Set model.hf_path=DIR, or lora.base=weights
+data.kind: facts.demonstrates | facts.large | the demonstration corpus, 10 MB of Python, is too small for THIS_MODEL
+    | Set {facts.own_data} and data.tokenizer=DIR, OR_SPEED
+data.tokenizer: facts.bytes | facts.large | bytes are NUM_BYTES of {facts.ids} ids, too few for THIS_MODEL
+    | Set data.tokenizer=DIR of a tokenizer, OR_SPEED
+""", THIS_MODEL="a model of {facts.billions} B parameters (1 B or more, from random weights)",
+    NUM_BYTES=BYTE_VOCAB_SIZE, OR_SPEED="or data=benchmark for synthetic tokens")
+_FP8_BASE = table("""
+lora.base: facts.transposed | |
+    it keeps matrices as they are stored, and {model.family} stores those of experts transposed | OTHERS
+lora.base: facts.foreign | | it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {model.hf_path} has
+    quant_method={facts.method}, weight_block_size={facts.block}
+    | OTHERS, or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8
+""", OTHERS="Set lora.base=nf4 or weights")
+# fmt: on
 
 
 def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
@@ -67,9 +92,12 @@ def compose(args: Arguments) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """Return ``config`` with the model of ``model.hf_path``, and with pinned Hub ids.
+    """Return ``config`` with its model taken from ``model.hf_path``, and a commit in each Hub id.
 
     If ``model.hf_path`` is set, the checkpoint's ``config.json`` defines the model.
+
+    Args:
+        overrides: those of the command line, which must not contradict the checkpoint.
 
     Raises:
         ConfigError: the checkpoint does not exist or has an unknown family; an override contradicts
@@ -109,7 +137,10 @@ def settle(config: Config, overrides: list[str]) -> Config:
     grown = replace(model, vocab_size=max(model.vocab_size, config.model.vocab_size))
     # A whole ``Config`` that was settled before names nothing, and has the checkpoint's model.
     if grown != model and ("model.vocab_size" in named or grown == config.model):
-        _check_growth(config, model)
+        see = Scope(config, config.mesh).knowing(
+            rows=model.vocab_size, resizable=tier_of(model).resizable
+        )
+        check_rows(config, refused(see, _GROWTH))
         model = grown
     model_keys = list(leaf_keys(ModelConfig, "model."))
     for key, value in named.items():
@@ -156,7 +187,10 @@ def _check_ranks(config: Config, overrides: list[str]) -> None:
 
 
 def _named(overrides: list[str]) -> dict[str, str]:
-    """Return the values of ``overrides`` by key, also by each key in ``model.rope={factor: 4}``."""
+    """Return the values of ``overrides`` by key, as text.
+
+    ``model.rope={factor: 4}`` also gives ``model.rope.factor``.
+    """
     named = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -171,10 +205,12 @@ def _named(overrides: list[str]) -> dict[str, str]:
 def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]) -> RopeConfig:
     """Return the rotary embeddings of ``checkpoint`` with the scaling of ``asked``.
 
-    Where DeepSeek's mscales are read and unset, both are 1, as published: engines take no others.
+    If the family reads DeepSeek's mscales and they are unset, both are 1, as inference engines
+    require.
 
     Args:
-        named: keys that the command line sets, to 0 too.
+        asked: ``model.rope`` as the user set it.
+        named: keys that the command line sets.
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already or stand in a wrapper, or
@@ -219,58 +255,25 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
     return replace(asked, original_seq_len=original, **numbers)
 
 
-def _check_growth(config: Config, there: ModelConfig) -> None:
-    """Refuse more rows of the vocabulary than the checkpoint has where they would be lost."""
-    rule = f"the checkpoint model.hf_path={there.hf_path} has {there.vocab_size}, and "
-    if not tier_of(there).resizable:
-        rule += "a class of transformers takes it from config.json"
-        remedy = "Grow it there first: resize_token_embeddings and save_pretrained"
-    elif config.lora.rank and config.lora.export == "adapter":
-        rule += "an adapter does not hold the new rows"
-        remedy = "Set lora.export=merged"
-    else:
-        return
-    raise ConfigError("model.vocab_size", config.model.vocab_size, rule, remedy)
+def check_data(config: Config) -> None:
+    """Raise ``ConfigError`` if a model with random weights lacks data.
 
-
-def missing_data(config: Config) -> ConfigError | None:
-    """Return an error if a large model has only demonstration data; None if the data suits.
-
-    A model is large if it has ``LARGE`` parameters from random weights: a hundred for each byte of
-    the demonstration corpus. The function also returns an error if ``lora.base`` packs a
-    checkpoint's matrices and no checkpoint is set.
+    With ``LARGE`` parameters it needs more text than the demonstration corpus, and a tokenizer.
+    Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:
-        return None
-    base = config.lora.base
-    if base != "weights":
-        return ConfigError(
-            "lora.base",
-            base,
-            "it says how a checkpoint's matrices are kept, and the model begins from random weights",
-            "Set model.hf_path=DIR, or lora.base=weights",
-        )
+        return
+    data = replace(config.data, tokenizer=tokenizer_of(config))
     parameters = count_params(config.model).total
-    if config.data.is_synthetic or parameters < LARGE:
-        return None
-    model = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
-    speed = "or data=benchmark for synthetic tokens"
-    for _, _, source in sources_of(config.data):
-        if source.kind.startswith("stdlib"):
-            return ConfigError(
-                "data.kind",
-                source.kind,
-                f"the demonstration corpus, 10 MB of Python, is too small for {model}",
-                f"Set {_own_data(config)} and data.tokenizer=DIR, {speed}",
-            )
-    if tokenizer_of(config) == "byte":
-        return ConfigError(
-            "data.tokenizer",
-            "byte",
-            f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {model}",
-            f"Set data.tokenizer=DIR of a tokenizer, {speed}",
-        )
-    return None
+    see = Scope(config, config.mesh).knowing(
+        large=parameters >= LARGE and not data.is_synthetic,
+        billions=f"{parameters / 1e9:,.1f}",
+        demonstrates=any(source.kind.startswith("stdlib") for _, _, source in sources_of(data)),
+        bytes=data.tokenizer == "byte",
+        ids=f"{config.model.vocab_size:,}",
+        own_data=_own_data(config),
+    )
+    check_rows(replace(config, data=data), refused(see, _RANDOM_WEIGHTS))
 
 
 def _check_fp8_base(config: Config) -> None:
@@ -284,21 +287,19 @@ def _check_fp8_base(config: Config) -> None:
     from automoe.hf.families.registry import family_of, read_hf_config
     from automoe.hf.wrapper import quantization_in
 
-    remedy = "Set lora.base=nf4 or weights"
-    if family_of(config.model).keys.transposed:
-        rule = f"it keeps matrices as they are stored, and {config.model.family} stores those of experts transposed"
-        raise ConfigError("lora.base", "fp8", rule, remedy)
     stated = quantization_in(read_hf_config(path)) or {}
-    block = stated.get("weight_block_size") or [None, None]
-    if stated.get("quant_method") != "fp8" or block[1] != BASE_BLOCKS["fp8"][0]:
-        rule = f"it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {path} has quant_method="
-        rule += f"{stated.get('quant_method')}, weight_block_size={stated.get('weight_block_size')}"
-        remedy += ", or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8"
-        raise ConfigError("lora.base", "fp8", rule, remedy)
+    method, block = stated.get("quant_method"), stated.get("weight_block_size")
+    see = Scope(config, config.mesh).knowing(
+        transposed=family_of(config.model).keys.transposed,
+        foreign=method != "fp8" or not block or block[1] != BASE_BLOCKS["fp8"][0],
+        method=str(method),
+        block=str(block),
+    )
+    check_rows(config, refused(see, _FP8_BASE))
 
 
 def _pinned(config: Config) -> Config:
-    """Return ``config`` with a commit in each Hub id, and with the chat template's date.
+    """Return ``config`` with a commit added to each Hub id, and with the date for the chat template.
 
     A run that is continued keeps the commits and the date that it began with.
     """
@@ -344,9 +345,9 @@ def check_num_ranks(
     """Raise ``ConfigError`` if an override sets ``launch.num_ranks`` to another value.
 
     Args:
-        num_ranks: number of ranks that the mesh or the outer launcher gives.
-        why: origin of ``num_ranks``, for the message.
-        chosen: axes that a preset chose (``preset_choice``); it chooses others for another number.
+        num_ranks: number of ranks that the mesh holds, or that torchrun or srun started.
+        why: text that says where ``num_ranks`` comes from.
+        chosen: text that says which axes ``mesh.preset`` chose; empty without a preset.
     """
     named = config.launch.num_ranks
     if (
@@ -364,7 +365,8 @@ def check_here(config: Config) -> tuple[MeshShape, Device]:
     """Check all rules, and return the mesh and device of ``config`` on this machine.
 
     Raises:
-        ConfigError, CheckpointError: as ``check`` does.
+        ConfigError: a rule is broken; the first one is named.
+        CheckpointError: the folder that the run would export to has other content.
     """
     device = resolve_device(config)
     return check(config, default_num_ranks(config, device), device), device

@@ -27,7 +27,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter is 
 
 
 class Imports(NamedTuple):
-    """Outcome of the fork server's imports.
+    """Outcome of importing torch and automoe in the fork server, which hands it to every rank.
 
     Attributes:
         error: exception that the rank must report; None if the imports succeeded.

@@ -77,9 +77,9 @@ _CUTS = {axis: table(_CUT, AXIS=axis) for axis in ("tp", "etp")}
 
 
 def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
-    """Yield the rules of ``lora``, ``train.freeze`` and ``train.trainable``.
+    """Yield the broken rules of ``lora``, ``train.freeze`` and ``train.trainable``.
 
-    Rules about sharding are checked only if ``shape`` is given.
+    Rules about sharding are checked only if the mesh ``shape`` is given.
     """
     params = model_params(config.model)
     names = [param.name for param in params]

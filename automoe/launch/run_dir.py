@@ -90,7 +90,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
 
 
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
-    """Refuse a directory that holds another run; return notes on the allowed differences.
+    """Raise unless ``run_dir`` is free or holds this run; return notes on settings that changed.
 
     Args:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
@@ -148,7 +148,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
 
 
 def _check_source(config: Config) -> None:
-    """Refuse to begin from the checkpoint of a run on another kind of data, before it is read."""
+    """Raise ``ConfigError`` if ``checkpoint.resume`` names a run on another kind of data."""
     source = Path(config.checkpoint.resume).expanduser()
     then = _newest_config(source.parent.parent if source.name.startswith("step-") else source)
     kind = flat(then or {}).get("data.kind", config.data.kind)
@@ -162,7 +162,10 @@ def _check_source(config: Config) -> None:
 
 
 def _newest_config(run_dir: Path) -> dict[str, Any] | None:
-    """Return the configuration in the newest checkpoint; None if none can be read."""
+    """Return the configuration stored in the newest checkpoint of ``run_dir``, as dictionaries.
+
+    None if there is no checkpoint, or it cannot be read.
+    """
     folder = run_dir / FOLDER
     try:
         newest = committed_steps(folder)[-1]
@@ -173,7 +176,7 @@ def _newest_config(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the content of ``config.yaml``, unchecked: any version may have written it.
+    """Return ``config.yaml`` as nested dictionaries, unchecked: any version may have written it.
 
     Raises:
         OSError, ValueError: the file cannot be read.
@@ -230,11 +233,14 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Turn an error in recording a run's outcome into a warning, so that it hides no outcome."""
+    """Print an ``OSError`` or ``ValueError`` of the body as a warning, and go on.
+
+    The body writes or reads ``status.json``; the run's own outcome must not be lost over that.
+    """
     try:
         yield
     except (OSError, ValueError) as error:
-        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr, flush=True)
+        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
@@ -248,7 +254,11 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
-    """Replace ``status.json`` atomically, unless a rank has failed: a recorded failure stays."""
+    """Replace ``status.json`` atomically, unless a rank has failed: a recorded failure stays.
+
+    Args:
+        facts: further entries of the file, such as ``objective``.
+    """
     yields = state not in ("failed", "starting")
     if yields and (run_dir / ERROR_FILE).exists():
         return
@@ -264,9 +274,9 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
 
 
 def _overwrite(path: Path, content: dict[str, Any]) -> bool:
-    """Overwrite the file in place, which a full disk allows; return False if it is too small.
+    """Overwrite a JSON file in place, which a full disk allows; return False if it is too small.
 
-    The traceback of an error is left out.
+    Tracebacks are left out of ``content``.
     """
     if error := content.get("error"):
         content["error"] = error | {"traceback": []}
@@ -279,24 +289,21 @@ def _overwrite(path: Path, content: dict[str, Any]) -> bool:
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """Return the first error's report; None if there is none, or if it is incomplete."""
+    """Return the report of the run's first error from ``first_error.json``; None without a whole one."""
     try:
         return parse_json(read_file(run_dir / ERROR_FILE))
     except (OSError, ValueError):
         return None
 
 
-def add_to_status(run_dir: Path, **facts: Any) -> None:
-    """Add ``facts`` to the final content of ``status.json``."""
-    replace_json(run_dir / STATUS_FILE, read_status(run_dir) | facts)
-
-
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
-    """Return the report of ``error`` that ``status.json`` stores.
+    """Return a dictionary that describes ``error``, as ``status.json`` stores it.
+
+    Its keys are ``rank``, ``type``, ``message``, ``for_user`` (the message suffices) and
+    ``traceback`` (a list of lines; empty if ``error`` was never raised).
 
     Args:
-        rank: rank that failed; None if the launcher did. An error that was never raised, because
-            the rank could not report its own end, has no traceback.
+        rank: rank that failed; None if the launcher did.
     """
     lines = [
         f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
@@ -317,10 +324,14 @@ def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
 
 
 def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:
-    """Write a failure's report if none exists, and return True if it was written.
+    """Write ``first_error.json`` and the state ``failed`` unless another failure came first.
 
     Args:
-        overrule: replace an existing report.
+        report: description of the error, from ``error_report``.
+        overrule: replace an earlier report.
+
+    Returns:
+        True if the report was written.
     """
     target = run_dir / ERROR_FILE
     if overrule:
@@ -350,7 +361,10 @@ def show_report(run_dir: str | Path) -> None:
 
 
 def describe_error(report: dict[str, Any]) -> str:
-    """Format a failure for a terminal: rank, type, message and frames outside site-packages."""
+    """Return an error's report as text for a terminal: rank, type, message and some frames.
+
+    Frames in installed libraries are left out, except the last one.
+    """
     where = "" if report["rank"] is None else f"rank {report['rank']}: "
     text = f"{where}{report['type']}: {report['message']}"
     if not report["for_user"]:

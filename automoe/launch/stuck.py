@@ -19,11 +19,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from automoe.config.facts import SAVES
 from automoe.errors import LaunchError
@@ -46,11 +45,13 @@ _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<st
 
 @dataclass
 class Pending:
-    """Collective that a rank has entered and not left.
+    """Collective that a rank has entered and not left, read from torch's flight recorder.
 
     Attributes:
-        number: sequence number of the collective in its group.
-        seconds: time since the collective was first seen, soon after it began.
+        op: its name, such as ``all_reduce``.
+        number: its sequence number in the process group ``group``.
+        ranks: global ranks of the group.
+        seconds: time since it was first seen, soon after it began.
         timeout_s: timeout of the group; larger for a group that waits for slow disks.
     """
 
@@ -86,7 +87,10 @@ class Standing:
     saving: str | None = None
 
     def of_thread(self, saves: bool) -> Standing:
-        """Return the position of one thread only: the saving thread if ``saves``, else the main."""
+        """Return a copy with the place and collectives of one thread only.
+
+        It is the thread that saves in the background if ``saves``, else the main thread.
+        """
         if self.saving is None:
             return self
         pending = [call for call in self.pending if (call.group == SAVES) == saves]
@@ -95,7 +99,7 @@ class Standing:
 
     @property
     def waits_in(self) -> str | None:
-        """Operation in which the rank waits; None if it does not wait."""
+        """Collective in which the rank waits for others, as text; None if it does not wait."""
         if self.pending:
             return str(self.pending[0])
         return "a send or receive" if self.communicates else None
@@ -105,11 +109,12 @@ class Standing:
 class StuckWatch:
     """Watch over one rank's collectives; create the watch before torch is imported.
 
-    A thread calls ``look`` repeatedly, and the main thread calls ``explain`` after an error.
+    It finds collectives that do not end, and reports which rank is missing. A thread calls ``look``
+    repeatedly, and the main thread calls ``explain`` after an error.
 
     Attributes:
         run_dir: run directory, which all ranks can read and write.
-        terminal: stream that shows warnings about slow collectives.
+        terminal: text stream that shows warnings; it must not raise ``OSError``.
         tells_errors: True under torchrun and srun, without automoe's launcher.
         timeout_s: timeout of a step's collectives; None until the configuration is read.
         device: this rank's torch.device, once it has one.
@@ -118,7 +123,7 @@ class StuckWatch:
     run_dir: Path
     rank: int
     num_ranks: int
-    terminal: TextIO
+    terminal: Any
     tells_errors: bool = False
     timeout_s: float | None = None
     device: Any = None
@@ -135,7 +140,10 @@ class StuckWatch:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
 
     def look(self) -> None:
-        """Answer another rank's question; ask if a collective of this rank is near its timeout."""
+        """Write this rank's position if another rank asks for it.
+
+        Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs.
+        """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context
             # for every rank.
@@ -159,7 +167,7 @@ class StuckWatch:
     def explain(self, error: BaseException) -> None:
         """Record which rank is missing if ``error`` is the timeout of a collective.
 
-        If a rank is already asking, wait until the outcome is recorded, up to 20 s.
+        If a rank is already asking all ranks for their positions, wait up to 20 s for the outcome.
         """
         self._error = error
         if self._asked() is None and _is_timeout(error) and self.timeout_s and self._ask():
@@ -172,7 +180,7 @@ class StuckWatch:
             time.sleep(0.1)  # a rank is asking, so this rank's error is a consequence
 
     def _asked(self) -> int | None:
-        """Return the id (mtime, ns) of the current question; None if no rank asks."""
+        """Return the id (mtime in ns) of the file by which a rank asks for positions; None if none."""
         try:
             return (self.run_dir / runs.STUCK_FILE).stat().st_mtime_ns
         except FileNotFoundError:
@@ -225,15 +233,10 @@ class StuckWatch:
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
     def _warn(self, slow: Pending, message: str) -> None:
-        """Warn about a slow collective once, and withdraw the question."""
+        """Warn about the slow collective ``slow`` once; ranks need not tell their positions any more."""
         self._named.add(str(slow))
         for stream in (self.terminal, sys.stderr):
-            with suppress(OSError):
-                print(
-                    f"warning: {message} It may take up to {slow.timeout_s:.0f} s",
-                    file=stream,
-                    flush=True,
-                )
+            print(f"warning: {message} It may take up to {slow.timeout_s:.0f} s", file=stream)
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
@@ -244,8 +247,7 @@ class StuckWatch:
         )
         failure = runs.error_report(LaunchError(message), rank)
         if runs.record_failure(self.run_dir, failure) and self.tells_errors:
-            with suppress(OSError):
-                print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
+            print(f"error: {runs.describe_error(failure)}", file=self.terminal)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
         standings = {}
@@ -265,7 +267,7 @@ def who_is_missing(
     Args:
         standings: positions of the ranks that answered.
         num_ranks: number of all ranks.
-        asking: rank whose collective is out of time.
+        asking: rank whose collective is near its timeout.
         waited_s: seconds that the rank ``asking`` has waited.
     """
     mine = standings[asking]
@@ -339,13 +341,14 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
-    """Return the place of a call stack, and True if torch.distributed is at work there.
-
-    The place is ``module of the model: file:line in function``. It is that of the innermost frame
-    that belongs to neither Python nor an installed library.
+    """Return where a call stack is in the user's or automoe's code, and if it communicates there.
 
     Args:
         frames: a call stack, outermost frame first.
+
+    Returns:
+        Text ``module of the model: file:line in function`` for the innermost frame outside Python
+        and installed libraries; and True if torch.distributed is at work below that frame.
     """
     place = NOWHERE
     communicates = False
@@ -369,10 +372,10 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
 
 def _working_thread() -> threading.Thread:
-    """Return the thread whose place in the code is the place of this rank.
+    """Return the thread that does this rank's work: the main thread, or that of a backward pass.
 
-    This is the main thread, or the thread of a merged backward pass (``automoe.parallel.overlap``)
-    while the main thread waits for it.
+    With ``parallel.overlap_all_to_all`` one micro-batch's backward pass runs in a second thread, for
+    which the main thread waits at times.
     """
     main = threading.main_thread()
     if any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main)):

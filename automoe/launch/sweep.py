@@ -44,7 +44,7 @@ from automoe.config.compose import (
     short_keys,
     swept_keys,
 )
-from automoe.config.convert import config_from_dict
+from automoe.config.convert import config_from_dict, typed
 from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, resolved
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
@@ -80,15 +80,16 @@ Predict = Callable[[Config, MeshShape], Record]
 def run_sweep(args: Arguments, predict: Predict) -> int:
     """Run every combination of the comma-separated overrides, and return the exit status.
 
-    The status is 0 if every job that could run is done, 1 if one is not, 2 if no job could run, and
-    130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
+    Each is a job with its own ranks. The status is 0 if every job that could run is done, 1 if one
+    is not, 2 if no job could run, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
 
     Hydra sweepers such as Optuna minimise a job's objective: its final validation loss, else its
     training loss, else infinity. With ``observe.objective=tokens_per_second`` the objective is the
     negative median of tokens per second.
 
     Args:
-        predict: function that returns a job's predicted results, with the keys of ``_measured``.
+        predict: function that returns the planner's prediction for a job, with the keys
+            ``tokens_per_second``, ``mfu``, ``memory`` and ``balance``.
 
     Raises:
         ConfigError: no job could use an override, or the directory holds another sweep or a run.
@@ -158,7 +159,7 @@ def side_by_side(overrides: list[str]) -> list[str]:
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
-    """Return the sweep's directory, and the overrides without ``run_dir``.
+    """Return (directory of the sweep, overrides without ``run_dir``).
 
     Without ``run_dir``, the directory is named after the overrides that define the sweep.
 
@@ -182,7 +183,7 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
 
 
 def _definition(overrides: list[str]) -> list[str]:
-    """Return the overrides that define the sweep: swept ones, and fixed ones that change runs."""
+    """Return the overrides that tell sweeps apart: swept ones, and fixed ones that change results."""
     swept = swept_keys(overrides)
     words = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
     return sorted(
@@ -194,14 +195,14 @@ def _definition(overrides: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One start of a sweep.
+    """One start of a sweep, whose jobs are the combinations of its swept values.
 
     Attributes:
-        args: arguments with the overrides of all jobs.
-        directory: folder of the journal and of one folder for each job.
-        predict: function that predicts a job's results, as in ``run_sweep``.
-        start: random id of this start, which its jobs' records have.
-        process: the process of the sweep.
+        args: command line with the overrides of all jobs.
+        directory: folder with ``sweep.json``, the jobs' records and a folder for each job.
+        predict: function that returns the planner's prediction for a job.
+        start: random id of this start, which each of its jobs writes into its record.
+        process: process id of the sweep.
     """
 
     args: Arguments
@@ -245,7 +246,7 @@ class Sweep:
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
     def run(self) -> int:
-        """Run every job with Hydra's sweeper and launcher; return 0, 130 or Hydra's status."""
+        """Run all jobs by Hydra; return 0, 128 + the signal that stopped them, or Hydra's status."""
         import hydra
 
         register_base()
@@ -289,9 +290,10 @@ class Sweep:
 
     @without("kernels")
     def job(self, composed: Any) -> float:
-        """Run one job in the process that Hydra's launcher chose, and return its objective.
+        """Run one job, called by Hydra's launcher in any process, and return its objective.
 
-        The job's record stores its errors.
+        Sweepers such as Optuna minimise the objective; a failed job's is infinite. The job's record,
+        ``jobs/NAME.json``, stores its errors. ``composed`` is Hydra's ``DictConfig``.
 
         Raises:
             KeyboardInterrupt: the job was stopped, so the sweep must end.
@@ -353,16 +355,16 @@ class Sweep:
         """Check the configuration of a job and train it; return the entries of its record.
 
         Args:
-            composed: the job's configuration, from Hydra.
-            task: its overrides.
-            name: its folder in the sweep's.
+            composed: the job's configuration, Hydra's ``DictConfig``.
+            task: the job's overrides.
+            name: the job's folder in the directory of the sweep.
             num_jobs: number of jobs that run at the same time.
             earlier_s: seconds that the job took in an earlier start of this sweep, if it ran.
         """
         try:
             raw = resolved_container(composed, task) | {"run_dir": str(self.directory / name)}
             try:
-                load_plugins(raw["plugins"])
+                load_plugins(typed("plugins", raw["plugins"]))
                 config = settle(config_from_dict(raw), task)
                 shape, device = check_here(config)
                 check_alone(device, num_jobs)
@@ -396,10 +398,8 @@ class Sweep:
                 reason = f"its objective is {record['objective']}"
                 record |= {"state": "failed", "reason": reason, "objective": None}
             measured = _measured(config, shape)
-            return record | {
-                "tokens_per_second": measured["tokens_per_second"],
-                "measured": measured,
-            }
+            record["tokens_per_second"] = measured["tokens_per_second"]
+            return record | {"measured": measured}
         except (AutomoeError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return {"state": "failed", "reason": str(error)}
@@ -408,7 +408,7 @@ class Sweep:
             return {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
 
     def collect(self, stopped: bool) -> list[Record]:
-        """Write all records into ``sweep.json``, and return them.
+        """Write the records of all jobs into ``sweep.json``, and return them.
 
         A job that never ended becomes "stopped" if the sweep was stopped, else "failed".
         """
@@ -450,10 +450,10 @@ def check_alone(device: Device, num_jobs: int) -> None:
 
 
 def _measured(config: Config, shape: MeshShape) -> Record:
-    """Return a run's measured results.
+    """Return what a job's training run measured, by name; None where nothing was recorded.
 
-    These are the medians of tokens/s and MFU, the peak memory (bytes), and the busiest rank's rows
-    over the mean.
+    ``tokens_per_second`` and ``mfu`` are medians over steps, ``memory`` is the peak in bytes, and
+    ``balance`` the tokens of the busiest rank's experts divided by the mean of ranks.
     """
     from automoe.observe.metrics import rank_balance, read_expert_load, read_metrics, series
     from automoe.observe.summary import median
@@ -490,7 +490,7 @@ def _records(directory: Path) -> list[Record]:
 
 
 def _read(path: Path) -> Record | None:
-    """Return a job's record; None if it cannot be read: the job then writes it again."""
+    """Return a job's record from its JSON file; None if it is missing or damaged."""
     with suppress(OSError, ValueError):
         record = read_json(path)
         if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys():

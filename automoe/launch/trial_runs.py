@@ -56,7 +56,10 @@ def train_and_kill(run_dir: Path, overrides: Sequence[str], after: int) -> int:
 
 
 def differing(expected: Records, got: Records) -> list[str]:
-    """Return the differences of two runs' records as ``step N: name, ...``, without clocks."""
+    """Return lines such as ``step 3: loss, grad_norm`` that name what differs between two runs.
+
+    Times and memory are not compared. Arguments are the records of each run's steps.
+    """
     lines = []
     if len(expected) != len(got):
         lines.append(f"{len(got)} steps instead of {len(expected)}")
@@ -69,7 +72,10 @@ def differing(expected: Records, got: Records) -> list[str]:
 
 
 def numbers_of(record: dict[str, Any]) -> set[str]:
-    """Return the names of a record's values that are equal in runs with the same numbers."""
+    """Return the names of a step record's values that a repeated run must reproduce to the bit.
+
+    Times, memory and checksums are not among them.
+    """
     return {name for name in record if not any(part in name for part in _MEASURED)}
 
 

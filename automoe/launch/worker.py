@@ -121,7 +121,7 @@ def run_rank(
     """
     local_rank = rank if local_rank is None else local_rank
     ranks.prepare_process()
-    terminal = os.fdopen(os.dup(2), "w")
+    terminal = Outlet(os.fdopen(os.dup(2), "w", buffering=1))
     _redirect(run_dir, rank, terminal)
     sys.stderr.write(imports.output)
     stop = StopRequest()
@@ -129,11 +129,10 @@ def run_rank(
     # automoe's launcher outlives the ranks and writes the report; under torchrun and srun rank 0
     # writes it.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
-    watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
-    watch.tells_errors = launcher is None
+    watch = stuck.StuckWatch(run_dir, rank, world_size, terminal, launcher is None)
     try:
         replace_file(run_dir / runs.LOG_FOLDER / f"rank{rank}.pid", str(os.getpid()))
-        threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
+        threading.Thread(target=_watch, args=(watch, report), daemon=True).start()
         if imports.error is not None:
             raise imports.error
         config = config or load_config(run_dir, plugins=True)
@@ -178,7 +177,7 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
         ) from error
 
 
-def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
+def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
     """Send this rank's output to ``logs/rankN.log``; warn if there can be no such file.
 
     Rank 0's stdout also goes to the terminal. File descriptor 2 is redirected, not only
@@ -188,7 +187,7 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     try:
         log = open(path, "w", buffering=1, encoding="utf-8")
     except OSError as error:
-        print(f"warning: rank {rank} has no log: {in_words(error)}", file=terminal, flush=True)
+        print(f"warning: rank {rank} has no log: {in_words(error)}", file=terminal)
         log = open(os.devnull, "w")
     told = []
 
@@ -196,8 +195,7 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
         if not told:
             told.append(error)
             loss = f"{len(text):,} bytes could not be written, and later output may be lost too"
-            with suppress(OSError):
-                print(f"warning: {path}: {error.strerror}: {loss}", file=terminal, flush=True)
+            print(f"warning: {path}: {error.strerror}: {loss}", file=terminal)
 
     os.dup2(log.fileno(), 2)
     sys.stderr = Outlet(sys.stderr, lost=lost)
@@ -209,13 +207,13 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     faulthandler.enable(log)
 
 
-def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
+def _watch(watch: stuck.StuckWatch, report: bool) -> None:
     """Watch the run directory, and end this process soon after any rank has failed.
 
     This runs in a thread, so it also ends a rank whose collective its peers will never join.
     """
     pause = look_every_s(watch.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", watch.num_ranks)))
-    while not (run_dir / runs.ERROR_FILE).exists():
+    while not (watch.run_dir / runs.ERROR_FILE).exists():
         try:
             watch.look()
         except Exception:
@@ -224,7 +222,7 @@ def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
             traceback.print_exc()
         time.sleep(pause)
     time.sleep(_GRACE_S)
-    _leave(run_dir, report)
+    _leave(watch.run_dir, report)
 
 
 def look_every_s(num_ranks: int, ranks_here: int) -> float:
@@ -252,7 +250,7 @@ def _leave(run_dir: Path, report: bool) -> None:
 
 
 def _fail(
-    run_dir: Path, rank: int, error: BaseException, terminal: TextIO, tells: bool, report: bool
+    run_dir: Path, rank: int, error: BaseException, terminal: Outlet, tells: bool, report: bool
 ) -> None:
     """Report the error and end this process with status 1.
 
@@ -268,11 +266,9 @@ def _fail(
         first = runs.record_failure(run_dir, failure)
     except OSError as lost:  # this rank must leave even if the disk is full
         tells |= runs.read_failure(run_dir) is None
-        with suppress(OSError):
-            print(f"warning: {in_words(lost)}", file=terminal, flush=True)
+        print(f"warning: {in_words(lost)}", file=terminal)
     if first and tells:
-        with suppress(OSError):
-            print(f"error: {runs.describe_error(failure)}", file=terminal, flush=True)
+        print(f"error: {runs.describe_error(failure)}", file=terminal)
     traceback.print_exception(error)  # to this rank's log
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,22 +15,22 @@ from automoe.model.params import Param, adapter_specs
 
 
 def target_names(param: Param) -> tuple[str, ...]:
-    """Return the names that ``lora.targets`` may use for this parameter: its group and its own.
+    """Return the names by which ``lora.targets`` may select this parameter.
 
-    The result is empty if the parameter gets no adapter.
+    They are its group and its own name, such as ("attention", "q_proj"); () if it gets no adapter.
     """
     return () if param.spec.lora is None else (param.spec.group, param.spec.lora)
 
 
 def is_target(param: Param, lora: LoraConfig) -> bool:
-    """Return whether ``param`` gets an adapter."""
+    """Return whether ``param`` gets a LoRA adapter: ``lora.targets`` selects it."""
     return lora.rank > 0 and any(name in lora.targets for name in target_names(param))
 
 
 def adapters(param: Param, rank: int) -> list[Param]:
-    """Return the adapter of a target: A [r, I] and B [O, r].
+    """Return the parameters of the LoRA adapter of ``param``: A [r, I] and B [O, r].
 
-    Experts have stacks of adapters, with one A for gate and up.
+    Routed experts have stacks of E adapters, with one A for gate and up projection.
     """
     stack = param.shape[:1] if param.expert else ()
     shapes = (*stack, rank, param.shape[-1]), (*param.shape[:-1], rank)
@@ -42,9 +42,10 @@ def adapters(param: Param, rank: int) -> list[Param]:
 
 
 def is_trained(name: str, config: Config) -> bool:
-    """Return whether the model's own parameter ``name`` is trained.
+    """Return whether the model's own parameter ``name`` (not an adapter's) is trained.
 
-    With LoRA only parameters in ``train.trainable`` are.
+    Patterns in ``train.freeze`` freeze parameters; with LoRA all are frozen. In both cases patterns
+    in ``train.trainable`` train a parameter nevertheless.
     """
     frozen = ["*"] if config.lora.rank else config.train.freeze
     return not _matches(name, frozen) or _matches(name, config.train.trainable)
@@ -55,9 +56,9 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 
 def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
-    """Return the packed shape [..., rows, blocks, bytes] of a frozen matrix, or None.
+    """Return the shape [..., rows, blocks, bytes] in which a frozen matrix is stored quantized.
 
-    None means that ``lora.base`` does not pack the parameter.
+    None: the matrix is stored unquantized (``lora.base`` names the format of frozen matrices).
     """
     stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):
@@ -67,7 +68,7 @@ def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
 
 
 def as_stored(params: list[Param], config: Config) -> list[Param]:
-    """Return ``params``, with packed parameters in the shape of their bytes."""
+    """Return ``params``; those that ``lora.base`` quantizes get the shape of their bytes."""
     shapes = [packed_shape(param, config) for param in params]
     return [
         param
@@ -78,7 +79,7 @@ def as_stored(params: list[Param], config: Config) -> list[Param]:
 
 
 def with_adapters(params: list[Param], config: Config) -> list[Param]:
-    """Return ``params``, each target followed by its adapter, with ``Param.trained`` set."""
+    """Return ``params`` with ``Param.trained`` set, each LoRA target followed by its adapter."""
     made: list[Param] = []
     for param in params:
         made.append(replace(param, trained=is_trained(param.name, config)))

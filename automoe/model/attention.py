@@ -32,14 +32,15 @@ LATENT_NORM_EPS = 1e-6
 
 
 class AttentionSetup:
-    """Rotation angles, masks and the attention kernel that all layers of one forward share.
+    """Rotation angles, masks and attention kernel, made once per forward for all layers.
 
-    It also holds the ranks from which keys and values are gathered, or with which positions are
-    exchanged for heads. ``doc_ids`` covers whole rows if a layer sees whole rows.
+    It also holds the ranks from which keys and values are gathered (``key_gather``), or with which
+    positions are exchanged for heads (``head_exchange``, Ulysses). ``doc_ids`` covers whole sequences if a
+    layer sees whole sequences. B, S: this rank's queries; R: positions of the whole sequence.
 
     Attributes:
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
-        chosen: [B, S, R] bool, the choice of the last indexer, for layers that share it.
+        chosen: [B, S, R] bool, the keys that the last indexer chose, for layers that share them.
     """
 
     chosen: Tensor | None = None
@@ -51,28 +52,29 @@ class AttentionSetup:
         dim = rotary_dim(attention, config.rope)
         self.rope = backend.rope
         ranks = backend.pg_collection
-        self.keys, self.heads = ranks.keys, ranks.heads
+        self.key_gather, self.head_exchange = ranks.key_gather, ranks.head_exchange
         self.cos, self.sin = rotary_cos_sin(
             config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype
         )
         self.interleaved = config.rope.interleaved
-        whole = tokens
-        if ranks.context.num_ranks > 1 and (
-            attention.linear_num_key_heads or ranks.heads is ranks.context
-        ):
-            whole = whole_rows(tokens, ranks.context)
-        self.doc_ids = documents(whole, SINGLE_RANK, backend.always_masked)
+        # After an exchange of positions for heads (delta nets always exchange under cp) a rank has
+        # whole sequences, and else the queries of its own positions.
+        exchanges = self.head_exchange.num_ranks > 1
+        exchanged = tokens
+        if exchanges or (attention.linear_num_key_heads and ranks.cp.num_ranks > 1):
+            exchanged = whole_rows(tokens, ranks.cp)
+        self.doc_ids = documents(exchanged, SINGLE_RANK, backend.always_masked)
         self.window = attention.sliding_window
-        known = tokens if self.heads.num_ranks == 1 else whole, self.keys
+        queries = exchanged if exchanges else tokens
         self.blocks = {
-            window: backend.masks(*known, window, backend.always_masked)
+            window: backend.masks(queries, self.key_gather, window, backend.always_masked)
             for window in {0, self.window}
         }
         self.tokens = tokens
         self.seen = None
         if attention.index_topk:
-            docs_BS = documents(tokens, self.keys, backend.always_masked)
-            self.seen = seen_keys(tokens, self.keys, docs_BS=docs_BS)
+            docs_BS = documents(tokens, self.key_gather, backend.always_masked)
+            self.seen = seen_keys(tokens, self.key_gather, docs_BS=docs_BS)
         self._attend = backend.attend
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
@@ -81,7 +83,12 @@ class AttentionSetup:
         return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
     def query_blocks(self, window: int = 0, chosen_BSR: Tensor | None = None) -> list[QueryBlock]:
-        """Return blocks of queries, masked by documents and ``window``, or by the chosen keys."""
+        """Return blocks of this rank's queries, each with the range of keys it reads and its mask.
+
+        Args:
+            window: positions of the sliding window, 0 for none.
+            chosen_BSR: True where a query attends to a key, in place of documents and window.
+        """
         assert window in (0, self.window)
         if chosen_BSR is None:
             return self.blocks[window]
@@ -93,15 +100,18 @@ class AttentionSetup:
     def attend(
         self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None, chosen_BSR=None
     ) -> Tensor:
-        """Compute attention as an ``AttentionFn`` does, with the masks of ``query_blocks``.
+        """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
 
         Args:
+            scale: factor of the products of queries and keys.
             window: 0 for a layer without a sliding window.
+            sinks_N: one more logit per head, which takes probability but has no value; None: no
+                sinks.
             chosen_BSR: True where a query attends to a key; None: queries attend to all keys that
                 they may see.
         """
         blocks = self.query_blocks(window, chosen_BSR)
-        if self.keys.num_ranks == 1:
+        if self.key_gather.num_ranks == 1:
             return self._attend(q_BSND, k_BRGD, v_BRGD, blocks[0].mask, scale, sinks_N)
         out = [
             self._attend(q_BSND[:, q], k_BRGD[:, kv], v_BRGD[:, kv], mask, scale, sinks_N)
@@ -111,7 +121,11 @@ class AttentionSetup:
 
 
 def own_features(ranks: Communicator, num_heads: int, head_dim: int) -> Features:
-    """Return the features that this rank uses of ``num_heads`` heads; None means all."""
+    """Return the output features of a weight of ``num_heads`` heads that this rank uses.
+
+    Heads are spread over ``ranks``; a head is used by several ranks if there are more ranks than
+    heads. None means all features of the local weight.
+    """
     if ranks.num_ranks == 1:
         return None
     start = first_of_rank(ranks, num_heads) * head_dim
@@ -131,15 +145,15 @@ class GroupedQueryAttention(nn.Module):
         attention = config.attention
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence
-        self.gather = calls.gather(self.sequence.all_gather)
+        self.tp = backend.pg_collection.tp
+        self.gather = calls.gather(self.tp.all_gather)
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         self.num_kv_heads = attention.num_kv_heads
         bias = attention.qkv_bias
-        self.q_features = own_features(self.sequence, attention.num_heads, self.head_dim)
-        self.k_features = own_features(self.sequence, attention.num_kv_heads, self.head_dim)
+        self.q_features = own_features(self.tp, attention.num_heads, self.head_dim)
+        self.k_features = own_features(self.tp, attention.num_kv_heads, self.head_dim)
         # Ranks that outnumber key and value heads keep the whole projection and use some rows.
-        kv_features = self.k_features if attention.num_kv_heads < self.sequence.num_ranks else None
+        kv_features = self.k_features if attention.num_kv_heads < self.tp.num_ranks else None
         self.output_gate = attention.output_gate
         # With an output gate each head has the rows of its query first, then the rows of its gate.
         self.q_proj = Linear(
@@ -175,32 +189,34 @@ class GroupedQueryAttention(nn.Module):
                 x.clamp(-self.clip, self.clip) for x in (q_BSND, k_BSGD, v_BSGD)
             )
         q_BSND, k_BSGD = setup.rotate(q_BSND), setup.rotate(k_BSGD)
-        k_BRGD, v_BRGD = (gather_row(x, setup.keys) for x in (k_BSGD, v_BSGD))
-        exchanged = exchange_heads(setup.heads, q_BSND, k_BRGD, v_BRGD)
-        sinks_N = None if self.sinks is None else own_heads(setup.heads, local_shard(self.sinks))
+        k_BRGD, v_BRGD = (gather_row(x, setup.key_gather) for x in (k_BSGD, v_BSGD))
+        exchanged = exchange_heads(setup.head_exchange, q_BSND, k_BRGD, v_BRGD)
+        sinks_N = (
+            None if self.sinks is None else own_heads(setup.head_exchange, local_shard(self.sinks))
+        )
         out_BSND = self.attend(setup, *exchanged, self.scale, self.window, sinks_N)
-        out_BSND = exchange_positions(setup.heads, out_BSND)
+        out_BSND = exchange_positions(setup.head_exchange, out_BSND)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
-        return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
+        return self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
 
     def _norm(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply q_norm and k_norm to each head, or to the heads of all ranks together."""
+        """Apply q_norm and k_norm to each head, or over the heads of all tp ranks together."""
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
         both = q_BSND.flatten(2), k_BSGD.flatten(2)
         norms = self.q_norm, self.k_norm
-        if self.sequence.num_ranks == 1:
+        if self.tp.num_ranks == 1:
             q, k = (norm(x) for norm, x in zip(norms, both, strict=True))
         else:
-            q, k = norm_over_ranks(norms, both, (self.q_features, self.k_features), self.sequence)
+            q, k = norm_over_ranks(norms, both, (self.q_features, self.k_features), self.tp)
         return q.view_as(q_BSND), k.view_as(k_BSGD)
 
 
 class LatentAttention(nn.Module):
-    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers per token.
+    """Multi-head latent attention (DeepSeek): keys and values expanded from one latent per token.
 
-    With ``index_topk`` a query attends to the keys that an indexer chooses: the layer's own, or the
-    indexer of the last layer before it that has one.
+    The latent has kv_lora_rank numbers. With ``index_topk`` a query attends only to the keys that
+    an indexer chooses: the layer's own, or that of the last layer before it that has one.
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
@@ -208,10 +224,10 @@ class LatentAttention(nn.Module):
         attention = config.attention
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence
-        self.gather = calls.gather(self.sequence.all_gather)
+        self.tp = backend.pg_collection.tp
+        self.gather = calls.gather(self.tp.all_gather)
         self.num_heads = attention.num_heads
-        self.expanded = expanded_width(attention, self.sequence.num_ranks)
+        self.expanded = expanded_width(attention, self.tp.num_ranks)
         self.nope_dim = attention.qk_nope_head_dim
         self.rope_dim = attention.qk_rope_head_dim
         self.v_dim = attention.v_head_dim
@@ -245,8 +261,8 @@ class LatentAttention(nn.Module):
         )
         latent_BRL = self.gather(self.kv_a_layernorm(latent))
         k_rope_BRD = setup.rotate(self.gather(k_rope).unsqueeze(2)).squeeze(2)
-        if setup.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
-            gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), setup.keys)
+        if setup.key_gather.num_ranks > 1 and self.gathers_latents(latent_BRL):
+            gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), setup.key_gather)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         q_BSND, k_BRND, v_BRND = self.call_up(self, query_BSL, latent_BRL, k_rope_BRD, setup)
         inputs = None if self.indexer is None else self.indexer(x_BsH, query, setup)
@@ -255,8 +271,8 @@ class LatentAttention(nn.Module):
         chosen_BSR = save_for_recompute(self._choose, inputs, setup) if sparse else None
         mask_BSR = chosen_BSR if self.sparse else None
         out_BSND = self.attend(setup, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
-        out_BSND = exchange_positions(setup.heads, out_BSND)
-        out_BsH = self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
+        out_BSND = exchange_positions(setup.head_exchange, out_BSND)
+        out_BsH = self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
         if self.indexer is None:
             return out_BsH
         loss = self.indexer.loss(inputs, chosen_BSR, q_BSND, k_BRND, self.scale, setup)
@@ -277,7 +293,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads.
 
-        They cover whole rows if positions are exchanged for heads.
+        They cover whole sequences if positions are exchanged for heads.
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.
@@ -288,14 +304,14 @@ class LatentAttention(nn.Module):
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        if setup.keys.num_ranks > 1 and not self.gathers_latents(latent_BRL):
-            kv_BRND, k_rope_BRD = (gather_row(x, setup.keys) for x in (kv_BRND, k_rope_BRD))
+        if setup.key_gather.num_ranks > 1 and not self.gathers_latents(latent_BRL):
+            kv_BRND, k_rope_BRD = (gather_row(x, setup.key_gather) for x in (kv_BRND, k_rope_BRD))
         q_BSND = setup.rotate(q_BSND, self.nope_dim)
-        if setup.heads.num_ranks > 1:
+        if setup.head_exchange.num_ranks > 1:
             # All heads share the rotary dims of keys, so these are gathered once.
-            k_rope_BRD = gather_row(k_rope_BRD, setup.heads)
+            k_rope_BRD = gather_row(k_rope_BRD, setup.head_exchange)
             widths = q_BSND.shape[-1], kv_BRND.shape[-1]
-            (joined,) = exchange_heads(setup.heads, torch.cat((q_BSND, kv_BRND), dim=-1))
+            (joined,) = exchange_heads(setup.head_exchange, torch.cat((q_BSND, kv_BRND), dim=-1))
             q_BSND, kv_BRND = joined.split(widths, dim=-1)
         k_BRND, v_BRND = setup.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
         return q_BSND, k_BRND, v_BRND

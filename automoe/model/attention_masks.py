@@ -24,7 +24,10 @@ BLOCK = 128  # positions of FlexAttention's blocks of queries and of keys
 
 
 class QueryBlock(NamedTuple):
-    """Positions of a rank's queries, the range of the row's keys that they read, and the mask."""
+    """Positions of a rank's queries, the range of keys that they read, and their mask.
+
+    Under context parallelism a rank has two blocks of queries, which see different ranges of keys.
+    """
 
     queries: slice
     keys: slice
@@ -36,14 +39,15 @@ MaskFn = Callable[[Tokens, Communicator, int, bool], list[QueryBlock]]
 
 
 def documents(tokens: Tokens, keys: Communicator, always: bool) -> Tensor | None:
-    """Return the document ids [B, S] of this rank's positions; None if no row has two documents.
+    """Return the document ids [B, S] that masks need; None if no sequence holds two documents.
 
-    One document per row is the common case and lets SDPA take its causal kernel. The ids are only
-    compared on the CPU: on a GPU the comparison would cost a host sync. With a context axis this
-    rank sees only a part of the row.
+    One document per sequence is common and lets SDPA take its causal kernel. The ids are compared
+    only on the CPU, as on a GPU this would cost a host sync, and only if this rank holds whole
+    sequences; else they are returned.
 
     Args:
-        always: return the ids even if each row has one document.
+        keys: the ranks from which attention gathers keys.
+        always: return the ids even if each sequence is one document.
     """
     docs_BS = tokens.doc_ids
     if docs_BS is None or docs_BS.device.type != "cpu" or keys.num_ranks > 1 or always:
@@ -56,10 +60,13 @@ def attention_mask(
 ) -> Tensor | None:
     """Return a mask [B, 1, S, R], True where a query may attend to a key; None for plain causality.
 
+    S are this rank's positions, R those of the whole sequence.
+
     Args:
-        window: a query attends to at most this many positions of the row, its own included; 0: no
-            limit.
-        always: mask all rows that have document ids, whatever the ids, since compiled code is
+        keys: the ranks from which attention gathers keys.
+        window: a query attends to at most this many positions of its sequence, its own included;
+            0: no limit.
+        always: mask all sequences that have document ids, whatever the ids, since compiled code is
             specialised to one case.
     """
     docs_BS = documents(tokens, keys, always)
@@ -71,10 +78,12 @@ def attention_mask(
 def seen_keys(
     tokens: Tokens, keys: Communicator, window: int = 0, docs_BS: Tensor | None = None
 ) -> Tensor:
-    """Return [B, S, R], True where a query may see a key.
+    """Return [B, S, R], True where a query of this rank may see a key of the whole sequence.
 
     Args:
-        docs_BS: document ids of this rank's positions; None: a row is one document.
+        keys: the ranks from which attention gathers keys.
+        window: positions that a query sees, its own included; 0: no limit.
+        docs_BS: document ids of this rank's positions; None: a sequence is one document.
     """
     key_index_BR = torch.arange(
         tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device
@@ -88,7 +97,10 @@ def seen_keys(
 
 
 def dense_masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
-    """Return the blocks of this rank's queries, each with its part of ``attention_mask``."""
+    """Return the blocks of this rank's queries, each with its slice of ``attention_mask``.
+
+    The arguments are those of ``attention_mask``.
+    """
     mask = attention_mask(tokens, keys, window, always)
     blocks = query_blocks(tokens.index.shape[1], keys.num_ranks, keys.rank, window)
     if keys.num_ranks == 1:
@@ -99,10 +111,15 @@ def dense_masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -
 def block_masks(
     tokens: Tokens, keys: Communicator, window: int, always: bool = True
 ) -> list[QueryBlock]:
-    """Return the blocks of this rank's queries, each with a ``BlockMask`` [B, 1, Q, K].
+    """Return the blocks of this rank's queries, each with FlexAttention's ``BlockMask``.
 
-    The mask is made from document borders, without scores and without a host sync. Rows with any
-    ids get one, so ``always`` has no effect. A document is a run of positions with one id.
+    The mask is made from document borders, without scores and without a host sync. Sequences with
+    any document ids get a mask, so ``always`` has no effect. A document is a run of positions with
+    one id.
+
+    Args:
+        keys: the ranks from which attention gathers keys.
+        window: positions that a query sees, its own included; 0: no limit.
     """
     first_BS = torch.zeros_like(tokens.index)
     if tokens.doc_ids is not None:
@@ -120,7 +137,7 @@ def block_masks(
 
 
 def _block_mask(first_BQ: Tensor, last_BQ: Tensor, num_keys: int) -> BlockMask:
-    """Return the mask of queries at successive positions that see the keys first ... last."""
+    """Return the mask of successive queries, each of which sees the keys first ... last."""
     num_queries = first_BQ.shape[1]
     padding = 0, -num_queries % BLOCK
     # padding sees nothing, so it adds no block of keys, and no block with padding is full

@@ -18,7 +18,7 @@ from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.dispatch.base import Dispatcher
-from automoe.moe.experts import MakeProducts
+from automoe.moe.experts import MakeExpertBackend
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class BackendConfig:
     """Process groups and implementations of a model; the defaults are one rank and plain torch.
 
     Attributes:
-        pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        make_products: function that takes a layer's ``GroupedExperts`` and returns what multiplies by
-            them; None: the backend ``expert_backend(moe.experts)``.
+        pg_collection: the groups of ranks that share sequences, weights and micro-batches.
+        make_expert_backend: function that takes a layer's ``GroupedExperts`` and returns what multiplies
+            by them; None: the backend ``expert_backend(moe.experts)``.
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
@@ -38,14 +38,15 @@ class BackendConfig:
         chunk_loss: the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         indexer_warmup: attention sees all keys, and indexers learn from all of them.
-        calls: function that returns what the calls of a layer, given its number, are wrapped in.
+        calls: function of a layer's number that returns the wrappers of that layer's calls.
         last_norm: wrapper of the call of the norm before the head.
-        always_masked: mask all rows that have document ids, whatever the ids (``attention_mask``).
+        always_masked: mask all sequences that have document ids, whatever the ids
+            (``attention_mask``).
         seed: seed of the router's jitter.
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
-    make_products: MakeProducts | None = None
+    make_expert_backend: MakeExpertBackend | None = None
     dispatcher: Dispatcher | None = None
     router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend

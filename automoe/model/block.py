@@ -7,7 +7,6 @@ hidden.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class MLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         gated_output: bool = False,
-        sequence: Communicator = SINGLE_RANK,
+        tp: Communicator = SINGLE_RANK,
         gather: Wrap = as_it_is,
     ) -> None:
         super().__init__()
@@ -43,20 +42,19 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
         self.output_gate = Linear(hidden_size, 1) if gated_output else None
-        self.sequence = sequence
-        self.gather = gather(sequence.all_gather)
+        self.tp = tp
+        self.gather = gather(tp.all_gather)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = self.gather(x_BsH)
-        out_BsH = self.sequence.reduce_scatter(
-            self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
-        )
+        activation_BSF = F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)
+        out_BsH = self.down_proj.project_and_scatter(activation_BSF, self.tp)
         # The gate sees only this rank's positions, since the result holds no others.
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer ``layer``: dense below ``first_k_dense``, MoE from that layer on."""
+    """Pre-norm decoder layer number ``layer``: a dense FFN below ``first_k_dense``, else MoE."""
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
@@ -64,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        ranks = backend.pg_collection.sequence, calls.gather
+        ranks = backend.pg_collection.tp, calls.gather
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
@@ -92,7 +90,7 @@ class Block(nn.Module):
                 moe_index,
                 shared,
                 backend.pg_collection,
-                backend.make_products,
+                backend.make_expert_backend,
                 backend.dispatcher,
                 backend.seed,
                 backend.router_dtype,
@@ -101,19 +99,26 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> nn.Module:
-        """The module that mixes positions: softmax attention or a delta net."""
+        """Module that mixes positions: softmax attention or a gated delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, *args: Any) -> Tensor:
-        """Return what ``run`` returns."""
-        return self.call(self, *args)
+    def forward(
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
+    ) -> Tensor:
+        """Call ``run`` under the layer's wrappers, such as recomputation.
+
+        Args:
+            embedded_BsH: the further argument of ``MTPBlock.run``; nothing in other layers.
+        """
+        return self.call(self, x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
         """Return x plus attention's and the feed-forward's outputs: [B, s, H].
 
         Args:
+            x_BsH: hidden states at the s positions of this tp rank.
             setup: angles, masks and kernel of attention, for all S positions.
-            tokens: tensors of the tokens at the s positions of x.
+            tokens: per-token tensors at the s positions.
         """
         x_BsH, h_BsH = self.call_mix(self, x_BsH, setup)
         if isinstance(self.mlp, MoE):
@@ -121,6 +126,9 @@ class Block(nn.Module):
         return x_BsH + self.call_mlp(self.mlp, h_BsH)
 
     def mix(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
-        """Return x plus attention's output, and the norm of that sum for the feed-forward."""
+        """Return x plus attention's output, and the norm of that sum for the feed-forward.
+
+        Both are [B, s, H], s positions of this tp rank.
+        """
         x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
         return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)

@@ -22,7 +22,13 @@ from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.model.backend import BackendConfig
-from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_scores
+from automoe.model.loss import (
+    LossInputs,
+    cap_logits,
+    cross_entropy_sum,
+    greedy_tokens,
+    token_scores,
+)
 from automoe.model.mtp import MTP_METRICS
 from automoe.moe.router import BalancedRouter
 
@@ -35,7 +41,7 @@ SAMPLED = {
 
 
 class MoELayer(Protocol):
-    """Routed part of a layer: the module of its experts, and the counters of its router."""
+    """Interface of an MoE layer: the module of its experts, and the router with counters."""
 
     @property
     def experts(self) -> nn.Module: ...
@@ -45,12 +51,12 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Layer that FSDP gathers as one unit, and its submodules that are units of their own.
+    """Decoder layer that FSDP gathers as one unit, and its submodules that are units of their own.
 
     Attributes:
         number: index of the layer in the full model.
-        router: module whose parameters stay in full precision.
-        experts: module whose parameters are on the moe mesh.
+        router: module whose parameters stay in full precision; None: a dense layer.
+        experts: module whose parameters are on the moe mesh; None: a dense layer.
     """
 
     number: int
@@ -60,7 +66,7 @@ class Unit(NamedTuple):
 
 
 class CausalLM(nn.Module, ABC):
-    """A language model or a part of it, whose loss never holds all logits.
+    """A language model, or one pipeline stage of it (a "part"), whose loss never holds all logits.
 
     Names of parameters are global: a stage uses the names of the whole model. Initialisation,
     training state and HuggingFace checkpoints rely on these names.
@@ -76,11 +82,13 @@ class CausalLM(nn.Module, ABC):
         mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction; each
             step sets its own.
         reported: sums of the values that the losses report, by name.
-        first_id: token id of the first row of embedding and head on this rank.
-        notes: lines for a run's start: who computes what.
+        first_id: token id of the first vocabulary row of embedding and head on this rank.
+        notes: lines of text for a run's start that say which kernels compute what.
+        soft_cap: bound of the logits, soft_cap * tanh(logits / soft_cap); 0: none.
     """
 
     notes: tuple[str, ...] = ()
+    soft_cap: float = 0.0
 
     def __init__(
         self,
@@ -97,8 +105,8 @@ class CausalLM(nn.Module, ABC):
         self.loss = self.backend.loss
         self.mtp_loss_weight = TrainConfig.mtp_loss_weight
         self.reported = dict[str, Tensor]()
-        self.sequence = self.backend.pg_collection.sequence
-        self.first_id = first_of_rank(self.sequence, config.vocab_size)
+        self.tp = self.backend.pg_collection.tp
+        self.first_id = first_of_rank(self.tp, config.vocab_size)
 
     @abstractmethod
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -106,6 +114,7 @@ class CausalLM(nn.Module, ABC):
 
         Args:
             x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
+            tokens: positions, document ids and other tensors [B, S] of the same tokens.
         """
 
     def deeper_states(
@@ -117,22 +126,24 @@ class CausalLM(nn.Module, ABC):
 
         Args:
             x_BsH: the head's input at the previous depth.
-            given_BSD: the token that each depth is given at each position (``automoe.model.mtp``).
-                None: modules do not run, and ``x_BsH`` is yielded in place of each result.
-            mtp_D2: ``TokenCounts.mtp`` of the global batch.
+            given_BSD: the later token that each of D depths reads at each position
+                (``automoe.model.mtp``). None: modules do not run, and ``x_BsH`` is yielded in place
+                of each result.
+            tokens: positions, document ids and other tensors [B, S] of the tokens.
+            mtp_D2: tokens of the global batch at each depth: with a label, and not padding.
         """
         yield from ()
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Keys of ``reported`` after a forward pass with labels."""
+        """Names of the metrics in ``reported`` after a forward pass with labels."""
         depths = range(1, self.config.num_mtp_layers + 1)
         mtp = (f"{name}.{depth}" for depth in depths for name in MTP_METRICS)
         return *getattr(self.loss, "metrics", ()), *mtp
 
     @abstractmethod
     def last_norm(self, x_BsH: Tensor) -> Tensor:
-        """Return the final norm of the last layer's output, or ``x_BsH`` if another part has it."""
+        """Return the final norm of ``x_BsH``; ``x_BsH`` itself if another stage has the norm."""
 
     @property
     @abstractmethod
@@ -142,21 +153,23 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def embedding(self) -> nn.Module | None:
-        """Token embedding of this part; a last stage may hold a copy to predict with."""
+        """Token embedding of this part, or None; with tied weights the last stage holds a copy."""
 
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """Yield (layer number, routed part) of each MoE layer of this part, in order."""
+        """Yield (layer number, its experts and router) of each MoE layer of this part, in order."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:
-        """Yield the layers, in the order of the forward pass."""
+        """Yield this part's layers as FSDP units, in the order of the forward pass."""
 
     def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
-        """Make ``module``, which is not one of automoe's, add its adapter's output to its own.
+        """Make ``module``, of a foreign class, add the output of the LoRA ``adapter`` to its own.
+
+        Models with modules of foreign classes override this method.
 
         Raises:
-            ConfigError: this model does not say how.
+            ConfigError: this model does not override it.
         """
         rule = (
             f"{type(self).__name__} does not say how an adapter is added to {type(module).__name__}"
@@ -165,24 +178,28 @@ class CausalLM(nn.Module, ABC):
         raise ConfigError("lora.targets", type(module).__name__, rule, remedy)
 
     def check_isolation(self, seq_len: int = 0) -> None:
-        """Raise ``ConfigError`` if documents of a row reach one another. Collective.
+        """Raise ``ConfigError`` if documents packed in a sequence affect one another.
 
-        Those of the decoder do not: masks keep them apart.
+        Collective. The check does nothing here: the decoder's masks keep documents apart. Other
+        models override it.
+
+        Args:
+            seq_len: longest sequence to check with.
         """
 
     def forward(
         self, *states: Tensor, batch: MicroBatch | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run this part.
+        """Run this pipeline stage on a micro-batch; return states, next tokens, a loss or logits.
 
         Args:
-            states: [B, s, H] from the part before: hidden states, then those of each depth of
-                multi-token prediction so far. For a part that embeds: tokens [B, S]; default: those
-                of the batch.
-            batch: default: only tokens.
+            states: [B, s, H] from the stage before: hidden states, then those of each depth of
+                multi-token prediction so far. For a stage that embeds: tokens [B, S]; default:
+                those of the batch.
+            batch: tokens, labels and other tensors; default: only tokens.
 
         Returns:
-            If this part does not predict, the states for the next part. Else one tensor of what
+            If this stage does not predict, the states for the next stage. Else one tensor of what
             the batch asks for. With ``next_token_at``: [B, S] likeliest next tokens, ``IGNORE`` at
             other positions. Else with ``labels``: [1] this micro-batch's share of the loss, by
             default of the mean cross-entropy in nats. Without either: [B, S, V] logits. Losses of
@@ -205,8 +222,10 @@ class CausalLM(nn.Module, ABC):
         if batch.next_token_at is not None:
             return self._next_tokens(x, batch.next_token_at)
         if batch.labels is None:
-            return nn.functional.linear(self.sequence.all_gather(x), local_shard(self.head_weight))
-        row = self.backend.pg_collection.context
+            weight_VH = local_shard(self.head_weight)
+            logits_BSV = nn.functional.linear(self.tp.all_gather(x), weight_VH)
+            return cap_logits(logits_BSV, self.soft_cap)[0]
+        row = self.backend.pg_collection.cp
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
         loss = self._loss(x, inputs)
         if batch.mtp_labels is not None:
@@ -216,10 +235,14 @@ class CausalLM(nn.Module, ABC):
         return loss
 
     def _mtp_loss(self, states: Iterable[Tensor], labels_BSD: Tensor, inputs: LossInputs) -> Tensor:
-        """Return this rank's share of weight / D * sum over depths of mean cross-entropy.
+        """Return this rank's share of weight / D * sum over D depths of their mean cross-entropy.
 
         Each depth reports its mean cross-entropy and its acceptance: the share of labels that are
         the likeliest token, ties included.
+
+        Args:
+            states: the head's input [B, s, H] at each depth.
+            labels_BSD: the token that each depth predicts.
         """
         weight_VH = local_shard(self.head_weight)
         depths = labels_BSD.shape[-1]
@@ -228,13 +251,14 @@ class CausalLM(nn.Module, ABC):
         for depth, state_BsH in enumerate(states):
             hits = torch.zeros((), dtype=torch.int64, device=state_BsH.device)
             loss = cross_entropy_sum(
-                self.sequence.all_gather(state_BsH).flatten(0, 1),
+                self.tp.all_gather(state_BsH).flatten(0, 1),
                 weight_VH,
                 labels_BSD[..., depth].flatten(),
                 self.first_id,
-                self.sequence,
+                self.tp,
                 self.backend.chunk_loss,
                 hits,
+                self.soft_cap,
             )
             count = inputs.counts.mtp[depth, 0].clamp_min(1)
             losses.append(loss / count)
@@ -243,17 +267,18 @@ class CausalLM(nn.Module, ABC):
         return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _next_tokens(self, x_BsH: Tensor, at_BS: Tensor) -> Tensor:
-        x_BSH = self.sequence.all_gather(x_BsH)
+        x_BSH = self.tp.all_gather(x_BsH)
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
         if at_BS.any():
             weight_VH = local_shard(self.head_weight)
-            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], weight_VH, self.first_id, self.sequence)
+            head = weight_VH, self.first_id, self.tp, self.soft_cap
+            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], *head)
         return tokens_BS
 
     def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
         weight_VH = local_shard(self.head_weight)
-        x_TH = self.sequence.all_gather(x_BsH).flatten(0, 1)
-        head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.sequence
+        x_TH = self.tp.all_gather(x_BsH).flatten(0, 1)
+        head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.tp
         if self.loss is not None:
             sampled = {
                 name: inputs.given[key].flatten(0, 1)
@@ -261,7 +286,9 @@ class CausalLM(nn.Module, ABC):
                 if key in inputs.given
             }
             wants_entropy = getattr(self.loss, "uses_entropy", False)
-            scores = token_scores(*head, **sampled, wants_entropy=wants_entropy)
+            scores = token_scores(
+                *head, **sampled, wants_entropy=wants_entropy, soft_cap=self.soft_cap
+            )
             entropy_BS, scored_BSK = (
                 None if score is None else score.unflatten(0, inputs.labels.shape)
                 for score in (scores.entropy_T, scores.scored_TK)
@@ -269,7 +296,7 @@ class CausalLM(nn.Module, ABC):
             inputs = replace(inputs, entropy=entropy_BS, scored=scored_BSK)
             loss = self.loss(scores.nll_T.view(inputs.labels.shape), inputs)
             return torch.stack([loss.to(scores.nll_T.dtype)])
-        loss = cross_entropy_sum(*head, self.backend.chunk_loss)
+        loss = cross_entropy_sum(*head, self.backend.chunk_loss, soft_cap=self.soft_cap)
         # A step without one trained label has a loss of zero, not NaN.
         # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])

@@ -31,10 +31,11 @@ class Decoder(CausalLM):
     checkpoints and training state need no renaming.
 
     Args:
-        layers: the part of ``ModelConfig.all_layers`` that is held; None means all. A part with
-            modules for multi-token prediction holds a copy of the embedding, which they read. The
-            part with the first of these modules holds the final norm.
-        embeds, predicts, backend: see ``CausalLM``.
+        layers: numbers of the layers that this stage holds; None means all. A stage with modules
+            for multi-token prediction holds a copy of the embedding, which they read. The stage
+            with the first of these modules holds the final norm.
+        backend: communicators and implementations; default: one rank and plain torch.
+        embeds, predicts: whether this stage holds the token embedding, and the vocabulary head.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Decoder(CausalLM):
         if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
         setup = AttentionSetup(self.config, tokens, self.backend, x.dtype)
-        local_tokens = tokens.local_shard(self.sequence)
+        local_tokens = tokens.local_shard(self.tp)
         for block in blocks:
             x = block(x, setup, local_tokens)
         return x
@@ -105,13 +106,13 @@ class Decoder(CausalLM):
             # a copy: a recomputation reads the tokens of its own depth
             setup = copy(setup)
             setup.tokens = here
-            local_tokens = here.local_shard(self.sequence)
+            local_tokens = here.local_shard(self.tp)
             x_BsH = block(x_BsH, setup, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
-        return self.sequence.reduce_scatter(self.embed_tokens(ids_BS))
+        return self.tp.reduce_scatter(self.embed_tokens(ids_BS))
 
     def last_norm(self, x_BsH: Tensor) -> Tensor:
         return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)

@@ -35,19 +35,20 @@ def gated_delta_rule(
     beta_BSN: Tensor,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Compute the module's recurrence from a state of zeros, a chunk of positions at a time.
+    """Return the outputs of the gated delta rule (arXiv 2412.06464), from a state of zeros.
 
-    Within a chunk the values that each token adds to the state depend on the tokens before it. With
-    the decays c_i summed from the chunk's start they solve a unit lower triangular system (the WY
-    form, section 3.3 and arXiv 2406.06484):
+    It computes a chunk of positions at a time. Within a chunk the values that each token adds to
+    the state depend on the tokens before it. With the decays c_i summed from the chunk's start they
+    solve a unit lower triangular system (the WY form, section 3.3 and arXiv 2406.06484):
 
         (I + strictly lower of [beta_i exp(c_i - c_j) k_i.k_j]) U = beta (V - exp(c) K S)
 
     Queries and keys are normalised to length one first, and queries divided by sqrt(K).
 
     Args:
-        log_decay_BSN: g of the formula, never positive.
-        beta_BSN: beta of the formula, between 0 and 1.
+        log_decay_BSN: logarithm of the factor that each token multiplies the state by, at most 0.
+        beta_BSN: strength with which a token writes, between 0 and 1.
+        chunk: positions per chunk.
 
     Returns:
         [B, S, N, V] in the dtype of v; computed in at least float32.
@@ -105,9 +106,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def causal_conv(x_BSD: Tensor, weight_D1W: Tensor, doc_ids_BS: Tensor | None = None) -> Tensor:
-    """Convolve each of D channels over its W last positions, the current one included.
+    """Convolve each of D channels of x over its W last positions, the current one included.
 
-    Positions of other documents count as zeros.
+    Positions of other documents count as zeros. The result [B, S, D] has the layout of x.
     """
     width = weight_D1W.shape[-1]
     size = x_BSD.shape[1]
@@ -123,13 +124,13 @@ def causal_conv(x_BSD: Tensor, weight_D1W: Tensor, doc_ids_BS: Tensor | None = N
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, a short convolution over queries, keys and values, delta rule and gated norm.
+    """Linear attention: projections, a short convolution, the gated delta rule and a gated norm.
 
     in_proj_qkvz holds for each key head K rows of queries, K of keys, r V of values and r V of
     output gates; in_proj_ba holds for each key head r rows of betas and r of decays. With
     ``linear_split_projections`` in_proj_qkv holds all queries, all keys, all values, and gates,
     betas and decays have projections of their own. The convolution's channels are all queries, all
-    keys, all values.
+    keys, all values. r is the number of value heads per key head, K and V are their widths.
     """
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
@@ -146,11 +147,11 @@ class GatedDeltaNet(nn.Module):
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence
-        self.gather = calls.gather(self.sequence.all_gather)
-        self.context = backend.pg_collection.context
+        self.tp = backend.pg_collection.tp
+        self.gather = calls.gather(self.tp.all_gather)
+        self.cp = backend.pg_collection.cp
         self.features = self._own_features(SINGLE_RANK)
-        self.conv_features = self._own_features(self.context)
+        self.conv_features = self._own_features(self.cp)
         channels = 2 * keys + values
         self.is_split = a.linear_split_projections
         if self.is_split:
@@ -171,7 +172,7 @@ class GatedDeltaNet(nn.Module):
         self.attend = calls.attend(gated_delta_rule)
 
     def forward(self, x_BSH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the output [B, S, H]; each document of a row starts from a state of zeros."""
+        """Return the output [B, S, H]; each document of a sequence starts from a state of zeros."""
         docs_BS = setup.doc_ids
         x_BSH = self.gather(x_BSH)
         width = self.repeats * self.value_dim
@@ -185,7 +186,7 @@ class GatedDeltaNet(nn.Module):
         )
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         bias_N, log_N = (
-            own_heads(self.context, local_shard(x)).to(wide) for x in (self.dt_bias, self.A_log)
+            own_heads(self.cp, local_shard(x)).to(wide) for x in (self.dt_bias, self.A_log)
         )
         log_decay_BSN = -log_N.exp() * F.softplus(a_BSN.to(wide) + bias_N)
         if docs_BS is not None:  # a document's first token keeps nothing of the state before it
@@ -198,13 +199,17 @@ class GatedDeltaNet(nn.Module):
             log_decay_BSN,
             b_BSN.sigmoid(),
         )
-        out_BSNV = exchange_positions(self.context, out_BSNV)
+        out_BSNV = exchange_positions(self.cp, out_BSNV)
         gate_BSNV = z.reshape(out_BSNV.shape).to(wide)
         out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
-        return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
+        return self.out_proj.project_and_scatter(out_BSNV.flatten(2), self.tp)
 
     def _project(self, x_BSH: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Return the convolution's input, output gates, betas and decays of this rank's heads."""
+        """Return convolution input, output gates, betas and decays of this rank's heads.
+
+        Args:
+            width: value features of one key head (r V).
+        """
         if self.is_split:
             return tuple(
                 project(x_BSH)
@@ -219,31 +224,32 @@ class GatedDeltaNet(nn.Module):
     def _exchange(
         self, mixed_BSD: Tensor, b_BSN: Tensor, a_BSN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the convolution's input, betas and decays of whole rows and of fewer heads.
+        """Return convolution input, betas and decays of whole sequences and of fewer heads.
 
-        The recurrence runs through the row, so each rank of ``context`` computes some of the heads.
+        The recurrence runs through the whole sequence, so each rank of ``cp`` computes some of
+        the heads.
         """
-        if self.context.num_ranks == 1:
+        if self.cp.num_ranks == 1:
             return mixed_BSD, b_BSN, a_BSN
         heads = b_BSN.shape[2] // self.repeats
         widths = self.key_dim, self.key_dim, self.repeats * self.value_dim
         mixed = mixed_BSD.split([heads * width for width in widths], dim=-1)
         per_head = [x.unflatten(-1, (heads, -1)) for x in (*mixed, b_BSN, a_BSN)]
-        (row_BRGD,) = exchange_heads(self.context, torch.cat(per_head, dim=-1))
+        (row_BRGD,) = exchange_heads(self.cp, torch.cat(per_head, dim=-1))
         *mixed, b, a = row_BRGD.split((*widths, self.repeats, self.repeats), dim=-1)
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
-    def _own_features(self, context: Communicator) -> Features:
-        """Return the channels (queries, keys and values) of this tp rank's heads.
+    def _own_features(self, cp: Communicator) -> Features:
+        """Return the convolution's channels (queries, keys and values) of this tp rank's heads.
 
-        If ``context`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
+        If ``cp`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
         """
-        ranks = self.sequence.num_ranks * context.num_ranks
+        ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:
             return None
-        first = first_of_rank(self.sequence, self.key_heads)
+        first = first_of_rank(self.tp, self.key_heads)
         held = self.key_heads // ranks
-        first += context.rank * held
+        first += cp.rank * held
         features = []
         start = 0
         for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):

@@ -35,7 +35,8 @@ CHUNK = 128  # queries whose scores by every head are in memory at once
 class IndexInputs(NamedTuple):
     """Inputs of an indexer's scores: queries [B, s, J, D], keys [B, R, D], head weights [B, s, J].
 
-    Queries are scaled by 1/sqrt(D) and weights by 1/sqrt(J), as in ``transformers``.
+    s: this tp rank's positions, R: whole sequence, J: index heads. Queries are scaled by 1/sqrt(D)
+    and weights by 1/sqrt(J).
     """
 
     q: Tensor
@@ -50,11 +51,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Indexer(nn.Module):
-    """Indexer of one layer; parameters have the names of HuggingFace files.
+    """Indexer of one layer (DeepSeek sparse attention): chooses the top-k keys of each query.
+
+    Parameters have the names of HuggingFace files.
 
     Attributes:
-        loss_sum: this rank's share of the mean loss of a token, summed over the micro-batches of a
-            step.
+        loss_sum: this rank's share of the indexer's mean loss per token, summed over the
+            micro-batches of a step.
     """
 
     loss_sum: Tensor
@@ -63,7 +66,7 @@ class Indexer(nn.Module):
         super().__init__()
         attention = config.attention
         assert attention.q_lora_rank is not None, "refused by the rules"
-        self.ranks = backend.pg_collection.sequence
+        self.ranks = backend.pg_collection.tp
         self.dim = attention.index_head_dim
         self.topk = attention.index_topk
         self.interleaved = attention.index_interleaved
@@ -79,7 +82,12 @@ class Indexer(nn.Module):
         self.loss_sum.zero_()
 
     def forward(self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup) -> IndexInputs:
-        """Return the inputs of the scores, in at least float32, computed from detached tensors."""
+        """Return the inputs of the index scores in at least float32; no gradient reaches x.
+
+        Args:
+            x_BsH: hidden states of this tp rank's positions.
+            latent_BsL: latents of their queries.
+        """
         x_BsH, latent_BsL = x_BsH.detach(), latent_BsL.detach()
         cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))
         q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
@@ -87,7 +95,7 @@ class Indexer(nn.Module):
         q_BsJD, k_Bs1D = (
             setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
         )
-        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.keys)
+        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.key_gather)
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
         return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
@@ -96,7 +104,7 @@ class Indexer(nn.Module):
     def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
-        Ties are broken as torch's ``topk`` breaks them over whole rows, as in ``transformers``.
+        Ties are broken as torch's ``topk`` breaks them over whole sequences.
         """
         if self.warmup:
             return setup.seen
@@ -118,12 +126,13 @@ class Indexer(nn.Module):
         scale: float,
         setup: AttentionSetup,
     ) -> Tensor | None:
-        """Return this rank's share of the loss, a scalar; None if the indexer does not learn.
+        """Return this rank's term of the indexer's loss, a scalar; None if it does not learn.
 
-        The loss is the mean over the tokens of the global batch.
+        The loss is the divergence of the indexer's scores from attention's probabilities, as a mean
+        over the tokens of the global batch.
 
         Args:
-            chosen_BSR: keys that each query attends to.
+            chosen_BSR: True where a query attends to a key.
             q_BSND, k_BRND, scale: inputs of attention's scores, for this rank's heads.
         """
         learns = torch.is_grad_enabled() and self.training
@@ -146,8 +155,14 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def index_scores(q_BcJD: Tensor, k_BRD: Tensor, w_BcJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Return DSA's scores [B, c, R] (DeepSeek-V3.2, equation 1) of c queries for R keys, and those
-    of each of J index heads [B, c, J, R]."""
+    """Return the index scores (DeepSeek-V3.2, eq. 1) of c queries for R keys, summed and by head.
+
+    Args:
+        w_BcJ: weight of each of J index heads.
+
+    Returns:
+        [B, c, R] weighted sums over heads, and [B, c, J, R] of each head before its weight.
+    """
     # One product for all queries of a row; a product per query would copy the keys each time.
     by_head_BcJR = F.relu(q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, q_BcJD.shape[1:3])
     return (w_BcJ.unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
@@ -155,7 +170,11 @@ def index_scores(q_BcJD: Tensor, k_BRD: Tensor, w_BcJ: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: float) -> Tensor:
-    """Return attention's probabilities summed over heads: [B, S, R] in at least float32."""
+    """Return attention's probabilities summed over heads: [B, S, R] in at least float32.
+
+    Args:
+        mask_BSR: True where a query attends to a key.
+    """
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
     k_BNRD = k_BRND.transpose(1, 2)
     if len(k_BNRD) > 1:  # else the product of each chunk would copy the keys
@@ -168,7 +187,7 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 
 
 class _Divergence(torch.autograd.Function):
-    """Weighted sum over queries of KL(target || softmax of the scores of the chosen keys).
+    """Autograd function: weighted sum over queries of KL(target || softmax of chosen keys' scores).
 
     Gradients are made in the forward pass, one chunk of queries after the other: scores of every
     head would take J numbers for each query and key. The gradient of a query's divergence by its

@@ -20,7 +20,7 @@ Features = tuple[slice, ...] | None  # ranges of output features; None: all
 
 
 def take_features(x: Tensor, features: Features) -> Tensor:
-    """Return these rows of a weight, one range after the other."""
+    """Return the rows (output features) of a weight or bias in these ranges, concatenated."""
     if features is None:
         return x
     return x[features[0]] if len(features) == 1 else torch.cat([x[each] for each in features])
@@ -44,9 +44,13 @@ class Linear(nn.Module):
     def forward(self, x_BSI: Tensor) -> Tensor:
         return self.multiply(x_BSI, None if self.bias is None else self.shard(self.bias))
 
-    def reduce_scatter(self, x_BSI: Tensor, sequence: Communicator) -> Tensor:
-        """Multiply by this rank's input features, sum over ranks, and add the bias once."""
-        out_BSO = sequence.reduce_scatter(self.multiply(x_BSI))
+    def project_and_scatter(self, x_BSI: Tensor, tp: Communicator) -> Tensor:
+        """Return x @ weight.T + bias at this rank's positions, if input features are sharded.
+
+        Each rank multiplies by its input features; a reduce-scatter over ``tp`` sums the
+        terms, and the bias is added once.
+        """
+        out_BSO = tp.reduce_scatter(self.multiply(x_BSI))
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -54,12 +58,12 @@ class Linear(nn.Module):
         return linear(x_BSI, self.shard(self.weight), bias_O)
 
     def shard(self, parameter: Tensor) -> Tensor:
-        """Return the output features of weight or bias that this rank uses."""
+        """Return the output features of a weight or bias that this rank uses."""
         return take_features(local_shard(parameter), self.features)
 
 
 class _Lookup(torch.autograd.Function):
-    """``F.embedding`` for the CPU, with a gradient summed in float32.
+    """Autograd function: ``F.embedding`` for the CPU, with a gradient summed in float32.
 
     Torch sums the gradient in the weight's dtype. In bfloat16 a token that occurs often stops
     adding to its row once the sum is a few hundred terms large.
@@ -88,9 +92,9 @@ def _lookup(ids_BS: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Token embedding with weight [V, H]; ids outside this rank's rows of the weight give zeros.
+    """Token embedding [V, H], of which this rank may hold some rows; other ids give zeros.
 
-    ``first_id`` is the id of the first row that this rank holds.
+    ``first_id`` is the token id of the first row that this rank holds.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, first_id: int = 0) -> None:
@@ -100,7 +104,11 @@ class Embedding(nn.Module):
         self.first_id = first_id
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Return this rank's term [B, S, H] of the sum over ranks, for token ids (int64)."""
+        """Return this rank's term [B, S, H] of the embeddings, which the caller sums over tp ranks.
+
+        Args:
+            ids_BS: int64 token ids.
+        """
         weight_VH = local_shard(self.weight)
         if weight_VH.shape[0] == self.vocab_size:
             return _lookup(ids_BS, weight_VH)

@@ -21,11 +21,11 @@ from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
 
 
 class Lora(Adapter):
-    """The adapter of a ``Linear``: A [r, I], B [O, r].
+    """The LoRA adapter of a ``Linear``: A [r, I], B [O, r].
 
     Under tensor parallelism B is sharded with the output features, or A with the input features.
     The other matrix is replicated, and each rank's gradient of it is a term of a sum over ranks, as
@@ -40,14 +40,14 @@ class Lora(Adapter):
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
     def forward(self, x_BSI: Tensor, features: Features) -> Tensor:
-        """Return the adapter's term of the output [B, S, O], or of its ``features``."""
+        """Return the adapter's output [B, S, O] for x, or only its output ``features``."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
         return F.linear(low_BSr, take_features(b_Or, features))
 
 
 class LoRALinear(Linear):
-    """Linear layer that takes the place of ``base`` and adds the output of its adapter."""
+    """Linear layer that takes the place of ``base`` and adds the output of its LoRA adapter."""
 
     def __init__(self, base: Linear, lora: Lora) -> None:
         take_over(self, base)
@@ -62,14 +62,14 @@ def adapt(
 ) -> None:
     """Freeze the parameters that ``lora`` or ``train.freeze`` exclude, and add adapters on meta.
 
-    Modules with adapters are replaced by ``LoRALinear`` and ``LoRAExperts``.
+    Linear layers with adapters are replaced by ``LoRALinear``; ``GroupedExperts`` get them as ``lora``.
 
     Args:
-        part: decoder, or a part of it, on the meta device.
+        part: decoder, or a pipeline stage of it, on the meta device.
         trained_dtype: dtype of adapters.
         frozen_dtype: dtype in which frozen parameters other than routers are stored and multiplied;
-            they need no wider copy, since they are not updated. Matrices that ``lora.base`` packs
-            are bytes.
+            they need no wider copy, since they are not updated. Matrices that ``lora.base``
+            quantizes are bytes.
     """
     if not (config.lora.rank or config.train.freeze):
         return
@@ -89,9 +89,13 @@ def adapt(
 
 
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
-    """Replace the modules of one layer that have adapters, and experts with packed matrices.
+    """Add adapters to the modules of one layer, also to experts with quantized matrices alone.
 
-    Modules that are not automoe's stay, and the model adds their adapters.
+    Modules of foreign classes stay, and the model adds the adapters' outputs to theirs.
+
+    Args:
+        params: parameters of the layer, adapters included.
+        dtype: dtype of adapters.
     """
     lora = config.lora
     by_module: dict[str, list[Param]] = {}
@@ -110,7 +114,7 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
             adapter = Lora(*options, *reversed(owned[0].shape))
         adapter.to("meta", dtype)
         if isinstance(base, GroupedExperts):
-            part.set_submodule(name, LoRAExperts(base, adapter))
+            base.lora = adapter
         elif isinstance(base, Linear):
             part.set_submodule(name, LoRALinear(base, adapter))
         else:
@@ -118,7 +122,7 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
 
 
 def fill_adapters(part: CausalLM) -> None:
-    """Initialise adapters so that they add nothing.
+    """Initialise the adapters of a pipeline stage so that they add nothing to outputs.
 
     A is uniform within +-1 / sqrt(input features), the default of peft; B is zero. A number depends
     on the name and its index in the whole matrix alone, so every mesh has the same values.
@@ -139,7 +143,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Set the step that decides which input features ``lora.dropout`` leaves out of adapters."""
+    """Tell all adapters the step, which decides what input features ``lora.dropout`` drops."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

@@ -34,15 +34,22 @@ def chunk_loss(
     vocab: Communicator,
     wanted: bool,
     hits: Tensor | None = None,
+    soft_cap: float = 0.0,
     in_kernels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a chunk's losses and, if ``wanted``, its gradient with respect to logits.
+    """Return the sum of a chunk's cross-entropies and its gradient [T, V] with respect to logits.
 
-    The gradient [T, V] has the dtype of x. ``in_kernels`` is ``kernels.loss=triton``. Other
-    arguments are those of ``cross_entropy_sum``.
+    Args:
+        weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
+            ``first_id``.
+        labels_T: int64; ``IGNORE`` marks tokens that are not trained.
+        vocab: the ranks that hold the other rows of the head.
+        wanted: whether the gradient is computed, in the dtype of x; else it is None.
+        hits: int64 scalar to which the number of labels that are the likeliest token is added.
+        in_kernels: use Triton kernels (``kernels.loss=triton``).
     """
     trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
-    logits_TV = x_TH @ weight_VH.T
+    logits_TV, slope_TV = cap_logits(x_TH @ weight_VH.T, soft_cap)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     if in_kernels:
         from automoe.kernels.cross_entropy import logits_to_gradient_, row_sums
@@ -70,10 +77,24 @@ def chunk_loss(
     factor_T1 = trained_T1 / divisor_T1
     if in_kernels:
         label_T1 = torch.where(here_T1, target_T1, -1)
-        return loss, logits_to_gradient_(logits_TV, largest_T1, factor_T1, label_T1)
-    target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
-    grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
-    return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
+        grad_TV = logits_to_gradient_(logits_TV, largest_T1, factor_T1, label_T1)
+    else:
+        target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
+        grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
+        grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
+    return loss, grad_TV if slope_TV is None else (grad_TV * slope_TV).to(x_TH.dtype)
+
+
+def cap_logits(logits: Tensor, soft_cap: float) -> tuple[Tensor, Tensor | None]:
+    """Return ``soft_cap * tanh(logits / soft_cap)``, in at least float32, and its derivative.
+
+    A ``soft_cap`` of 0 is no cap: the logits themselves and None are returned.
+    """
+    if not soft_cap:
+        return logits, None
+    tanh = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / soft_cap).tanh_()
+    slope = 1 - tanh.square()
+    return tanh.mul_(soft_cap), slope
 
 
 def _chunks(x_TH: Tensor) -> Iterator[slice]:
@@ -82,10 +103,10 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each token, as tensors [T, 1], three facts about its label.
+    """Return whether each label is trained, its row in this rank's weight, if it is here.
 
-    These are whether the token is trained, the row of the label in this rank's weight, and whether
-    this rank holds that row.
+    All three are [T, 1]. "Here": this rank holds the label's row of the vocabulary head; its first
+    row is of token ``first_id``.
     """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
     # Under tensor parallelism this rank has some rows of the vocabulary, and another rank may have
@@ -96,9 +117,9 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
-    """Return memory for the gradients of x and of the weight; None for those that nobody needs.
+    """Return uninitialised memory for the gradients of x and of the weight; None if not needed.
 
-    Many chunks are added to the weight's gradient, so it is wide for any dtype of the weight.
+    Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
     """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = torch.empty_like(x_TH) if needs_x else None
@@ -113,7 +134,12 @@ def _add_gradients(
     grad_weight_VH: Tensor | None,
     chunk: slice,
 ) -> None:
-    """Fill the part of x's gradient that belongs to the tokens ``chunk``, and add to the weight's."""
+    """Write x's gradient of the tokens ``chunk``, and add their term to the weight's gradient.
+
+    Args:
+        grad_TV: gradient of the chunk's logits.
+        grad_x_TH, grad_weight_VH: gradients that change in place; None: not needed.
+    """
     if grad_x_TH is not None:
         torch.mm(grad_TV, weight_VH, out=grad_x_TH[chunk])
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
@@ -151,15 +177,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab: Communicator,
         chunk_fn: ChunkLoss,
         hits,
+        soft_cap: float,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, wide)
-        more = () if hits is None else (hits,)
         wanted = any(ctx.needs_input_grad[:2])
         for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
-                x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, *more
+                x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, hits, soft_cap
             )
             total += loss
             if grad_TV is not None:
@@ -174,7 +200,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scaled = (
             None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
         )
-        return *scaled, None, None, None, None, None
+        return *scaled, *(None,) * 6
 
 
 def cross_entropy_sum(
@@ -185,6 +211,7 @@ def cross_entropy_sum(
     vocab: Communicator = SINGLE_RANK,
     chunk_fn: ChunkLoss = chunk_loss,
     hits: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Return the sum over trained tokens of -log softmax(x @ weight.T)[label].
 
@@ -196,18 +223,20 @@ def cross_entropy_sum(
         vocab: the ranks that hold the other rows, all with the same x and labels. Each of these
             ranks returns the whole loss; their gradients of x are terms of a sum.
         chunk_fn: function that computes a chunk, possibly compiled.
-        hits: int64 scalar; receives the number of labels that are the likeliest token, added to it.
+        hits: int64 scalar to which the number of labels that are the likeliest token is added.
+        soft_cap: bound of the logits (``cap_logits``); 0: none.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
     if not torch.is_grad_enabled():  # a parameter alone asks for its gradient even then
         x_TH, weight_VH = x_TH.detach(), weight_VH.detach()
-    return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn, hits)
+    head = x_TH, weight_VH, labels_T, first_id, vocab
+    return _ChunkedCrossEntropy.apply(*head, chunk_fn, hits, soft_cap)
 
 
 class _TokenScores(torch.autograd.Function):
-    """Scores that keep each token's log-sum-exp and recompute logits in the backward."""
+    """Autograd function of ``token_scores``; its backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -221,17 +250,18 @@ class _TokenScores(torch.autograd.Function):
         candidates_TN,
         scored_ids_TK,
         wants_entropy: bool,
+        soft_cap: float,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         loss_T, log_sum_T, entropy_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(3))
         scored_TK = None
         if scored_ids_TK is not None:
             scored_TK = x_TH.new_empty(scored_ids_TK.shape, dtype=wide)
-        ctx.sampled_by = temperature_T, candidates_TN
+        ctx.sampled_by = temperature_T, candidates_TN, soft_cap
         ctx.first_id = first_id
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
-            logits_TV, left_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
+            logits_TV, left_TV, _ = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
             target_logit_T1 = vocab.all_reduce(
                 torch.where(here_T1, logits_TV.gather(1, target_T1).to(wide), 0.0)
@@ -258,10 +288,10 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
         grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
-        temperature_T, _ = ctx.sampled_by
+        temperature_T = ctx.sampled_by[0]
         for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
-            logits_TV, left_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
+            logits_TV, left_TV, slope_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             log_probs_TV = logits_TV - log_sum_T[chunk].unsqueeze(1)
             grad_TV = log_probs_TV.exp_() if grad_entropy_T is None else log_probs_TV.exp()
             more_TV = None
@@ -282,23 +312,29 @@ class _TokenScores(torch.autograd.Function):
                 grad_TV += more_TV
             if temperature_T is not None:
                 grad_TV /= temperature_T[chunk].unsqueeze(1)
+            if slope_TV is not None:
+                grad_TV *= slope_TV
             grad_TV = grad_TV.to(x_TH.dtype)
             _add_gradients(grad_TV, x_TH, weight_VH, grad_x_TH, grad_weight_VH, chunk)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_x_TH, grad_weight_VH, *(None,) * 7
+        return grad_x_TH, grad_weight_VH, *(None,) * 8
 
 
 def _sampler_logits(
     ctx, x_TH: Tensor, weight_VH: Tensor, chunk: slice
-) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's logits as a sampler has them, and which ids are left [T, V]; None: all."""
-    temperature_T, candidates_TN = ctx.sampled_by
-    logits_TV = x_TH[chunk] @ weight_VH.T
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
+
+    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
+    of the soft cap is [T, V]; None: there is no cap.
+    """
+    temperature_T, candidates_TN, soft_cap = ctx.sampled_by
+    logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)
     if temperature_T is not None:
         logits_TV = logits_TV / temperature_T[chunk].unsqueeze(1)
     if candidates_TN is None:
-        return logits_TV, None
+        return logits_TV, None, slope_TV
     ids_TN = candidates_TN[chunk]
     number = weight_VH.shape[0]
     places_TN = ids_TN - ctx.first_id
@@ -308,16 +344,16 @@ def _sampler_logits(
     left_TV = logits_TV.new_zeros(len(logits_TV), number + 1, dtype=torch.bool)
     left_TV = left_TV.scatter_(1, places_TN, True)[:, :number]
     left_TV |= (ids_TN < 0).all(1, keepdim=True)  # a token without a list keeps all ids
-    return logits_TV.masked_fill(~left_TV, -math.inf), left_TV
+    return logits_TV.masked_fill(~left_TV, -math.inf), left_TV, slope_TV
 
 
 class TokenScores(NamedTuple):
-    """Numbers of T tokens, in nats, at least float32; 0 for tokens that are not trained.
+    """Log-probabilities and entropy of T tokens, in nats, at least float32; 0 for untrained tokens.
 
     Attributes:
         nll_T: -log p(label).
         entropy_T: entropy of p; None: not asked for.
-        scored_TK: log p of further ids; None: none are given.
+        scored_TK: log p of K further ids; None: no further ids were asked for.
     """
 
     nll_T: Tensor
@@ -335,32 +371,48 @@ def token_scores(
     candidates_TN: Tensor | None = None,
     scored_ids_TK: Tensor | None = None,
     wants_entropy: bool = False,
+    soft_cap: float = 0.0,
 ) -> TokenScores:
-    """Return log p(label) of each token, and its entropy, for p = softmax(x @ weight.T / temperature).
+    """Return each token's log p(label) and entropy, p = softmax(x @ weight.T / temperature).
 
-    The first five arguments are those of ``cross_entropy_sum``. The backward recomputes logits, so
-    a step computes four products with the head instead of three.
+    The backward recomputes logits, so a step computes four products with the head instead of three.
 
     Args:
+        x_TH: final hidden states.
+        weight_VH: vocabulary head, or this rank's rows of it.
+        labels_T: int64; ``IGNORE`` marks positions that are not trained.
+        first_id: token id of the weight's first row.
+        vocab: the ranks that hold the other rows of the head, with the same x and labels.
+        temperature_T: temperature of each token; None: 1.
         candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
             normalised; a token with -1 alone has all ids.
         scored_ids_TK: further ids whose log-probabilities are wanted.
+        soft_cap: bound of the logits before the temperature divides them (``cap_logits``); 0: none.
     """
     head = x_TH, weight_VH, labels_T, first_id, vocab
     sampler = temperature_T, candidates_TN, scored_ids_TK
-    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy))
+    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy, soft_cap))
 
 
 def greedy_tokens(
-    x_NH: Tensor, weight_VH: Tensor, first_id: int = 0, vocab: Communicator = SINGLE_RANK
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    first_id: int = 0,
+    vocab: Communicator = SINGLE_RANK,
+    soft_cap: float = 0.0,
 ) -> Tensor:
-    """Return the likeliest next token of each position: [N].
+    """Return the likeliest next token of each of N positions: int64 [N], the same on all ranks.
 
-    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN. Arguments are those of
-    ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
+    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN.
+
+    Args:
+        x_NH: final hidden states.
+        weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
+            ``first_id``.
+        vocab: the ranks that hold the other rows.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    logits_NV = x_NH @ weight_VH.T
+    logits_NV, _ = cap_logits(x_NH @ weight_VH.T, soft_cap)  # large ones may become equal
     place_N1 = logits_NV.argmax(-1, keepdim=True)
     best_N1 = logits_NV.gather(1, place_N1).to(wide)
     is_nan_N1 = vocab.all_reduce_max(best_N1.isnan().to(wide)) > 0
@@ -373,14 +425,15 @@ def greedy_tokens(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss next to the token losses ``nll_BS``: this rank's part of one micro-batch.
+    """Inputs of a loss function next to the per-token losses ``nll_BS`` of one micro-batch.
 
     Attributes:
         labels: [B, S]; ``IGNORE`` marks tokens that are not trained, whose loss is 0.
-        doc_ids: [B, S] document within the row, -1 for padding; None: a row is one document.
+        doc_ids: [B, S] index of the document within its packed sequence, -1 for padding; None: a
+            sequence is one document.
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained
             token.
-        context: the ranks that hold the other positions of these rows.
+        context: the ranks that hold the other positions of these sequences.
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. Three of
             them are the head's: ``temperature`` [B, S], ``candidates`` [B, S, N] and ``scored_ids``
             [B, S, K] (``token_scores``).
@@ -399,13 +452,13 @@ class LossInputs:
     scored: Tensor | None = None
 
     def sum_by_document(self, x_BS: Tensor, num_documents: int | None = None) -> Tensor:
-        """Sum x over each document of a row, on all ranks of ``context``: [B, D], differentiable.
+        """Sum x over each document, also over the ranks of ``context``: [B, D], differentiable.
 
-        Every rank of ``context`` has the same sums, so a loss computed from the sums counts once
-        for all of these ranks: see ``share``.
+        Every rank of ``context`` has the same sums. A loss computed from them is equal on these
+        ranks, so pass it through ``share``, else it counts once per rank.
 
         Args:
-            num_documents: D; by default as many as a row could have, most of them empty.
+            num_documents: D; by default as many as a sequence could have, most of them empty.
         """
         num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
         doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids
@@ -414,11 +467,14 @@ class LossInputs:
         return self.context.sum(sums[:, :-1])
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return this rank's share of a number that is equal on all ranks of ``context``."""
+        """Return ``loss``, equal on the ranks of ``context``, divided by their number."""
         return loss / self.context.num_ranks
 
     def report(self, name: str, share: Tensor) -> None:
-        """Add this rank's share of a number to the step's record; ``metrics`` lists the name."""
+        """Add this rank's share (its term of a sum over ranks) to the step's metric ``name``.
+
+        The loss function's attribute ``metrics`` must list the name.
+        """
         self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
 
 

@@ -26,9 +26,10 @@ ENDED = -1  # in shifted tokens: the document has ended
 
 
 class MTPBlock(Block):
-    """Decoder layer of one module, with the norms and projection that join the module's two inputs.
+    """Decoder layer for multi-token prediction, with the norms and projection of its two inputs.
 
-    Parameters have HF's names.
+    The inputs are the hidden states of the previous depth and the embeddings of later tokens.
+    Parameters have HuggingFace's names.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class MTPBlock(Block):
     def run(  # type: ignore[override]
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, embedded_BsH: Tensor
     ) -> Tensor:
-        """Return the head's input [B, s, H] at this depth; x is its input at the previous depth.
+        """Return the head's input [B, s, H] at this depth of multi-token prediction.
 
         Args:
+            x_BsH: the head's input at the previous depth.
             tokens: tensors of this depth; positions whose document has ended are padding.
-            embedded_BsH: embeddings of the tokens that this depth is given.
+            embedded_BsH: embeddings of the later tokens that this depth reads.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
         x_BsH = super().run(self.eh_proj(joined), setup, tokens)
@@ -58,14 +60,15 @@ class MTPBlock(Block):
 def shift_rows(
     tokens_BS: Tensor, labels_BS: Tensor, doc_ids_BS: Tensor, depths: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens that every depth is given, and its labels: [B, S, D] each.
+    """Return the tokens that each multi-token depth reads, and its labels: [B, S, D] each.
 
-    Depth k is given the token k places later and has the label of that place if the place belongs
-    to the same document; else ``ENDED`` and ``IGNORE``.
+    Depth k (from 1) reads the token k positions later and has the label of that position if it
+    belongs to the same document; else ``ENDED`` and ``IGNORE``.
 
     Args:
-        tokens_BS, labels_BS: whole rows.
-        doc_ids_BS: document within the row, -1 for padding.
+        tokens_BS, labels_BS: whole sequences.
+        doc_ids_BS: index of the document within its sequence, -1 for padding.
+        depths: number D of depths.
     """
     size = tokens_BS.shape[1]
     place = torch.arange(size).unsqueeze(1) + torch.arange(1, depths + 1)

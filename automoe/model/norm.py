@@ -19,7 +19,7 @@ from automoe.model.linear import Features, take_features
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm in plain torch operations, for the CPU and float64.
+    """Autograd function: RMSNorm in plain torch operations, for the CPU and float64.
 
     x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
     and saves x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _TritonRMSNorm(torch.autograd.Function):
-    """RMSNorm on CUDA, in kernels that read and write each number once (``kernels.norm``)."""
+    """Autograd function: RMSNorm on CUDA, in kernels that read and write each number once."""
 
     @staticmethod
     def forward(ctx, x_TD, weight_D, eps: float):
@@ -115,7 +115,7 @@ class RMSNorm(nn.Module):
 
 
 class _NormOverRanks(torch.autograd.Function):
-    """RMSNorms of features sharded over ranks: an x [..., w] per norm, then a weight [w] per norm.
+    """Autograd function of ``norm_over_ranks``; x [..., w] are this rank's w features.
 
     It saves each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
     gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
@@ -164,13 +164,13 @@ def norm_over_ranks(
     features: Sequence[Features],
     ranks: Communicator,
 ) -> tuple[Tensor, ...]:
-    """Apply norms over features that are sharded over ranks, with one all-reduce for all norms.
+    """Apply RMSNorms over features that are sharded over ranks, with one all-reduce for all norms.
 
     Args:
         norms: norms with the same epsilon.
-        inputs: [..., w] of this rank for each norm. If features are replicated, each is on equally
-            many ranks, so copies do not change the mean.
-        features: for each norm, those of its whole weight that this rank has.
+        inputs: for each norm this rank's features [..., w]. If features are replicated, each is on
+            equally many ranks, so copies do not change the mean.
+        features: for each norm the ranges of its whole weight that this rank has.
     """
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
     weights = [

@@ -29,11 +29,11 @@ NUM_PLACES, SCORES = 9, 3
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One row of the table: a parameter of a layer, or of an end of the model.
+    """One row of the table of parameters: a parameter of a layer, or embedding, final norm, head.
 
     Attributes:
         name: of the parameter within its module; in ``SPECS`` within its layer.
-        shape: one word for each dim: a sum of products of sizes.
+        shape: one word for each dim: a sum of products of sizes, such as ``N*D`` (``sizes_of``).
         place: order in which a token passes the parameters of a layer; parameters of one place do
             not depend on each other. 0: first norm, and what joins an MTP module's inputs.
             1: projections of the first norm's output. 2: norms, convolution and decays.
@@ -54,8 +54,8 @@ class ParamSpec:
             (``automoe.hf.keys``).
         when: key of ``ModelConfig`` that must be set for a module to have this parameter, or, after
             ``not``, must not be set.
-        part: one of ``PARTS``; set by the module.
-        group: the name of its part in ``lora.targets``; set by the module.
+        part: component of the model for counting parameters, one of ``PARTS``; set by the module.
+        group: name in ``lora.targets`` of all matrices of its module; set by the module.
     """
 
     name: str
@@ -75,7 +75,7 @@ class ParamSpec:
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies: not to biases, norms and similar vectors."""
+        """Whether weight decay applies: not to biases, norms and similar vectors."""
         return self.kind in ("matrix", "conv")
 
     @property
@@ -91,19 +91,22 @@ class ParamSpec:
 
     @property
     def per_kv_head(self) -> bool:
-        """Whether the matrix projects to keys or values; ranks may outnumber their heads."""
+        """Whether the matrix projects to key or value heads; these may be fewer than ranks."""
         return "G" in self.shape
 
 
 @dataclass(frozen=True)
 class Param:
-    """One tensor of a model: a row of the table with its concrete shape.
+    """One tensor of a model: a row of the table of parameters with its concrete shape.
 
     Attributes:
+        name: global name in the model.
+        spec: the row of the table.
         layer: number of its decoder layer; None: embedding, final norm or head.
+        trained: whether the optimizer updates it.
         kv_heads: number of key and value heads, for a projection to keys or values.
-        packed: numbers per block if ``lora.base`` packs the tensor, whose ``shape`` then ends in
-            blocks and bytes; else 0.
+        packed: numbers per block if ``lora.base`` quantizes the tensor, whose ``shape`` then ends
+            in blocks and bytes; else 0.
     """
 
     name: str
@@ -116,7 +119,7 @@ class Param:
 
     @property
     def part(self) -> str:
-        """Part of the model that the tensor belongs to, one of ``PARTS``."""
+        """Component of the model that has the tensor: one of ``PARTS``, such as "attention"."""
         return self.spec.part
 
     @property
@@ -124,7 +127,11 @@ class Param:
         return prod(self.shape)
 
     def bytes_each(self, size: int) -> int:
-        """Return the bytes per entry of ``shape``: 1 for packed codes, else ``size``, that of the dtype."""
+        """Return the bytes per entry of ``shape``: 1 for a quantized tensor, else ``size``.
+
+        Args:
+            size: bytes per number of the dtype in which other tensors are stored.
+        """
         return 1 if self.packed else size
 
     @property
@@ -134,7 +141,10 @@ class Param:
 
     @property
     def whole_over_etp(self) -> bool:
-        """Whether every etp rank holds the whole expert tensor, as with adapters of other dims."""
+        """Whether every rank of expert tensor parallelism holds the whole expert tensor.
+
+        Examples are adapters whose dims are not the expert's width.
+        """
         return self.expert and self.spec.etp is None
 
     @property

@@ -50,11 +50,11 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def _rows(table: str) -> tuple[ParamSpec, ...]:
-    """Return the rows of a table with the columns name, shape, place, kind and further facts.
+    """Parse a table of parameters: lines of name, shape, place, kind and KEY=VALUE fields.
 
-    Facts are ``KEY=VALUE``; ``unless`` is a negated ``when``. ``hf`` has its keys parted by commas,
-    and EXPERT in it stands for one expert's. Linear, colwise and rowwise matrices may get adapters,
-    named as their layer.
+    The fields are those of ``ParamSpec``; ``unless`` is a negated ``when``. ``hf`` has its keys
+    parted by commas, and EXPERT in it stands for one expert's. Linear, colwise and rowwise matrices
+    may get adapters, named as their layer.
     """
     specs = []
     for row in table.strip().splitlines():
@@ -165,8 +165,10 @@ class _Module:
     """A kind of submodule that some layers have, and the specs of its parameters.
 
     Attributes:
-        when: condition on which a layer has the module.
-        group: the name of its part in ``lora.targets``.
+        path: name of the submodule within its layer.
+        part: component of the model for counting parameters, one of ``PARTS``.
+        when: condition on (model, layer number) under which the layer has the module.
+        group: name in ``lora.targets`` of all matrices of the module.
     """
 
     path: str
@@ -177,7 +179,7 @@ class _Module:
 
     @property
     def rows(self) -> list[ParamSpec]:
-        """Return this module's rows of the table, with names within the layer."""
+        """The specs of this module's parameters, with names within the layer."""
         path = f"{self.path}." if self.path else ""
         prefix = (
             "" if self.group == "attention" else f"{self.group}."
@@ -250,7 +252,7 @@ _EXPERT_ADAPTERS = {
 
 @cache
 def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
-    """Return the specifications of the LoRA matrices A and B of the weight ``target``.
+    """Return the specs of the LoRA matrices A and B of the weight ``target``.
 
     A takes the last dim of its target and that dim's sharding, B takes the other dims.
     """
@@ -279,12 +281,12 @@ EXPERT_SPECS = {  # rows of routed experts by their names within ``GroupedExpert
 
 
 def find_spec(name: str) -> ParamSpec | None:
-    """Return the row of parameter ``name`` of a model, or None if the table lacks the tensor."""
+    """Return the spec of the parameter ``name`` of a model; None if the table does not list it."""
     return SPECS.get(_LAYER.sub("", name, count=1))
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Return the numbers that the table's letters stand for."""
+    """Return the sizes that letters in shapes stand for, such as "H": the hidden size."""
     a = model.attention
     return {
         "H": model.hidden_size,
@@ -324,7 +326,7 @@ def _shape_of(spec: ParamSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Number of parameters of a whole model, or of a piece of it.
+    """Number of parameters of a whole model, or of a component of it.
 
     ``active`` leaves out the parameters of experts that a token does not choose.
     """
@@ -335,7 +337,7 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
+    """Return the parameters of decoder layer ``layer``, with the expert bias if ``buffers``."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return [param for param in other if param.layer == layer]
     sizes = sizes_of(model)
@@ -354,8 +356,10 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
 def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
     """Return the pipeline stages that hold the embedding or a copy of it, the first one first.
 
-    Modules for multi-token prediction read a copy, and a tied head is one. Stage i has
-    ``layers[i]``.
+    Modules for multi-token prediction read a copy, and a tied head is one.
+
+    Args:
+        layers: the numbers of the layers of each stage.
     """
     last = len(layers) - 1
     return [
@@ -368,9 +372,13 @@ def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
 
 
 def num_states(model: ModelConfig, held: range) -> int:
-    """Return the number of hidden states that a pipeline stage with the layers ``held`` sends on.
+    """Return the number of hidden-state tensors that a pipeline stage sends to the next stage.
 
-    One is the model's own; each module for multi-token prediction in this or an earlier stage adds one.
+    One is the model's own; each module for multi-token prediction in this or an earlier stage adds
+    one.
+
+    Args:
+        held: numbers of the layers of the stage.
     """
     return 1 + max(0, held.stop - model.num_layers)
 
@@ -378,11 +386,15 @@ def num_states(model: ModelConfig, held: range) -> int:
 def stage_params(
     model: ModelConfig, layers: list[range], stage: int, buffers: bool = False
 ) -> list[Param]:
-    """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
+    """Return the parameters of pipeline stage ``stage``, in order.
 
     A tied head is the embedding and adds nothing, or is a copy of it if it is in another stage.
     Modules for multi-token prediction read a copy, too. The final norm is with the first of these
-    modules, else with the head. A model that the decoder does not compute is one stage.
+    modules, else with the head. A model of a foreign class is one stage.
+
+    Args:
+        layers: the numbers of the layers of each stage.
+        buffers: include the routers' expert biases.
     """
     if (other := tier_of(model).params(model, buffers)) is not None:
         return other
@@ -403,12 +415,15 @@ def stage_params(
 
 
 def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
-    """Return all parameters of the model, in order: embedding, layers, final norm, head."""
+    """Return all parameters of the model, in order: embedding, layers, final norm, head.
+
+    With ``buffers`` the routers' expert biases are included.
+    """
     return stage_params(model, [model.all_layers], 0, buffers)
 
 
 def count_params(model: ModelConfig) -> ParamCount:
-    """Return total and active parameters, and the total by part (keys of ``PARTS``)."""
+    """Return the model's number of parameters by component (keys of ``PARTS``) and in all."""
     by_part = dict.fromkeys(PARTS, 0)
     for param in model_params(model):
         by_part[param.part] += param.numel

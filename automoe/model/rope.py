@@ -33,7 +33,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return float32 inverse frequencies [P], and the factor that multiplies cos and sin."""
+    """Return float32 inverse frequencies [P], P = ``dim`` / 2, and the factor of cos and sin."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
     if config.scaling == "none":
@@ -79,7 +79,7 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
 
 
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
-    """Return 1/sqrt(d), times the squared temperature of DeepSeek's mscale_all_dim if it is set."""
+    """Return attention's scale: 1/sqrt(d), times DeepSeek's squared temperature if it is set."""
     scale = qk_head_dim**-0.5
     if config.scaling != "none" and config.mscale_all_dim:
         scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
@@ -89,7 +89,12 @@ def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
 def rotary_cos_sin(
     config: RopeConfig, dim: int, positions_BS: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, [B, S, 1, P] each; ``dim`` is R."""
+    """Return cos and sin of the rotation angles, [B, S, 1, P] each, for P pairs of dims.
+
+    Args:
+        dim: number of rotary dims, 2 P.
+        positions_BS: index of each token in its document.
+    """
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
     cos, sin = ((x * scale).to(dtype)[:, :, None] for x in (angles_BSP.cos(), angles_BSP.sin()))
@@ -118,9 +123,13 @@ class _Rotation(torch.autograd.Function):
 def turn_dims(
     x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
 ) -> Tensor:
-    """Return a copy of x with R dims, from ``start`` on, rotated, by minus the angles if ``back``.
+    """Return a copy of x whose dims ``start`` ... ``start`` + R - 1 are rotated in P = R / 2 pairs.
 
-    Input and output each have a layout of their own: pairs (2i, 2i+1) or halves (i, i + P).
+    Args:
+        cos, sin: [B, S, 1, P] of the angles.
+        from_pairs: pairs of the input are dims (2i, 2i+1); else (i, i + P).
+        to_pairs: pairs of the output are dims (2i, 2i+1); else (i, i + P).
+        back: rotate by minus the angles.
     """
     sin = -sin if back else sin
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -135,7 +144,7 @@ def turn_dims(
 
 
 def _thirds(x: Tensor, start: int, cos: Tensor) -> tuple[Tensor, ...]:
-    """Split the last dim into the dims before the rotary ones, these, and the dims after them."""
+    """Split the last dim of x: dims before the rotary ones, rotary ones, dims after them."""
     return x.tensor_split((start, start + 2 * cos.shape[-1]), dim=-1)
 
 
@@ -151,10 +160,14 @@ def rotate(
     start: int = 0,
     turn: Callable[..., Tensor] = turn_dims,
 ) -> Tensor:
-    """Rotate R dims of x, from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + P).
+    """Rotate R dims of x, from ``start`` on, by the angles of ``cos`` and ``sin``.
 
-    The result is always laid out in halves. Queries and keys are permuted alike, so their products
-    do not change, and one layout is enough for the rest of the attention.
+    The result always has the pairs (i, i + P). Queries and keys are permuted alike, so their
+    products do not change, and one layout is enough for the rest of the attention.
+
+    Args:
+        interleaved: pairs of the input are dims (2i, 2i+1); else (i, i + P), P = R / 2.
+        turn: function that rotates, with the arguments of ``turn_dims``.
     """
     # the compiler fuses plain operations, and needs no hand-written backward
     if torch.compiler.is_compiling():
@@ -170,8 +183,8 @@ def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tenso
     """Return MLA's keys and values; each key joins the head's own dims and the shared rotary dims.
 
     Args:
-        kv_BSND: ``nope_dim`` dims of keys without rotation, then values.
-        k_rope_BSR: rotated dims of keys.
+        kv_BSND: per head ``nope_dim`` dims of keys without rotation, then values.
+        k_rope_BSR: rotated dims of keys, which all heads share.
 
     Returns:
         k [B, S, N, ``nope_dim`` + R] and v [B, S, N, D - ``nope_dim``].
@@ -183,7 +196,7 @@ def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Rope:
-    """Functions that rotate heads: ``rotate`` and ``join_keys``, or replacements.
+    """Functions that apply rotary embeddings: ``rotate`` and ``join_keys``, or Triton's.
 
     Attributes:
         angle_dtype: dtype of cos and sin; None: the model's dtype.
@@ -195,7 +208,7 @@ class Rope:
 
 
 def rope_fns(kernel: str) -> Rope:
-    """Return the ``Rope`` that ``kernels.rope`` names.
+    """Return the functions that apply rotary embeddings by ``kernel``, a value of ``kernels.rope``.
 
     Raises:
         BackendError: ``kernels.rope=triton``, and the package is missing.

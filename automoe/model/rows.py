@@ -18,10 +18,10 @@ from automoe.comm.tokens import Tokens
 
 
 def head_tail_index(seq_len: int, cp: int, rank: int) -> Tensor:
-    """Return the row positions [R / cp] of cp rank ``rank``.
+    """Return the positions [R / cp] of a sequence of R = ``seq_len`` that cp rank ``rank`` holds.
 
-    The row is cut into 2 cp chunks, and a rank holds one chunk from the head and its mirror from
-    the tail: under causal attention every rank then has the same number of (query, key) pairs.
+    The sequence is cut into 2 cp chunks, and a rank holds one chunk from the head and its mirror
+    from the tail: under causal attention every rank then has the same number of (query, key) pairs.
     """
     chunk = seq_len // (2 * cp)
     head = torch.arange(rank * chunk, (rank + 1) * chunk)
@@ -30,22 +30,26 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> Tensor:
 
 
 def gather_row(x_BS: Tensor, ranks: Communicator) -> Tensor:
-    """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
+    """Gather [B, S, ...] of ranks that share sequences: [B, R, ...] in sequence order."""
     if ranks.num_ranks == 1:
         return x_BS
     return _in_row_order(ranks.all_gather(x_BS).split(x_BS.shape[1], dim=1))
 
 
 def _in_row_order(parts: Sequence[Tensor]) -> Tensor:
-    """Undo the cut over cp: the ranks' first halves [B, S/2, ...] in order, then their second in reverse."""
+    """Join the cp ranks' positions [B, S, ...] to sequences [B, R, ...].
+
+    Each rank holds a chunk from the head of the sequence and its mirror from the tail, so the
+    result is the ranks' first halves in order, then their second halves in reverse.
+    """
     chunks = [chunk for part in parts for chunk in part.chunk(2, dim=1)]
     return torch.cat(chunks[::2] + chunks[::-2], dim=1)
 
 
 def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
-    """Return ``tokens`` with the index and document ids [B, R] of whole rows, which masks read.
+    """Return ``tokens`` with the index and document ids [B, R] of whole sequences, for masks.
 
-    Other tensors keep this rank's positions.
+    Other tensors keep the positions of this rank; ``ranks`` hold the other positions.
     """
     num_rows, size = tokens.index.shape
     index_R = torch.arange(size * ranks.num_ranks, device=tokens.index.device)
@@ -57,9 +61,9 @@ def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
 def exchange_heads(ranks: Communicator, *given_BSND: Tensor) -> tuple[Tensor, ...]:
     """Exchange heads for positions (Ulysses, arXiv 2309.14509): [B, S, N, D] to [B, R, n, D].
 
-    The result has positions in the order of the row. One all-to-all sends all tensors, which may
-    differ in N. Rank p takes the p-th n heads of each.
-    A tensor with fewer heads than ranks has each head repeated for the ranks that share it.
+    The result has all R positions, in the order of the sequence, of n of the N heads. One
+    all-to-all sends all tensors, which may differ in N. Rank p takes the p-th n heads of each. A
+    tensor with fewer heads than ranks has each head repeated for the ranks that share it.
     """
     num_ranks = ranks.num_ranks
     if num_ranks == 1:
@@ -74,7 +78,10 @@ def exchange_heads(ranks: Communicator, *given_BSND: Tensor) -> tuple[Tensor, ..
 
 
 def exchange_positions(ranks: Communicator, row_BRnD: Tensor) -> Tensor:
-    """Undo ``exchange_heads``: [B, R, n, D] of this rank's heads to [B, S, N, D] of all heads."""
+    """Exchange positions for heads' outputs: [B, R, n, D] of whole sequences to [B, S, N, D].
+
+    It undoes ``exchange_heads``: this rank's n of N heads become its S of R positions.
+    """
     num_ranks = ranks.num_ranks
     if num_ranks == 1:
         return row_BRnD
@@ -84,5 +91,5 @@ def exchange_positions(ranks: Communicator, row_BRnD: Tensor) -> Tensor:
 
 
 def own_heads(ranks: Communicator, x_N: Tensor) -> Tensor:
-    """Return the entries [n] of the heads that ``exchange_heads`` gives to this rank."""
+    """Return the entries [n] of x [N] for the heads that ``exchange_heads`` gives to this rank."""
     return x_N if ranks.num_ranks == 1 else x_N.chunk(ranks.num_ranks)[ranks.rank]

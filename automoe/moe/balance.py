@@ -7,6 +7,8 @@ rows, S positions of this rank, E experts, K top-k.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -33,12 +35,15 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Return ``x``, whose backward pass also runs that of ``loss``, with gradient 1."""
+    """Return ``x``; its backward pass also runs the backward of ``loss``, with gradient 1."""
     return _AttachLoss.apply(x, loss)
 
 
 def choices_by_row(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
-    """Return how often each row chose each expert, without padding: [B, E] float64."""
+    """Return how often the tokens of each sequence chose each expert: [B, E] float64.
+
+    Padding, where ``valid_BS`` is False, does not count.
+    """
     ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
     counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)
     return counts_BE.scatter_add_(1, topk_ids_BSK.flatten(1), ones_BSK.flatten(1))
@@ -51,25 +56,26 @@ def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def balance_loss(fractions: Tensor, shares_BSE: Tensor, tokens: Tokens) -> Tensor:
-    """Return a balance loss E * sum over experts of f P: this rank's share of the global batch's mean.
+    """Return this rank's share of the mean balance loss E * sum over experts of f P, a scalar.
 
-    P is the mean share of an expert's scores. The losses differ in the tokens that f is of:
+    f is the fraction of choices that an expert received, P its mean share of scores. The losses
+    differ in the tokens that f is of:
 
-        sequence     a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20); P is of the row, too, and rows
-                     weigh as their tokens. P divides by these and the weight multiplies: they cancel.
-        global       the batch of the previous step. Fractions of this batch are known only after its
-                     last micro-batch; those of the step before change slowly.
-        micro-batch  the rows that all data-parallel ranks process at the same time (arXiv 2101.03961,
-                     eq. 4-6). This loss depends on gradient accumulation, that is on which rows share
-                     a micro-batch, and on nothing else of the mesh.
+        sequence     a sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), P too; sequences weigh
+                     as their tokens. P divides by these and the weight multiplies: they cancel.
+        global       the batch of the previous step. Fractions of this batch are known only after
+                     its last micro-batch; those of the step before change slowly.
+        micro-batch  the sequences that all data-parallel ranks process at the same time (arXiv
+                     2101.03961, eq. 4-6). It depends on gradient accumulation, that is on which
+                     sequences share a micro-batch, and on nothing else of the mesh.
 
     Args:
-        fractions: f, of the batch [E] or of each row [B, E].
+        fractions: f, of the batch [E] or of each sequence [B, E].
         shares_BSE: scores normalised to sum to one.
         tokens: the micro-batch's per-token tensors.
 
     Returns:
-        A scalar, before the coefficient.
+        A scalar, to be multiplied by the loss's coefficient.
     """
     sums = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
     total = (fractions * sums).sum()
@@ -89,13 +95,29 @@ def z_loss(logits_BSE: Tensor, tokens: Tokens) -> Tensor:
 LOSSES = ("seq_balance_loss", "global_balance_loss", "micro_batch_balance_loss", "z_loss")
 
 
+class Loads(NamedTuple):
+    """Views of the counters of one MoE layer, or with a first dim [L, ...] of L layers.
+
+    Attributes:
+        experts: [2, E] tokens given to each expert before any are dropped, and tokens that plain
+            top-k of the scores would give to it.
+        losses: the balance losses, in the order of ``LOSSES``.
+        dropped: [] number of dropped choices.
+        replayed: [2] number of choices repeated from an inference engine, and of those among them
+            that the router would not make.
+    """
+
+    experts: Tensor
+    losses: Tensor
+    dropped: Tensor
+    replayed: Tensor
+
+
 class LoadCounter(nn.Module):
     """Counters of one MoE layer over the micro-batches of a step, zeroed after each step.
 
-    One float64 vector holds all counters, so that a step needs one all-reduce. Its layout: E counts
-    of tokens given to each expert before any are dropped, E counts of tokens that plain top-k of
-    the scores would give to it, the losses in the order of ``LOSSES``, and the numbers of dropped
-    choices, of repeated choices of an engine, and of those that the router would not make.
+    One float64 vector holds all counters, so that a step needs one all-reduce; ``views`` names its
+    parts.
     """
 
     totals: Tensor
@@ -111,6 +133,13 @@ class LoadCounter(nn.Module):
         """Return the length of the vector for a layer of E experts."""
         return 2 * num_experts + len(LOSSES) + 3
 
+    @staticmethod
+    def views(totals: Tensor) -> Loads:
+        """Return views of the counters in one vector, or in a table with one for each layer."""
+        num_counts = totals.shape[-1] - len(LOSSES) - 3
+        experts, losses, dropped, replayed = totals.split((num_counts, len(LOSSES), 1, 2), dim=-1)
+        return Loads(experts.unflatten(-1, (2, -1)), losses, dropped.squeeze(-1), replayed)
+
     def reset_buffers(self) -> None:
         self.totals.zero_()
 
@@ -123,24 +152,25 @@ class LoadCounter(nn.Module):
         dropped_BSK: Tensor | None = None,
         replayed: Tensor | None = None,
     ) -> None:
-        """Add one micro-batch to the counters, if the pass counts.
+        """Add one micro-batch to the counters, if it is a training pass and not a recomputation.
 
         Args:
             chosen_BE: tokens given to each expert.
             plain_BE: tokens that plain top-k of the scores would give to each expert.
             losses: one scalar for each of ``LOSSES``.
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
-            replayed: [2] repeated choices of an engine, and those that the router lacks.
+            replayed: [2] choices repeated from an inference engine, and how many of them the router
+                would not make; None: there are none.
         """
         if not is_counted():
             return
-        self.totals[:-3] += torch.cat(
-            (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))
-        )
+        loads = self.views(self.totals)
+        loads.experts.add_(torch.stack((chosen_BE.sum(0), plain_BE.sum(0))))
+        loads.losses.add_(torch.stack(losses))
         if dropped_BSK is not None:
-            self.totals[-3] += dropped_BSK.sum()
+            loads.dropped.add_(dropped_BSK.sum())
         if replayed is not None:
-            self.totals[-2:] += replayed
+            loads.replayed.add_(replayed)
 
 
 @torch.no_grad()

@@ -36,15 +36,18 @@ PRIORITY_STEP = 2.0**-16
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return ceil(factor * T * K / E), at most T since a token chooses an expert once.
+    """Return the most tokens that an expert keeps: ceil(factor * T * K / E), at most T.
 
-    The factor is taken as the decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
+    A token chooses an expert once, hence the limit T = ``num_tokens``. The factor is taken as the
+    decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
     """
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
 
 def rank_within_expert(topk_ids_GN: Tensor, num_experts: int, priority_GN: Tensor | None) -> Tensor:
-    """Return the place of each choice in the queue of its expert, 0 for the first: [G, N] int64.
+    """Return the position of each choice in the queue of its expert, 0 for the first: [G, N] int64.
+
+    G groups of tokens have queues of their own; N are a group's choices.
 
     Args:
         topk_ids_GN: int64 expert ids; the id ``num_experts`` marks a choice of no expert.
@@ -71,7 +74,7 @@ def slots_per_expert(
     top_k: int,
     num_experts: int,
 ) -> int:
-    """Return the most choices that one expert can keep from this rank's micro-batch."""
+    """Return the most choices of this rank's micro-batch that one expert can keep."""
     num_rows, size = tokens.index.shape
     if moe.drop_scope == "rank":
         return expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
@@ -80,10 +83,14 @@ def slots_per_expert(
 
 
 def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
-    """Gather x [B, S, ...], at the positions ``index`` of its rows, into whole rows [B, W, ...].
+    """Join the ranks' positions [B, S, ...] to whole sequences [B, W, ...], without gradient.
 
-    Each rank writes its part into zeros, and an all-reduce sums the parts. The sum is exact and
-    independent of the order of ranks. Not differentiable.
+    Each rank writes its positions into zeros, and an all-reduce sums them. The sum is exact and
+    independent of the order of ranks.
+
+    Args:
+        index_BS: index in the sequence of each position of x.
+        pg_collection: its groups hold the other positions.
     """
     if pg_collection.ranks_per_row == 1:
         return x  # a rank with whole rows holds them in order
@@ -97,28 +104,33 @@ def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupColle
 @torch.no_grad()
 def choose_kept(
     topk_ids_BSK: Tensor,
-    weights_BSK: Tensor,
+    probs_BSK: Tensor,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
     num_experts: int,
 ) -> Tensor:
-    """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync."""
+    """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync.
+
+    Args:
+        probs_BSK: routing weights, by which choices may be ranked.
+        pg_collection: groups of the ranks that share the sequences and the micro-batch.
+    """
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     of_rank = moe.drop_scope == "rank"
     if of_rank:
         # Choices queue by position, then by row.
-        ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
+        ids_GN, probs_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, probs_BSK))
         num_tokens = num_rows * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
-        both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
+        both = torch.stack((ids_BSK.to(torch.float64), probs_BSK.to(torch.float64)), dim=-1)
         joined = join_row_parts(both, tokens.index, pg_collection)
-        ids_GN, weights_GN = joined.flatten(1, 2).unbind(-1)
+        ids_GN, probs_GN = joined.flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
         num_tokens = size * pg_collection.ranks_per_row
-    priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
+    priority_GN = (probs_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
     if of_rank:
@@ -136,14 +148,14 @@ def dispatch_padded(
     capacity: int,
     x_TH: Tensor,
     topk_ids_TK: Tensor,
-    weights_TK: Tensor,
+    probs_TK: Tensor,
     experts: RunExperts,
 ) -> Tensor:
-    """Dispatch with exactly ``capacity`` rows per expert, and return the result of ``dispatcher``.
+    """Run ``dispatcher`` with exactly ``capacity`` tokens per expert; return its result [T, H].
 
     No expert may have more than ``capacity`` choices; a choice with the id E is dropped. Each slot
-    of an expert goes to the dispatcher as a token with one choice. A slot without a choice reads
-    token 0 with weight zero, so it changes no sum and no gradient.
+    of an expert (one of its ``capacity`` places) goes to the dispatcher as a token with one choice.
+    A slot without a choice reads token 0 with weight zero, so it changes no sum and no gradient.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     slot_P = torch.arange(capacity, device=x_TH.device)
@@ -152,9 +164,9 @@ def dispatch_padded(
     choice_C = torch.where(filled_C, order_M[place_C.clamp_max(len(order_M) - 1)], 0)
     token_C = choice_C // topk_ids_TK.shape[1]
 
-    weights_C1 = torch.where(filled_C, weights_TK.flatten()[choice_C], 0).unsqueeze(1)
+    probs_C1 = torch.where(filled_C, probs_TK.flatten()[choice_C], 0).unsqueeze(1)
     ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(
         capacity, output_size=len(token_C)
     )
-    y_CH = dispatcher(gather_rows(x_TH, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity)
+    y_CH = dispatcher(gather_rows(x_TH, token_C), ids_C.unsqueeze(1), probs_C1, experts, capacity)
     return sum_to_tokens(y_CH, token_C, x_TH.shape[0])

@@ -25,7 +25,7 @@ class ExpertWeights(NamedTuple):
     down_proj_bias: Tensor | None = None
 
     def joined(self) -> ExpertWeights:
-        """Return the same weights with gate and up in one dim J = 2I: [E, J, H] and [E, J]."""
+        """Return the same weights with gate and up in one dim J = 2I: [E, J, H], biases [E, J]."""
         bias = self.gate_up_proj_bias
         return self._replace(
             gate_up_proj=self.gate_up_proj.flatten(1, 2),

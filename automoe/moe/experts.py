@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +33,23 @@ from automoe.model.params import EXPERT_SPECS
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
 
-ExpertFn = Callable[..., Tensor]  # the module docstring lists its arguments
-MakeProducts = Callable[[nn.Module], ExpertFn]  # takes the ``GroupedExperts`` to multiply by
+ExpertBackend = Callable[..., Tensor]  # the module docstring lists its arguments
+# Takes the ``GroupedExperts`` whose weights the backend multiplies by.
+MakeExpertBackend = Callable[[nn.Module], ExpertBackend]
 
 
 def loop_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> Tensor:
-    """Compute one expert after the other in any dtype, float64 included: the reference backend."""
+    """Return the experts' weighted outputs [R, H], one expert after the other.
+
+    This is the reference backend. It takes any dtype, float64 included.
+
+    Args:
+        gather_idx_R: token of each row; rows are sorted by expert.
+        offsets_E: int32, end of each expert's rows.
+        probs_R: routing weight of each row.
+    """
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
     by_expert = ([None] * len(ends) if each is None else each.unbind(0) for each in weights)
@@ -58,7 +66,7 @@ def loop_experts(
     return torch.cat(outputs)
 
 
-def _triton() -> ExpertFn:
+def _triton() -> ExpertBackend:
     import_backend("triton", "moe.experts=triton", "Install it, or set moe.experts=grouped_mm")
     from automoe.moe.triton_experts import check_gpu, triton_experts
 
@@ -66,7 +74,7 @@ def _triton() -> ExpertFn:
     return triton_experts
 
 
-BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # each value makes its backend
+BACKENDS: dict[str, Callable[[], ExpertBackend]] = {  # each value makes its backend
     "loop": lambda: loop_experts,
     "grouped_mm": lambda: grouped_mm_experts,
     "triton": _triton,
@@ -74,7 +82,7 @@ BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # each value makes its backend
 }
 
 
-def expert_backend(name: str) -> ExpertFn:
+def expert_backend(name: str) -> ExpertBackend:
     """Return the backend called ``name``, the value of ``moe.experts``, or a plugin's.
 
     Raises:
@@ -91,21 +99,21 @@ def expert_backend(name: str) -> ExpertFn:
 
 
 class GroupedExperts(nn.Module):
-    """Weights of E experts, and the backend that multiplies by them; a dispatcher brings the rows.
+    """Weights of a layer's E experts, and the backend that multiplies tokens by them.
 
     The weights are gate_up_proj [E, 2, I, H] and down_proj [E, H, I]. ``[E, 2, I, H]`` keeps gate
     and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank all gates and the other
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
-        make_products: makes the function that multiplies by the weights of this module.
+        make_expert_backend: makes the function that multiplies by the weights of this module.
     """
 
     # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
     WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
-    def __init__(self, config: ModelConfig, make_products: MakeProducts) -> None:
+    def __init__(self, config: ModelConfig, make_expert_backend: MakeExpertBackend) -> None:
         super().__init__()
         num_experts = config.num_experts
         hidden = config.hidden_size
@@ -119,7 +127,9 @@ class GroupedExperts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.num_experts = num_experts
         self.hidden_size = hidden
-        self.backend = make_products(self)
+        self.backend = make_expert_backend(self)
+        # Adapters, which take the backend's place: they multiply by the weights, quantized or not, too.
+        self.lora: nn.Module | None = None
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
@@ -128,7 +138,13 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
     ) -> Tensor:
-        """Return the experts' output [R, H]; the module docstring lists arguments and shapes."""
+        """Return the experts' output [R, H] for R (token, expert) rows.
+
+        Args:
+            gather_idx_R: token of each row; rows are sorted by expert.
+            offsets_E: int32, end of each expert's rows.
+            probs_R: routing weight of each row.
+        """
         # Rows are of this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         weights = ExpertWeights(*(None if p is None else local_shard(p) for p in parameters))
@@ -137,11 +153,5 @@ class GroupedExperts(nn.Module):
             # zeros for the columns that other etp ranks hold: the ranks' outputs are summed
             first = global_offset(self.down_proj_bias)[1]
             weights = weights._replace(down_proj_bias=F.pad(bias, (first, missing - first)))
-        return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
-
-    def multiply(self, *args: Any) -> Tensor:
-        """Return the output of the experts' rows [R, H] by the backend (arguments: module docstring).
-
-        Subclasses override this method to compute experts differently.
-        """
-        return self.backend(*args)
+        compute = self.backend if self.lora is None else self.lora
+        return compute(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)

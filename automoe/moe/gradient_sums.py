@@ -59,11 +59,13 @@ class GradientSums:
         ends: Ends,
         travels: bool,
     ) -> None:
-        """Add each expert's product of ``grad`` and rows to the sum of the matrix ``name``.
+        """Add each expert's product of output gradients and inputs to the sum of ``name``.
 
         Args:
+            grad_RN: gradient of the matrix's outputs, rows sorted by expert.
             x_TK: rows that the matrix has multiplied.
             gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.
+            ends: function that returns the end of each expert's rows, on the host.
             travels: gradients of tokens will be sent to other ranks after this call.
         """
         product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)
@@ -95,9 +97,9 @@ def add_product(sum_NK: Tensor, grad_RN: Tensor, x_RK: Tensor) -> None:
 
 
 def read_later(offsets_E: Tensor) -> Ends:
-    """Start a copy of ``offsets`` to the host; return a function that waits for it and returns it.
+    """Start a copy of ``offsets`` to the host; return a function that returns the copy.
 
-    By the backward pass the copy has long finished.
+    The function waits for the copy, which by the backward pass has long finished.
     """
     if offsets_E.is_cpu:
         ends = offsets_E.tolist()

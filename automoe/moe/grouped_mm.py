@@ -23,10 +23,11 @@ Scales = Tensor | None
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply as ``torch.nn.functional.grouped_mm``; in float64 one product after the other.
+    """Multiply by groups as ``torch.nn.functional.grouped_mm``; in float64 one product per expert.
 
-    a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything.
-    a [M, R] and b [R, N] give [E, M, N]. A rank may have no rows, which kernels need not accept.
+    a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything. a [M,
+    R] and b [R, N] give [E, M, N]. ``offsets`` are the ends of the E groups along R. A rank may
+    have no rows, which kernels need not accept.
     """
     if not a.numel():
         sizes = (len(offsets_E), len(a)) if b.dim() == 2 else (len(a),)
@@ -37,7 +38,11 @@ def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply as ``grouped_mm``, one expert after the other, for any dtype and any width."""
+    """Return ``grouped_mm`` of the arguments, one expert after the other, for any dtype and width.
+
+    a [R, K] times b [E, K, N] gives [R, N]; a [M, R] times b [R, N] gives [E, M, N]. ``offsets``
+    are the ends of the experts along R.
+    """
     ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     if b.dim() == 2:
@@ -51,20 +56,21 @@ def one_by_one(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
 class GroupedProducts:
     """The three products (forward, two gradients) of the stacked weight [E, N, K] of all experts.
 
-    The base class multiplies by ``mm``, a function with the signature of ``grouped_mm``. ``offsets``
-    [E] int32 holds the end of each expert's rows. A subclass may give each operand scales, which are
-    computed once and passed to every product of the operand. Computing scales may be a collective,
-    so a rank without rows computes them too; the products are not collective.
+    The base class multiplies by ``mm``, a function with the signature of ``grouped_mm``.
+    ``offsets`` [E] int32 holds the end of each expert's rows (one row: one token at one of its
+    experts). A subclass may give each operand scales, which are computed once and passed to every
+    product of the operand. Computing scales may be a collective, so a rank without rows computes
+    them too; the products are not collective.
     """
 
     mm = staticmethod(grouped_mm)
 
     def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
-        """Return the scales of the rows and of the weight."""
+        """Return the quantization scales of rows and weight: None, as nothing is quantized here."""
         return None, None
 
     def grad_scales(self, grad_RN, offsets_E) -> Scales:
-        """Return the scales of the output's gradient."""
+        """Return the scales of the output's gradient: None, as nothing is quantized here."""
         return None
 
     def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
@@ -85,7 +91,7 @@ class GroupedProducts:
 
 
 class LoopProducts(GroupedProducts):
-    """The products one expert after the other, in any dtype."""
+    """The three products of all experts' weight, one expert after the other, in any dtype."""
 
     mm = staticmethod(one_by_one)
 
@@ -94,11 +100,12 @@ UNSCALED = GroupedProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """Experts on gathered rows: probs * (down(activation(gate, up)) + down_proj_bias).
+    """Autograd function of experts: probs * (down(activation(gate, up)) + down_proj_bias).
 
-    Gate and up are one dim J here. For the backward it saves its arguments, gate and up [R, J], and
-    with an adapter x A.T [R, r]. The backward gathers the rows [R, H] and computes the activation
-    [R, I] again. Packed weights are widened for each product.
+    It runs on R rows gathered from tokens. Gate and up are one dim J here. For the backward it
+    saves its arguments, gate and up [R, J], and with an adapter x A.T [R, r]. The backward gathers
+    the rows [R, H] and computes the activation [R, I] again. Quantized weights are widened for each
+    product.
 
     With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
     returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
@@ -232,7 +239,7 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Repeat the entries [E, N] for each row of their expert: [R, N].
+    """Repeat the entries [E, N] of experts for each of their rows: [R, N].
 
     Rows past the last offset get the last expert's entry.
     """
@@ -268,14 +275,17 @@ def grouped_mm_experts(
     adapters: Sequence[Tensor | None] = (None,) * 4,
     scale: float = 1.0,
 ) -> Tensor:
-    """Compute the experts with grouped products, in any dtype, on CPU or GPU.
+    """Return the experts' weighted outputs [R, H], computed with grouped products on CPU or GPU.
 
-    Arguments and result are those of ``automoe.moe.experts``; ``up`` and ``down`` compute the
-    products of gate_up_proj and of down_proj. ``sums`` receives the gradients of both matrices;
-    None: autograd returns them. Rows past the last offset are not computed: their output and their
-    terms in the gradients of x and probs are uninitialised memory.
+    Rows past the last offset are not computed: their output and their terms in the gradients of x
+    and probs are uninitialised memory.
 
     Args:
+        gather_idx_R: token of each row; rows are sorted by expert.
+        offsets_E: int32, end of each expert's rows.
+        probs_R: routing weight of each row.
+        up, down: the products of gate_up_proj and of down_proj.
+        sums: receives the gradients of both matrices; None: autograd returns them.
         adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
             down_proj, or None; ``scale`` multiplies their outputs.
     """

@@ -19,23 +19,23 @@ from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, slots_per_expert
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
-from automoe.moe.experts import GroupedExperts, MakeProducts, expert_backend
+from automoe.moe.experts import GroupedExperts, MakeExpertBackend, expert_backend
 from automoe.moe.router import Router, Routing
 
 
 class MoE(nn.Module):
-    """Sparse feed-forward layer; the layer itself knows no ranks.
+    """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
-        pg_collection: groups of ranks that share rows and micro-batches; default: one rank.
-        make_products: constructor of the backend that multiplies by the experts' weights; default:
+        pg_collection: groups of ranks that share sequences and micro-batches; default: one rank.
+        make_expert_backend: constructor of the backend that multiplies by the experts' weights; default:
             the backend that ``moe.experts`` names.
         dispatcher: brings tokens to the ranks of their experts; default: this rank has all experts.
         seed: seed of the router's jitter.
         router_dtype: dtype in which the router is stored; default: torch's default.
-        calls: what the layer's calls are wrapped in.
+        calls: wrappers of this layer's calls, such as recomputation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         pg_collection: ProcessGroupCollection | None = None,
-        make_products: MakeProducts | None = None,
+        make_expert_backend: MakeExpertBackend | None = None,
         dispatcher: Dispatcher | None = None,
         seed: int = 0,
         router_dtype: torch.dtype | None = None,
@@ -56,7 +56,7 @@ class MoE(nn.Module):
         ranks = self.pg_collection
         self.router = Router(config, moe, moe_index, ranks, seed, router_dtype, calls.router)
         self.experts = GroupedExperts(
-            config, make_products or (lambda _: expert_backend(moe.experts))
+            config, make_expert_backend or (lambda _: expert_backend(moe.experts))
         )
         self.dispatcher = dispatcher or LocalDispatcher(config.num_experts, moe)
         run = type(self).run_experts
@@ -83,8 +83,8 @@ class MoE(nn.Module):
 
     def run_experts(self, x_BSH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
-        x_TH, ids_TK, weights_TK = (
-            x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
+        x_TH, ids_TK, probs_TK = (
+            x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_probs)
         )
         if routing.kept is not None:
             ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
@@ -94,12 +94,12 @@ class MoE(nn.Module):
             slots = slots_per_expert(self.moe, tokens, self.pg_collection, *sizes)
             run = partial(dispatch_padded, run, self.num_experts, slots)
         # Rows travel to the ranks of their experts, these run on them, and their sums come back.
-        return run(x_TH, ids_TK, weights_TK, self.experts).view(x_BSH.shape)
+        return run(x_TH, ids_TK, probs_TK, self.experts).view(x_BSH.shape)
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the side stream of ``device``, the same in every call."""
+    """Return the second CUDA stream of ``device`` for shared experts, the same in every call."""
     return torch.cuda.Stream(device)
 
 

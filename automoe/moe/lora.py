@@ -8,17 +8,14 @@ hidden, I expert width, J = 2 I (gate, then up), r rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.local_shard import global_offset, local_shard, take_over
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import LoraConfig
 from automoe.kernels.activation import Activation
 from automoe.kernels.counter_random import uniform_at
 from automoe.moe.expert_weights import ExpertWeights
-from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import UNSCALED, GroupedProducts, LoopProducts, grouped_mm_experts
 
 # A [..., r, I] and B [..., O, r] of an adapter for this rank's shard of a weight, and their scale
@@ -28,7 +25,7 @@ PRODUCTS = {"grouped_mm": UNSCALED, "loop": LoopProducts()}
 
 
 class Adapter(nn.Module):
-    """Parameters A... and B... of one adapter.
+    """Base of LoRA adapters: a module with the parameters A... and B... of one adapter.
 
     The adapter's output is multiplied by ``scale``, alpha / rank. Dropout (arXiv 2404.09610) zeroes
     columns of A, that is input features, for a whole ``step``. A counter-based generator chooses
@@ -50,11 +47,11 @@ class Adapter(nn.Module):
 
     @property
     def first_values(self) -> dict[str, str]:
-        """Rules that make ``init.initialize`` leave every parameter to ``lora.fill_adapters``."""
+        """Initial values by parameter name: "kept", since ``fill_adapters`` initialises them."""
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return this rank's shard of ``name`` in ``dtype``; in training, drop columns of A."""
+        """Return this rank's shard of parameter ``name`` in ``dtype``; in training after dropout."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):
@@ -69,14 +66,14 @@ class Adapter(nn.Module):
 
 
 class ExpertLora(Adapter):
-    """Adapters of a layer's routed experts.
+    """LoRA adapters of a layer's routed experts.
 
     Gate and up have A13 [E, r, H] and B13 [E, 2, I, r], down has A2 [E, r, I] and B2 [E, H, r].
     Either pair may be missing.
 
     Args:
         shapes: shapes of the parameters that exist, by name.
-        product: multiplies rows by their experts' matrices.
+        product: multiplies rows by their experts' matrices (``grouped_mm``).
     """
 
     NAMES = ("A13", "B13", "A2", "B2")
@@ -99,7 +96,14 @@ class ExpertLora(Adapter):
     def forward(
         self, x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation
     ) -> Tensor:
-        """Compute the experts as an ``ExpertFn``; their weights and biases get no gradient."""
+        """Return the experts' weighted outputs [R, H], adapters included; weights get no gradient.
+
+        Args:
+            gather_idx_R: token of each row; rows are sorted by expert.
+            offsets_E: int32, end of each expert's rows.
+            probs_R: routing weight of each row.
+            weights: the experts' frozen matrices and biases.
+        """
         a13, b13, a2, b2 = (
             None if getattr(self, name) is None else self.weight(name, x_TH.dtype)
             for name in self.NAMES
@@ -110,18 +114,3 @@ class ExpertLora(Adapter):
         return grouped_mm_experts(
             *rows, weights, activation, *products, adapters=adapters, scale=self.scale
         )
-
-
-class LoRAExperts(GroupedExperts):
-    """Experts that take the place of ``base``: frozen weights, which may be packed, and adapters.
-
-    Args:
-        lora: the adapters; their forward multiplies by the frozen weights as well.
-    """
-
-    def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
-        take_over(self, base)
-        self.lora = lora
-
-    def multiply(self, *args: Any) -> Tensor:
-        return self.lora(*args)

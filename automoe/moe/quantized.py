@@ -35,7 +35,7 @@ class QuantizedExperts(nn.Module):
 
 
 class QuantizedGroupedProducts(nn.Module, GroupedProducts):
-    """The three grouped products with each operand quantized.
+    """The three products of all experts' weight, with each operand quantized to 8 bits.
 
     Rows past the last offset belong to no expert and may hold anything. They are set to zero before
     scales are computed.
@@ -87,7 +87,7 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
 
 
 def whole_tiles(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
-    """Lay out rows so that every expert has whole tiles of 128 rows, and at least one.
+    """Return positions for rows so that every expert has whole tiles of 128, and at least one.
 
     Each tile then has rows of one expert, and no expert is empty, so that kernels need not write
     zeros for it. No host sync.
@@ -97,9 +97,9 @@ def whole_tiles(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
         num_rows: number of rows R.
 
     Returns:
-        The place of each row [R] int64, where rows past the last offset get the last place; the end
-        of each expert's places [E] int32; the number of places, which is the most that these counts
-        can need, plus one tile.
+        The position of each row [R] int64, where rows past the last offset get the last position;
+        the end of each expert's positions [E] int32; the number of positions, which is the most
+        that these counts can need, plus one tile.
     """
     num_experts = offsets_E.numel()
     ends_E = offsets_E.long()
@@ -115,9 +115,9 @@ def whole_tiles(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _spread_rows(rows: Tensor, place_R: Tensor, size: int) -> Tensor:
-    """Spread rows [R, C] to their places [size, C], with zeros elsewhere.
+    """Return [size, C] with the rows [R, C] at the positions ``place_R``, and zeros elsewhere.
 
-    The places between experts are zero; rows past the last offset are left out.
+    Rows past the last expert's are left out.
     """
     spread = rows.new_zeros(size, rows.shape[1]).index_copy_(0, place_R, rows)
     spread[-1] = 0  # rows past the last offset were all written to this place
@@ -138,10 +138,11 @@ def grouped_product(a: Quantized, b: Quantized, offsets_E: Tensor, dtype: torch.
     a [M, R] @ b [N, R].T -> [E, M, N].
 
     Args:
-        a: quantized with scales of lines, or with one scale.
+        a: quantized with one scale per line of 128 numbers, or with one scale.
         b: quantized with scales of blocks, or with one scale per expert; over columns as ``a``.
         offsets_E: int32, end of each expert's rows or columns. Over columns no expert is empty, and
             lines end at the offsets.
+        dtype: of the result.
     """
     if not a.codes.numel():  # a rank without rows
         return torch.zeros(0, b.codes.shape[-2], dtype=dtype, device=a.codes.device)

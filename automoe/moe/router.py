@@ -42,18 +42,18 @@ class Routing(NamedTuple):
 
     Attributes:
         topk_expert_ids: [B, S, K] int64, the experts that compute.
-        topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
+        topk_probs: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
-        replayed: [B, S] number of a token's repeated choices that the router lacks, -1 where no
-            choice of an engine is repeated; None: nowhere.
+        differing: [B, S] how many of a token's choices, repeated from an inference engine, the
+            router would not make; -1 for tokens without repeated choices. None: no token has any.
     """
 
     topk_expert_ids: Tensor
-    topk_scores: Tensor
+    topk_probs: Tensor
     plain_ids: Tensor
     kept: Tensor | None = None
-    replayed: Tensor | None = None
+    differing: Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -81,7 +81,10 @@ class Scores(NamedTuple):
 
 
 def score_experts(logits_BSE: Tensor, config: RouterConfig) -> Scores:
-    """Return scores of the logits by the family's score function."""
+    """Return each token's scores of all experts from the router's logits, by ``config.score``.
+
+    The score functions are softmax, sigmoid and sqrt(softplus).
+    """
     if config.score == "softmax":
         probs_BSE = logits_BSE.softmax(-1)
         return Scores(
@@ -113,7 +116,7 @@ def topk_indices(x: Tensor, k: int, exact_ties: bool) -> Tensor:
 def select_experts(
     scores_BSE: Tensor, bias_E: Tensor | None, config: RouterConfig, top_k: int
 ) -> Tensor:
-    """Return the top-k of score + bias inside the best groups: [B, S, K] int64.
+    """Return the top-k of score + bias inside the best groups of experts: [B, S, K] int64.
 
     DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
     experts, never in the weight.
@@ -130,26 +133,26 @@ def select_experts(
     return topk_indices(choice_BSE, top_k, config.exact_ties)
 
 
-def expert_weights(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
-    """Return the weights of the chosen experts [B, S, K].
+def routing_probs(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
+    """Return the routing probabilities [B, S, K]: factors of the chosen experts' outputs.
 
-    The weights are ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the
-    family does it.
+    They are the scores (or logits) of the chosen experts, normalised over the K and scaled
+    as the model family does it.
     """
-    weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
+    probs_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
-        weights_BSK = weights_BSK.softmax(-1)
+        probs_BSK = probs_BSK.softmax(-1)
     elif config.norm_topk_prob:
         # The epsilon is DeepSeek's, for scores that may all vanish; softmax scores cannot.
         tiny = 0.0 if config.score == "softmax" else 1e-20
-        weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + tiny)
-    return weights_BSK * config.routed_scaling_factor
+        probs_BSK = probs_BSK / (probs_BSK.sum(-1, keepdim=True) + tiny)
+    return probs_BSK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T in the weight's wider dtype, keeping x for the backward in its own dtype.
+    """Autograd function: x @ weight.T in the weight's wider dtype, saving x in its own dtype.
 
-    Other operations keep x in its own dtype anyway, so the product adds no copy.
+    Other operations save x in its own dtype anyway, so the product adds no copy.
     """
 
     @staticmethod
@@ -174,12 +177,12 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _overlay(forced_BSK: Tensor, live_BSK: Tensor) -> Tensor:
-    """Return the forced choices, and the live ones of tokens whose forced ones are -1."""
+    """Return the forced expert ids, but the router's ``live`` ids where forced ones are -1."""
     return torch.where(forced_BSK >= 0, forced_BSK.to(live_BSK.dtype), live_BSK)
 
 
 class BalancedRouter(nn.Module):
-    """Balance losses and load counters of a layer, whatever chooses its experts.
+    """Base of routers: balance losses and load counters, whatever chooses the experts.
 
     Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
     ``load_fractions`` [E] float64 (saved: fractions of the previous step, for the lagged balance
@@ -200,7 +203,7 @@ class BalancedRouter(nn.Module):
         wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
-        self.call_count = wrap(type(self).count)
+        self.call_load_and_losses = wrap(type(self).load_and_losses)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
         self.num_experts = config.num_experts
@@ -218,10 +221,14 @@ class BalancedRouter(nn.Module):
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
-    def count(
+    def load_and_losses(
         self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
+        """Return counts [B, E] of chosen experts, the same of plain top-k, and the losses.
+
+        Counts are of each sequence's tokens. Plain top-k is without expert bias and groups. The
+        losses are in the order of ``LOSSES``, this rank's shares times their coefficients.
+        """
         chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE
         if plain_ids_BSK is not topk_ids_BSK:
@@ -247,39 +254,41 @@ class BalancedRouter(nn.Module):
         )
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
-    def replay(self, live_BSK: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None] | None:
-        """Return this layer's choices under ``tokens.forced_ids``, and ``Routing.replayed``.
+    def replay(
+        self, live_BSK: Tensor, plain_BSK: Tensor, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return chosen experts, those of plain top-k, and ``Routing.differing``, under replay.
 
-        None if the routes are of no layer like this: there are none, or this is a module for
-        multi-token prediction, which engines do not run.
+        Tokens with ``forced_ids``, from a recorded run or an inference engine, repeat these.
 
         Args:
-            live_BSK: the router's own choices, which tokens without a forced one keep.
+            live_BSK: the router's own choices, which other tokens keep.
+            plain_BSK: plain top-k of the router's scores; an engine does not tell it.
         """
         forced = tokens.forced_ids
+        # An engine runs no modules for multi-token prediction: their layers come after its last.
         if forced is None or self.moe_index >= forced.shape[2]:
-            return None
-        forced_BSK = forced[:, :, self.moe_index, 0]
-        ids_BSK = _overlay(forced_BSK, live_BSK)
-        if forced.shape[3] > 1:  # a repeated training run is not judged
-            return ids_BSK, None
-        ours_BS = tokens.valid & (forced_BSK[..., 0] >= 0)
-        lacking_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
-        return ids_BSK, torch.where(ours_BS, lacking_BSK.sum(-1), -1)
+            return live_BSK, plain_BSK, None
+        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+        if forced.shape[3] > 1:  # a recorded run, which is this model's own and is not judged
+            return ids_BSK, _overlay(forced[:, :, self.moe_index, 1], plain_BSK), None
+        repeated_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        differs_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
+        return ids_BSK, plain_BSK, torch.where(repeated_BS, differs_BSK.sum(-1), -1)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.call_count(
+        chosen_BE, plain_BE, losses = self.call_load_and_losses(
             self, scores, routing.topk_expert_ids, routing.plain_ids, tokens
         )
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(
-                topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
+                topk_probs=attach_loss(routing.topk_probs, torch.stack(losses).sum())
             )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
         replayed = None
-        if (lacking_BS := routing.replayed) is not None:
-            repeated = (lacking_BS >= 0).sum() * self.top_k
-            replayed = torch.stack((repeated, lacking_BS.clamp_min(0).sum()))
+        if (differing_BS := routing.differing) is not None:
+            repeated = (differing_BS >= 0).sum() * self.top_k
+            replayed = torch.stack((repeated, differing_BS.clamp_min(0).sum()))
         self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, replayed)
         return routing
 
@@ -310,7 +319,7 @@ class Router(BalancedRouter):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
     def forward(self, x_BSH: Tensor, tokens: Tokens) -> Routing:
-        """Route the tokens x [B, S, H].
+        """Route the tokens x [B, S, H]: choose experts, weigh them, and apply their capacity.
 
         In training the load counters count the micro-batch, and the weights carry the auxiliary
         losses into the backward. Every expert output is multiplied by a weight, so the weights
@@ -321,13 +330,13 @@ class Router(BalancedRouter):
         )
         scores = self.call_score(self, x_BSH, jitter_BSH)
         with torch.no_grad():
-            topk_ids_BSK, plain_ids_BSK, replayed = save_for_recompute(
+            topk_ids_BSK, plain_ids_BSK, differing = save_for_recompute(
                 self._choose, scores.choice, tokens
             )
-        weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
-        routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK, replayed=replayed)
+        probs_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
+        routing = Routing(topk_ids_BSK, probs_BSK, plain_ids_BSK, differing=differing)
         if self.moe.capacity_factor:
-            args = topk_ids_BSK, weights_BSK, tokens, self.pg_collection, self.moe, self.num_experts
+            args = topk_ids_BSK, probs_BSK, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -337,7 +346,7 @@ class Router(BalancedRouter):
     # are equal in all layers, so one compilation of each serves every layer.
 
     def score(self, x_BSH: Tensor, jitter_BSH: Tensor | None) -> Scores:
-        """Return scores of all experts, for x times the jitter if given."""
+        """Return the scores of all experts for x, multiplied by the jitter unless that is None."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         dtype = torch.promote_types(x_BSH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BSH is not None:
@@ -359,12 +368,12 @@ class Router(BalancedRouter):
 
     def weigh(self, choice_BSE: Tensor, topk_ids_BSK: Tensor) -> Tensor:
         """Return the factors [B, S, K] of the chosen experts' outputs, from the scores of all experts."""
-        return expert_weights(choice_BSE, topk_ids_BSK, self.config)
+        return routing_probs(choice_BSE, topk_ids_BSK, self.config)
 
     def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the factors around one that jitter multiplies the router's input by: [B, S, H].
+        """Return random factors [B, S, H] around one for the input of the router (jitter).
 
-        A factor depends on (seed, layer, row of the training stream, index, dimension) alone.
+        A factor depends on (seed, layer, sequence of the training stream, index, dimension) alone.
         """
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
@@ -379,12 +388,7 @@ class Router(BalancedRouter):
         else:
             gate = self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
             ids_BSK = plain_BSK = gate_ids(*gate)
-        replay = self.replay(ids_BSK, tokens)
-        if replay is None:
-            return ids_BSK, plain_BSK, None
-        if tokens.forced_ids is not None and tokens.forced_ids.shape[3] > 1:
-            plain_BSK = _overlay(tokens.forced_ids[:, :, self.moe_index, 1], plain_BSK)
-        return replay[0], plain_BSK, replay[1]
+        return self.replay(ids_BSK, plain_BSK, tokens)
 
 
 GATES = ("balanced", "zipf", "one_hot", "empty")
@@ -395,18 +399,19 @@ def gate_ids(
 ) -> Tensor:
     """Return the choices of a benchmark's gate, equal on every mesh and step: [B, S, K] int64.
 
-        balanced  round robin over the row's (token, choice) pairs: experts' counts differ by at
-                  most one
+        balanced  round robin over the sequence's (token, choice) pairs: experts' counts differ by
+                  at most one
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is
                   the layer's number mod E
 
-    Weights still come from the router's scores, so all other work costs the same as in training.
+    A gate replaces the learned choice. Weights still come from the router's scores, so all other
+    work costs the same as in training.
 
     Args:
         gate: name of the gate, one of ``GATES``.
-        index_BS: index of each token in its row.
+        index_BS: index of each token in its sequence.
         num_experts: number of experts E.
         top_k: choices per token K.
         moe_index: number of the layer among the MoE layers.
@@ -451,15 +456,16 @@ def watch_routing(
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Record the choices of every router of ``model``.
+    """Record the expert choices of every router of ``model`` during the context.
 
-    ``model`` must hold all layers and whole rows (no pp, no cp). Rounding can flip a top-k choice
-    between two runs that are otherwise equal. With the choices of the first run forced on the
-    second, the runs differ in arithmetic alone.
+    ``model`` must hold all layers and whole sequences (no pp, no cp). Rounding can flip a top-k
+    choice between two runs that are otherwise equal. With the choices of the first run forced on
+    the second, the runs differ in arithmetic alone.
 
     Yields:
-        A function that returns the choices so far: [B, S, L, 2, K] int64, with rows in the order of
-        the forward passes; the dim of size 2 holds chosen and plain top-k.
+        A function that returns the choices so far: [B, S, L, 2, K] int64, with sequences in the
+            order
+        of the forward passes; the dim of size 2 holds chosen and plain top-k.
     """
     seen: dict[int, list[Tensor]] = {}
 

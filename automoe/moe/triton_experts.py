@@ -22,7 +22,7 @@ _CAPABILITIES = (9, 10)
 
 
 def check_gpu() -> None:
-    """Raise ``BackendError`` if the kernels are not written for this machine's GPU."""
+    """Raise ``BackendError`` if the Triton experts do not support this machine's GPU."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         raise BackendError(
             "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and "
@@ -33,11 +33,15 @@ def check_gpu() -> None:
 def triton_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> torch.Tensor:
-    """Compute the experts on CUDA in bfloat16, float16 or float32.
+    """Return the experts' weighted outputs [R, H], on CUDA in bfloat16, float16 or float32.
 
-    Arguments and result are those of ``automoe.moe.experts``. Rows past the last offset are not
-    computed: their output and their gradient of probs are uninitialised memory. They add nothing to
-    the gradient of x.
+    Rows past the last offset are not computed: their output and their gradient of probs are
+    uninitialised memory. They add nothing to the gradient of x.
+
+    Args:
+        gather_idx_R: token of each row; rows are sorted by expert.
+        offsets_E: int32, end of each expert's rows.
+        probs_R: routing weight of each row.
 
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
@@ -50,7 +54,7 @@ def triton_experts(
 
 
 class _TritonExperts(torch.autograd.Function):
-    """Autograd function of ``triton_experts``; ``pre`` is [R, 2I], before the activation."""
+    """Autograd function of ``triton_experts``; saves gate and up [R, 2I] (``pre``)."""
 
     @staticmethod
     def forward(ctx, activation, *args):

@@ -49,7 +49,7 @@ class Console:
     reads like the terminal. Colours appear only in a terminal.
 
     Args:
-        config, mesh: configuration and mesh of the run.
+        config, mesh: configuration and mesh shape of the run.
         enabled: whether this process prints.
         file: output file; default: standard output.
     """
@@ -72,7 +72,11 @@ class Console:
             self._rich = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
 
     def start(self, *, resume_step: int = 0) -> None:
-        """Print the banner: model, meshes, batch, data and run directory."""
+        """Print the banner: model, meshes, batch, data and run directory.
+
+        Args:
+            resume_step: step of the checkpoint that the run continues from; 0: a new run.
+        """
         if not self.enabled:
             return
         facts = describe_run(self.config, self.mesh)
@@ -87,7 +91,7 @@ class Console:
         self._print()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Print a line for a step's record (keys of ``metrics.jsonl``); another if it validated.
+        """Print a line for a step's record (as in ``metrics.jsonl``), a second one if it validated.
 
         A step prints if it is due by time, or by ``observe.log_every`` if that is set. The first,
         the last, a validating and a non-finite step always print.
@@ -157,7 +161,7 @@ class Console:
         self._print(f"{'':>{self._step_width}}  {from_here(text)}", "cyan")
 
     def row(self, lines: Iterable[tuple[str, bool]]) -> None:
-        """Print lines of a training row; trained lines are green.
+        """Print lines of text of a row of training data; lines of trained tokens are green.
 
         Args:
             lines: (text, trained) per line, as ``describe_row`` returns.
@@ -167,7 +171,11 @@ class Console:
         self._print()
 
     def samples(self, samples: Sequence[Mapping[str, str]], seconds: float) -> None:
-        """Print each sample's ``prompt`` and the model's ``text``, one terminal line each."""
+        """Print each sample's ``prompt`` and the model's ``text``, one terminal line each.
+
+        Args:
+            seconds: time that generating the samples took.
+        """
         for sample in samples:
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
                 shown = "".join(
@@ -180,10 +188,10 @@ class Console:
         self._print(f"warning: {text}", "yellow")
 
     def finish(self, paths: Mapping[str, str | Path] | None = None) -> None:
-        """Print the closing summary of the run's records, and where the results are.
+        """Print the closing summary of the run, and where its results are.
 
         Args:
-            paths: names and paths of results, to print after the summary.
+            paths: name -> path of each result, to print after the summary.
         """
         if not self.enabled:
             return
@@ -199,7 +207,12 @@ class Console:
         self._print(f"{first:>{self._step_width}}{body}", style)
 
     def _time_left(self, record: Mapping[str, Any], now: float) -> float:
-        """Return the seconds to the last step at the recent pace, including validation."""
+        """Estimate the seconds until the last step from the pace of recent steps, with validation.
+
+        Args:
+            record: the current step's record.
+            now: current time in seconds.
+        """
         step = record["step"]
         pace = float(record.get("step_seconds") or math.nan)
         # The first step is slow because of warm-up: its pace is used once and then forgotten.

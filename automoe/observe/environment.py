@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy", "hydra-co
 
 
 def describe_environment() -> dict[str, str]:
-    """Return versions and hardware as text.
+    """Return name -> version or hardware of this machine, for a run's ``environment.json``.
 
     Packages are not imported. The GPU's name is included only if torch is already loaded.
     """

@@ -38,7 +38,12 @@ _LORA_B = (
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token; ``causal`` counts only the used half of the attention matrix."""
+    """Training FLOPs per token, by two ways to count attention.
+
+    Attributes:
+        causal: counts only the used half of the attention matrix.
+        full_attention: counts the whole matrix.
+    """
 
     causal: float
     full_attention: float
@@ -59,8 +64,8 @@ def train_flops_per_token(
     Args:
         model: the architecture; a module for multi-token prediction uses the head once more.
         seq_len: tokens per row; attention is counted over whole rows, for any documents in them.
-        made: function that turns the model's parameters into the ones to multiply by, with frozen
-            parameters marked and adapters added.
+        made: function of the model's parameters that returns those to count, with frozen ones
+            marked and LoRA adapters added; default: all parameters are trained.
     """
     attention = model.attention
     params = made(model_params(model))
@@ -118,17 +123,17 @@ def step_flops_per_token(config: Config) -> TokenFlops:
 
 
 def _passes(param: Param, needs_grad: bool) -> int:
-    """Return FLOPs per token and number of a weight.
+    """Return FLOPs per token for each number of a weight: 2 for each matrix product with it.
 
-    These are the forward product, the gradient of its input if ``needs_grad``, and the gradient of
-    the weight if it is trained.
+    The products are the forward one, the gradient of its input if ``needs_grad``, and the gradient
+    of the weight if it is trained.
     """
     needs_grad = needs_grad and not param.spec.detached
     return 2 + 2 * (needs_grad or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 
 def _active(model: ModelConfig, param: Param) -> int:
-    """Return how many numbers of ``param`` one token is multiplied by."""
+    """Return how many numbers of ``param`` one token is multiplied by; of experts only K count."""
     if not param.multiplies:
         return 0
     if param.part == "routed_experts":

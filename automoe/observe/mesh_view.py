@@ -28,7 +28,7 @@ one frame: ranks that exchange tokens (expert-parallel group)"""
 
 @rc_context(RC)
 def draw_mesh(mesh: MeshShape) -> Figure:
-    """Draw both mesh views; above ``MAX_GRID_RANKS`` ranks, write the groups of their axes."""
+    """Draw the default and the MoE mesh; above ``MAX_GRID_RANKS`` ranks, list their groups."""
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns
     if mesh.world_size > MAX_GRID_RANKS or rows > MAX_ROWS:
@@ -58,12 +58,13 @@ def draw_mesh(mesh: MeshShape) -> Figure:
 def _draw_view(
     axis: Axes, mesh: MeshShape, view: str, groups: list[int], frame: int, note: str
 ) -> None:
-    """Draw one mesh view as a table of ranks; a pipeline stage has rows of its own.
+    """Draw one mesh as a table of ranks on ``axis``; each pipeline stage has its own table rows.
 
     Args:
+        view: ``default`` or ``moe``.
         groups: colour index of every rank.
         frame: number of consecutive ranks in each frame.
-        note: text under the view.
+        note: text under the table.
     """
     per_stage = mesh.world_size // mesh.pp
     columns = largest_divisor(per_stage, MAX_COLUMNS)

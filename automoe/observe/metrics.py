@@ -89,18 +89,18 @@ def jsonable(value: Any) -> Any:
 
 
 class AppendLog:
-    """A JSON-lines file of steps that survives a kill within a line, and a full disk.
+    """Append-only JSON-lines file of step records that survives a kill mid-line, and a full disk.
 
     What does not fit on the disk stays in the file object's buffer until it fits, so a full disk
     neither ends a run nor leaves a gap in its record.
 
     Attributes:
         steps: the steps of the file's records.
-        waiting: bytes of the lines that did not fit on the disk yet.
+        waiting: number of bytes that did not fit on the disk yet.
 
     Args:
-        resume_step: last step to keep in an existing file. None renames an existing file and
-            starts a new one.
+        resume_step: last step to keep in an existing file. None renames an existing file and starts
+            a new one.
         every_step: whether a step without a record is reported.
         warn: function that shows a line about damage or a full disk to the user.
     """
@@ -144,9 +144,12 @@ class AppendLog:
             self._file.close()
 
     def _truncate_after(self, step: int, every_step: bool) -> None:
-        """Cut the file before the first record after ``step``; report what is missing before it.
+        """Cut the file before the first record after ``step``; warn about earlier missing records.
 
-        A line that a kill has cut goes. A damaged line stays, since readers omit it.
+        An incomplete last line is removed. A damaged line stays, since readers omit it.
+
+        Args:
+            every_step: True if each step should have a record.
         """
         size = 0
         first = 1
@@ -306,8 +309,8 @@ def read_metrics(run_dir: StrPath) -> Records:
 def last_objective(run_dir: StrPath, step: int) -> float | None:
     """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
-    It is read from the last step that validated or was not skipped. None if a later record is
-    missing.
+    It is that of the last step that validated or was not skipped; None if the run's record ends
+    earlier.
     """
     for back, record in enumerate(reversed(read_metrics(run_dir))):
         if record["step"] != step - back:
@@ -329,12 +332,13 @@ def read_expert_load(run_dir: StrPath) -> Curve:
 
 
 def rank_balance(counts: np.ndarray, ep: int) -> float | None:
-    """Return the rows of the busiest of ``ep`` ranks over the mean rank.
+    """Return how uneven expert parallel ranks are: tokens of the busiest rank over the mean rank.
 
     The ratio is averaged over layers; the result is its median over steps. None without counts.
 
     Args:
-        counts: [N, L, E] tokens per expert.
+        counts: [N, L, E] tokens per expert, of N steps and L layers.
+        ep: number of ranks that share the experts.
     """
     if not counts.size or not counts.sum():
         return None
@@ -343,7 +347,7 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
 
 
 def series(records: Records, key: str) -> Curve:
-    """Return steps and float values, which may be NaN or infinite, of records that have ``key``."""
+    """Return steps and float values (NaN and infinities too) of the records that have ``key``."""
     having = [record for record in records if record.get(key) is not None]
     steps = np.array([record["step"] for record in having], dtype=np.int64)
     return steps, np.array([float(record[key]) for record in having], dtype=np.float64)

@@ -12,7 +12,7 @@ MESH_CAPTION = (
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill in ``template``, a file in this folder, with ``values``, which are HTML-escaped."""
+    """Return the HTML of a Jinja template in this folder, filled in with escaped ``values``."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(Path(__file__).parent, encoding="utf-8")
@@ -21,7 +21,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
-    """Return a PNG in the form that the templates take."""
+    """Return a PNG as the templates take it: base64 data, caption, and whether it is wide."""
     # CSS width from the PNG header: equally scaled pictures have text of equal size.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)
     return {

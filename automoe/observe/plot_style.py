@@ -56,10 +56,12 @@ RC: dict[Any, Any] = {
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes in reading order, independent of pyplot's global state.
+    """Return a matplotlib figure and its axes in reading order, without pyplot's global state.
 
     Args:
         width, height: size in inches.
+        rows, columns: number of axes.
+        grid: further options of ``Figure.subplots``.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
     figure = Figure(figsize=(width, height), layout=layout)

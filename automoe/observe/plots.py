@@ -149,11 +149,11 @@ def _curves(
     logarithmic: bool = False,
     smooth: bool = True,
 ) -> Figure:
-    """Draw numbers of the record over the steps, at half the page's width.
+    """Draw one or several numbers of the records over the steps, at half the page's width.
 
     Args:
         labels: key in the record -> label in the legend.
-        level: height and label of a dashed line; None, or far above all values: no line.
+        level: height and label of a dashed line; no line if None, or if far above all values.
         logarithmic: use a logarithmic axis if the range of the values is above a factor of 20.
         smooth: show the trend of a long curve.
     """

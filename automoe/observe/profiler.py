@@ -21,11 +21,11 @@ PROFILE_DIR = "profile"
 
 @contextmanager
 def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) -> Iterator[None]:
-    """Profile the steps in ``observe.profile_steps`` that run within this context, on this rank.
+    """Profile this rank in a ``with`` block, during the steps of ``observe.profile_steps``.
 
-    Steps are phases (``automoe.comm.trace``) named ``step``. Their numbers are those of the
-    whole run, so a resumed run profiles only the remaining part of the window. A run that dies
-    within the window still writes its trace.
+    Step numbers are those of the whole run, so a resumed run profiles only the remaining part of
+    the window. A run that dies within the window still writes its trace. A step is recognised by
+    its phase ``step`` (``automoe.comm.trace``).
     """
     window = parse_profile_steps(config.observe.profile_steps)
     if window is None:

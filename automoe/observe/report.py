@@ -107,9 +107,9 @@ def build_report(run_dir: StrPath) -> Path:
 
 
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the prompts of the newest samples, each with its (step, text) answers, newest first.
+    """Return each prompt with its (step, answer) pairs, newest first, from ``samples.jsonl``.
 
-    At most ``MAX_SAMPLES`` evenly spaced steps are shown.
+    Only prompts of the newest samples are shown, at most ``MAX_SAMPLES`` evenly spaced steps.
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     answers = [

@@ -23,9 +23,9 @@ def describe_row(
     tokenizer: Tokenizer,
     width: int = 80,
 ) -> list[Line]:
-    """Return a row's first samples as lines of at most ``width`` columns, split into trained parts.
+    """Return a row's first documents as lines (text, trained) of at most ``width`` columns.
 
-    Line ends in the text are shown as ``⏎``.
+    Each line is either all trained or all untrained. Line ends in the text are shown as ``⏎``.
 
     Args:
         tokens, labels, doc_ids: [S], as in ``StepBatch``.

@@ -28,7 +28,7 @@ SYNTHETIC = "SYNTHETIC random ids (data=benchmark): speed is measured, and nothi
 
 
 def describe_run(config: Config, mesh: MeshShape) -> Facts:
-    """Describe a run as (name, text): model, parameters, meshes, batch, data and optimizer."""
+    """Return a run's description as (name, text): model, meshes, batch, data and optimizer."""
     model = config.model
     train = config.train
     optim = config.optim
@@ -53,7 +53,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         "parameters": f"{short_number(params.total)} total, {short_number(params.active)} active per token",
         "default mesh": _product(mesh, "default"),
         "moe mesh": _product(mesh, "moe"),
-        "batch": f"{batch.rows_per_step} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
+        "batch": f"{train.global_batch_size} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
         f"{_count(mesh.dp, 'dp rank')} x {_count(batch.num_micro_batches, 'micro-batch', 'es')} x "
         f"{_count(train.micro_batch_size, 'row')}"
         + ("" if ramp is None else f", from {ramp[0]} rows by {ramp[1]} over {ramp[2]:,} rows"),
@@ -69,7 +69,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
 
 
 def final_numbers(records: Records) -> Facts:
-    """Return (name, text) of a run's results after its last recorded step; [] without records."""
+    """Return a run's results after its last recorded step as (name, text); [] without records."""
     if not records:
         return []
     last = records[-1]
@@ -108,9 +108,9 @@ def final_numbers(records: Records) -> Facts:
 
 
 def _slowest_rank(records: Records) -> dict[str, str]:
-    """Return the rank that was slowest most often, and by how much; {} without probe timings.
+    """Return name -> text on the rank that was slowest most often; {} without probe timings.
 
-    The timings are those of ``launch.probe_every``.
+    The timings come from probes of each rank's speed (``launch.probe_every``).
     """
     timed = [record for record in records if record.get("slowest_rank") is not None]
     if not timed:
@@ -135,9 +135,10 @@ def from_here(text: str) -> str:
 
 
 def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
-    """Wrap facts to terminal lines of (name, part of the text); continuation lines have no name.
+    """Wrap (name, text) pairs to terminal lines of at most ``width`` columns.
 
-    Long words such as paths are never broken.
+    A line is (name, part of the text); continuation lines have an empty name. Long words such as
+    paths are never broken.
     """
     names = max((len(name) for name, _ in facts), default=0) + 4
     lines = []
@@ -152,7 +153,7 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
 
 
 def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return (name, validation loss) of each source in a validating record with several sources."""
+    """Return (data source, validation loss) from a step's record; [] for a single source."""
     prefix = "val_loss."
     return [
         (key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)
@@ -160,7 +161,7 @@ def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def median(records: Records, key: str) -> float | None:
-    """Return the median of the finite values of ``key``; None if there are none."""
+    """Return the median of the finite values of ``key`` in the records; None if there are none."""
     _, values = series(records, key)
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None
@@ -198,7 +199,7 @@ def bytes_text(value: Any) -> str:
 
 
 def _scaled(value: float, units: dict[str, float]) -> str:
-    """Format ``value`` in the first unit that it reaches; "" if it reaches none."""
+    """Format ``value`` in the first unit (name -> size) that it reaches; "" if it reaches none."""
     for suffix, unit in units.items():
         if abs(value) >= 0.9995 * unit:
             return _three_digits(value / unit) + suffix
@@ -232,7 +233,7 @@ def _count(count: int, word: str, ending: str = "s") -> str:
 
 
 def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True) -> str:
-    """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of groups.
+    """Draw the default and the MoE mesh as text: a grid of ranks, and a table of groups.
 
     The grid has a column of ranks for each position on the inner axes, named above it, and a row
     for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
@@ -264,7 +265,11 @@ def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True)
 
 
 def _grid(mesh: MeshShape, view: str) -> list[str]:
-    """Return a grid of rank numbers, with outer coordinates at the left and inner ones above."""
+    """Return the lines of a grid of one mesh's ranks: outer axes down, inner axes across.
+
+    Args:
+        view: ``default`` or ``moe``.
+    """
     axes = mesh.active_axes(view)
     # pp stays at the left even if all ranks fit in one row, so that a row is a stage in both views.
     # Otherwise as many inner axes run along a row as fit, at least the innermost.
@@ -303,7 +308,7 @@ COMPARED = {
 
 
 def new_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
-    """Return an empty table with columns of text, which wraps, and columns of numbers."""
+    """Return an empty rich table: columns ``texts`` wrap, columns ``numbers`` align right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

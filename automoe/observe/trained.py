@@ -8,7 +8,7 @@ from automoe.model.params import model_params
 
 
 def describe_training(config: Config) -> list[str]:
-    """Return lines that say what is trained and frozen, or [] if all of the model is trained."""
+    """Return lines that name what is trained and what is frozen; [] if all is trained."""
     model = config.model
     lora = config.lora
     if not (lora.rank or config.train.freeze):

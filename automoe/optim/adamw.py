@@ -42,7 +42,7 @@ def build_optimizer(
     ``mesh``, the mesh axes of its parameters as text for logs.
 
     Args:
-        model_parts: the parts of the model on this rank, such as its pipeline stages.
+        model_parts: this rank's pipeline stages.
         optim: the ``optim`` section of the configuration.
         seed: seed of stochastic rounding (``optim.master_weights=stochastic`` and
             ``optim.moments=bfloat16``).

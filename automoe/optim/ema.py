@@ -31,7 +31,7 @@ def first_average(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Move every average towards its parameter, in place."""
+    """Move the exponential averages (``optim.ema_decay``) towards their weights, in place."""
     average = get_ema_multi_avg_fn(decay)
     pairs = list(_pairs(optimizer))
     alike = [(ema, weight) for ema, weight in pairs if ema.dtype == weight.dtype]
@@ -45,7 +45,7 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Overwrite every parameter with its average."""
+    """Overwrite every parameter of the optimizer with its exponential average."""
     for ema, weight in _pairs(optimizer):
         weight.copy_(ema)
 
@@ -68,7 +68,7 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's (average, parameter) shards, in the order of the parameters."""
+    """Yield this rank's shards (exponential average, parameter), in the order of the parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (ema := optimizer.state[parameter].get(KEY)) is not None:

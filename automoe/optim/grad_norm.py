@@ -79,7 +79,7 @@ def global_grad_norm(
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all numbers, squared and added in float64, as a scalar."""
+    """Return the sum of squares of all numbers of the gradients, in float64, as a scalar."""
     if gradients[0].is_cuda:
         from automoe.kernels.squares import sum_of_squares
 

@@ -38,7 +38,7 @@ _RMS = 0.2
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return the matrices [..., m, n] with all singular values moved to about one.
+    """Return the matrices [..., m, n] with all singular values moved to about one (Newton-Schulz).
 
     Each is divided by its Frobenius norm, then X <- aX + (bA + cA^2)X with A = XX^T, five times.
     """
@@ -58,14 +58,14 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Matrix:
-    """A matrix of one round (matrices that are exchanged and orthogonalised together).
+    """A matrix that one rank orthogonalises; ranks that hold blocks of it send these to that rank.
 
     Attributes:
         parameter: index of the parameter.
-        place: index of the matrix in this rank's shard of the parameter; empty if that is a matrix.
-        parts: by rank that holds a part of the matrix: the part's rows and columns.
+        place: index of the matrix in this rank's shard of the parameter; () if that is a matrix.
+        parts: by rank that holds a block of the matrix: the block's rows and columns.
         owner: rank that orthogonalises.
-        senders: ranks whose parts together make up the matrix; replicas send once.
+        senders: ranks whose blocks together make up the matrix; replicas send once.
     """
 
     parameter: int
@@ -79,7 +79,7 @@ _Pair = tuple[_Matrix, int]  # a matrix, and a rank that holds a part of it
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for parameter groups with ``muon=True``, torch's AdamW for the others.
+    """Optimizer: Muon for parameter groups with ``muon=True``, torch's AdamW for the others.
 
     ``automoe.optim.adamw.build_optimizer`` creates this optimizer and its state.
 
@@ -128,7 +128,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter with a gradient; free those of Muon's parameters. Collective."""
+        """Update all parameters with gradients; free those of Muon's parameters. Collective."""
         for matrices in self._rounds:
             self._update(matrices)
         for _, parameter in self._parameters:
@@ -136,7 +136,11 @@ class Muon(torch.optim.AdamW):
         super().step()
 
     def _split_into_rounds(self) -> list[list[int]]:
-        """Return the parameters of each round, which are the same on every rank."""
+        """Split Muon's parameters into rounds that are exchanged and orthogonalised together.
+
+        The rounds, as indices of parameters, are the same on every rank; they bound the memory in
+        use.
+        """
         rounds: list[list[int]] = []
         left = 0
         for i, (_, parameter) in enumerate(self._parameters):
@@ -148,10 +152,13 @@ class Muon(torch.optim.AdamW):
         return rounds
 
     def _owners(self, indices: Sequence[int]) -> list[_Matrix]:
-        """Return the matrices of a round of which this rank holds a block, in the same order on all.
+        """Return the matrices of a round of which this rank holds a block, and who orthogonalises.
 
-        Matrices that the same ranks hold go one by one to the rank with the least work so far,
-        the largest first.
+        Their order is the same on all ranks. Matrices that the same ranks hold go one by one to the
+        rank with the least work so far, the largest first.
+
+        Args:
+            indices: the round's parameters.
         """
         by_holders: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for i in indices:
@@ -186,7 +193,7 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of a round, whose matrices go to their owners and come back.
+        """Update the parameters of a round: exchange blocks, orthogonalise, exchange back.
 
         A parameter without a gradient, which no rank has then, stays as it is, as in torch.
         """
@@ -216,7 +223,7 @@ class Muon(torch.optim.AdamW):
             values.add_(update, alpha=-group["lr"] * _RMS * max(m, n) ** 0.5)
 
     def _momentum(self, i: int) -> Tensor:
-        """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's form."""
+        """Advance the momentum of parameter ``i``; return this rank's Nesterov update."""
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
         gradient = local_shard(parameter.grad)
@@ -227,11 +234,13 @@ class Muon(torch.optim.AdamW):
     def _exchange(
         self, pairs: Sequence[_Pair], block_of: Callable[..., Tensor], back: bool = False
     ) -> list[tuple[_Pair, Tensor]]:
-        """Send the blocks of ``pairs`` to the matrices' owners, or back. Collective.
+        """Send this rank's blocks of matrices to the matrices' owners, or results back. Collective.
 
         Args:
-            pairs: all that this rank holds or owns; any two ranks have theirs in the same order.
+            pairs: (matrix, rank that holds a block of it): all pairs that this rank holds or owns;
+                any two ranks have theirs in the same order.
             block_of: returns the block of a pair that this rank sends.
+            back: send from the owners to the holders.
 
         Returns:
             The pairs whose blocks arrive at this rank, with these blocks.
@@ -251,12 +260,15 @@ class Muon(torch.optim.AdamW):
         return list(zip(coming, blocks, strict=True))
 
     def _other(self, pair: _Pair) -> int:
-        """Return the other end of the way between holder and owner: this rank, if it is both."""
+        """Return the rank that this rank exchanges the pair's block with: the owner, or the holder.
+
+        It is this rank itself if it is both.
+        """
         matrix, rank = pair
         return matrix.owner if rank == self._rank else rank
 
     def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Return memory for blocks, its views as these blocks, and its numbers for each rank."""
+        """Return memory for the blocks of ``pairs``, views as blocks, and its length per rank."""
         shapes = [[span.stop - span.start for span in matrix.parts[rank]] for matrix, rank in pairs]
         sizes = [0] * self._num_ranks
         for pair, shape in zip(pairs, shapes, strict=True):
@@ -268,19 +280,24 @@ class Muon(torch.optim.AdamW):
 
 
 def _shard_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's shard lies in the parameter: a slice for each dim."""
+    """Return where this rank's shard lies in the full parameter: a slice for each dim."""
     spans = zip(global_offset(parameter), local_shard(parameter).shape, strict=True)
     return tuple(slice(start, start + size) for start, size in spans)
 
 
 def _holds(shard: tuple[slice, ...], index: tuple[int, ...]) -> bool:
-    """Return True if a shard has a part of the matrix at ``index`` of the leading dims."""
+    """Return True if a shard has a block of the matrix at ``index`` of a stack of matrices.
+
+    Args:
+        shard: the shard's place in the parameter, a slice for each dim.
+        index: index in the leading dims; the last two dims are the matrix's.
+    """
     inside = all(s.start <= at < s.stop for s, at in zip(shard, index, strict=False))
     return inside and all(span.start < span.stop for span in shard[-2:])
 
 
 def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:
-    """Return the matrices of a round orthogonalised, those of one shape in one batch.
+    """Return the matrices orthogonalised, those of one shape in one batch.
 
     ``whole`` is emptied meanwhile, to free its matrices.
     """

@@ -26,7 +26,7 @@ CHUNK = 512  # queries whose logits are in memory at once
 
 
 class WatchedAttention:
-    """``AttentionSetup.attend`` that records the largest logit [N] of each head it computed.
+    """Wrapper of ``AttentionSetup.attend`` that records each head's largest logit, for QK-clip.
 
     Queries of padding do not count. The logits are computed a second time, since no attention
     kernel returns them.
@@ -49,8 +49,8 @@ class WatchedAttention:
         chosen_BSR: Tensor | None = None,
     ) -> Tensor:
         if is_counted():
-            self.first = setup.heads.rank * q_BSND.shape[2]
-            valid_BS = gather_row(setup.tokens.valid.int(), setup.heads) > 0
+            self.first = setup.head_exchange.rank * q_BSND.shape[2]
+            valid_BS = gather_row(setup.tokens.valid.int(), setup.head_exchange) > 0
             for queries, keys, mask in setup.query_blocks(window, chosen_BSR):
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
@@ -63,7 +63,7 @@ class WatchedAttention:
 def largest_logits(
     q_BSND: Tensor, k_BRGD: Tensor, mask: Tensor | None, scale: float, valid_BS: Tensor
 ) -> Tensor:
-    """Return the largest logit [N] of each head over the valid queries and the keys that they see.
+    """Return the largest attention logit [N] of each head over valid queries and keys they see.
 
     Args:
         mask: [B, 1, S, R], True where a query sees a key; None for plain causality.
@@ -84,7 +84,7 @@ def largest_logits(
 
 @dataclass(frozen=True)
 class LargestLogits:
-    """Largest logits of a step, by attention module and head."""
+    """Largest attention logits of a step, by module and head, which ``clip_logits`` takes."""
 
     modules: list[Any]  # GroupedQueryAttention and LatentAttention
     by_head: Tensor  # [modules, num_heads]
@@ -96,9 +96,12 @@ class LargestLogits:
 def take_largest_logits(
     model_parts: Iterable[nn.Module], ranks: dist.ProcessGroup | None, device: torch.device
 ) -> LargestLogits:
-    """Return the largest logits over all micro-batches of the step, and clear the records.
+    """Return each head's largest logit over the step's micro-batches, and clear the records.
 
-    Collective over the ranks of a pipeline stage, which hold other rows and other heads.
+    Collective over the ranks of a pipeline stage, which hold other tokens and other heads.
+
+    Args:
+        ranks: group of the stage's ranks; None: this rank alone.
     """
     modules = (module for part in model_parts for module in part.modules())
     watched: list[Any] = [
@@ -110,7 +113,7 @@ def take_largest_logits(
     rows = []
     for module in watched:
         largest, module.attend.largest = module.attend.largest, None
-        first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
+        first = first_of_rank(module.tp, module.num_heads) + module.attend.first
         row = largest.new_full((module.num_heads,), -math.inf)
         row[first : first + len(largest)] = largest
         rows.append(row)
@@ -122,7 +125,7 @@ def take_largest_logits(
 
 @torch.no_grad()
 def clip_logits(logits: LargestLogits, limit: float) -> None:
-    """Scale weights so that no head's logits on the same batch would exceed ``limit``.
+    """Scale the query and key weights so that no head's logit on the same batch exceeds ``limit``.
 
     gamma = min(1, limit / largest logit) of each head. A head with keys of its own gets
     W_q <- gamma^alpha W_q and W_k <- gamma^(1 - alpha) W_k with alpha = 0.5 (Kimi K2, section 2.1).
@@ -149,7 +152,7 @@ def clip_logits(logits: LargestLogits, limit: float) -> None:
 
 
 def _scale_rows(linear: nn.Module, factors: Tensor) -> None:
-    """Multiply the rows of a projection, and its bias, by ``factors`` [heads, rows of a head]."""
+    """Multiply a projection's rows and bias by ``factors`` [heads, rows of a head], in place."""
     for parameter in linear.parameters():
         if parameter.requires_grad:
             shard, first = local_shard(parameter), global_offset(parameter)[0]

@@ -55,10 +55,10 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
-    """Return the phase of a step after the warm-up, the ``lr_ratio`` before it, and the share done.
+    """Return the schedule phase of a step, the ``lr_ratio`` before that phase, and its share done.
 
-    The share of a phase of N steps is 1/N after its first step and 1 after its last. Steps past the
-    last phase count as its last step.
+    ``optim.phases`` begin after the warm-up. The share of a phase of N steps is 1/N after its first
+    step and 1 after its last. Steps past the last phase count as its last step.
     """
     before, first = 1.0, optim.warmup_steps
     for phase in optim.phases[:-1]:
@@ -71,7 +71,7 @@ def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
 
 
 def bias_update_rate(config: Config, step: int) -> float:
-    """Return the rate at which step ``step`` moves the routers' biases.
+    """Return the rate at which step ``step`` moves the routers' expert biases.
 
     It is ``bias_update_rate`` of the step's phase, else (and in the warm-up) that of ``moe``.
     """

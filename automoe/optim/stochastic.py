@@ -42,7 +42,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Scalars of one parameter's update; P is the number of updated parameters in its group.
+    """Scalars of one parameter's AdamW update; P is the number of updated parameters in its group.
 
     Attributes:
         steps: int64 [P] on the device, the number of this step for each parameter.
@@ -128,7 +128,12 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
-    """Do the work of ``update_in_torch`` in one CUDA kernel, for bfloat16 or float32."""
+    """Update a parameter and its moments by AdamW in one CUDA kernel, for bfloat16 or float32.
+
+    Args:
+        state: the moments ``exp_avg`` and ``exp_avg_sq``.
+        numbers: learning rate and other scalars of the update.
+    """
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
     # There are at most three runs of indices: ep_shard and etp cut two dims of an expert's
@@ -138,9 +143,13 @@ def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: Numbe
 
 
 def update_in_torch(parameter: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
-    """Update ``parameter`` and its moments in place from its gradient.
+    """Update ``parameter`` and its moments by AdamW, in place, from its gradient.
 
     Every operation returns the float32 nearest to its exact result, so a kernel can reproduce it.
+
+    Args:
+        state: the moments ``exp_avg`` and ``exp_avg_sq``.
+        numbers: learning rate and other scalars of the update.
     """
     place, (beta1, beta2) = numbers.place, (numbers.beta1, numbers.beta2)
     key = bits_at(numbers.steps[place], numbers.key)

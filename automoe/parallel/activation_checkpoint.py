@@ -22,7 +22,7 @@ from automoe.comm.recompute import recompute_contexts
 
 @dataclass
 class Recomputed:
-    """Wrapper of ``fn`` that drops intermediate results, and computes them again in the backward pass.
+    """Activation checkpointing of ``fn``: the backward pass computes intermediate results again.
 
     The wrapper has the arguments and the result of ``fn``.
 

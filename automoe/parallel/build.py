@@ -14,25 +14,25 @@ from functools import partial, reduce
 from automoe.comm.calls import Call, LayerCalls, Wrap, as_it_is
 from automoe.comm.collectives import communicator
 from automoe.comm.discard_outputs import discard_outputs, discard_scope
-from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
+from automoe.comm.process_groups import SINGLE_RANK, Communicator, ProcessGroupCollection
 from automoe.config.plugins import look_up, registered
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig, is_linear
-from automoe.kernels.attention import attend_in_blocks, attention_fn
-from automoe.model.attention_masks import block_masks, dense_masks
+from automoe.kernels.attention import AttentionFn, attend_in_blocks, attention_fn
+from automoe.model.attention_masks import MaskFn, block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.moe.dispatch.base import Dispatcher
-from automoe.moe.experts import ExpertFn, MakeProducts, expert_backend
+from automoe.moe.experts import MakeExpertBackend, expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.optim.qk_clip import WatchedAttention
 from automoe.parallel.activation_checkpoint import Recomputed
 from automoe.parallel.compile import compiled
 from automoe.parallel.fp8 import fp8_experts
-from automoe.parallel.fsdp import PARAM_DTYPES
+from automoe.parallel.fsdp import MASTER_DTYPES
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 from automoe.parallel.ring import cpu_ring, cuda_ring, ring_masks
@@ -40,28 +40,29 @@ from automoe.parallel.runner import checked_loss
 
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:
-    """Return what the calls of layer number ``layer`` are wrapped in."""
+    """Return the wrappers (recomputation, compilation) of the calls of layer number ``layer``."""
     modules = recomputed_modules(config.parallel, layer)
 
     def if_named(name: str, wrap: Wrap) -> Wrap:
         return wrap if name in modules else as_it_is
 
+    compiles = compiled if config.train.compile else as_it_is
+    discards_norms = if_named("layernorm", discard_outputs)
+    discards = discard_scope if modules.intersection(DISCARDED_OUTPUTS) else as_it_is
+    softmax = not is_linear(config.model.attention, layer)
+    watches_logits = WatchedAttention if config.optim.qk_clip and softmax else as_it_is
     # A recomputed call runs compiled code again, but core_attn is inside of a compiled part and the
     # compiler recomputes it. Experts are an FSDP unit of their own, so they run again to the end.
-    fixed = compiled if config.train.compile else as_it_is
-    softmax = not is_linear(config.model.attention, layer)
-    watched = WatchedAttention if config.optim.qk_clip and softmax else as_it_is
-    scope = discard_scope if modules.intersection(DISCARDED_OUTPUTS) else as_it_is
     return LayerCalls(
-        layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), scope),
-        mix=fixed,
-        norm=if_named("layernorm", discard_outputs),
-        gather=if_named("layernorm", discard_outputs),
+        layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), discards),
+        mix=compiles,
+        norm=discards_norms,
+        gather=discards_norms,  # of the norms' outputs: recomputing them repeats the all-gather
         project_up=if_named("mla_up_proj", discard_outputs),
-        attend=chain(if_named("core_attn", Recomputed), watched),
-        mlp=chain(fixed, if_named("mlp", Recomputed)),
-        shared_experts=chain(fixed, if_named("shared_experts", Recomputed)),
-        router=fixed,
+        attend=chain(if_named("core_attn", Recomputed), watches_logits),
+        mlp=chain(compiles, if_named("mlp", Recomputed)),
+        shared_experts=chain(compiles, if_named("shared_experts", Recomputed)),
+        router=compiles,
         run_experts=if_named("moe", partial(Recomputed, to_end=True)),
         # Autograd runs a region again on the stream of the node that needs it first, and nodes on
         # another stream would not wait for it: no shared experts there that read recomputed tensors
@@ -81,34 +82,22 @@ def chain(*wraps: Wrap) -> Wrap:
 def build_backend(
     config: Config, meshes: Meshes | None = None, dispatcher: Dispatcher | None = None
 ) -> BackendConfig:
-    """Return the communicators and implementations of every part; ``meshes`` None: one rank.
+    """Return the communicators and kernels that every pipeline stage of the model is built with.
 
-    ``dispatcher`` is the ``expert_dispatcher`` of the meshes.
+    Args:
+        meshes: the run's device meshes; None: one rank.
+        dispatcher: brings tokens to the ranks of their experts; None: all experts are here.
 
     Raises:
         BackendError: the package of an implementation is missing, or this machine does not support
             it.
-        ConfigError: as ``checked_loss``.
+        ConfigError: a metric's name of the configured loss is taken (``checked_loss``).
     """
     kernels = config.kernels
     pg_collection = ProcessGroupCollection()
     if meshes is not None:
         pg_collection = _build_communicators(meshes, config.parallel)
-    products = None
-    if config.model.num_moe_layers:
-        products = _products(config, meshes, expert_backend(config.moe.experts))
-    masks = block_masks if kernels.attention == "flex" else dense_masks
-    cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
-    if cp is not None and cp.device_type == "cpu":
-        attend, masks = cpu_ring(cp.get_group()), ring_masks(pg_collection.context)
-    elif cp is not None:
-        attend = cuda_ring(cp)
-    elif kernels.attention == "te":
-        attend = look_up("kernels.attention", "te")()
-    elif kernels.attention == "flex":
-        attend = compiled(attend_in_blocks)
-    else:
-        attend = attention_fn(kernels.attention)
+    attend, masks = _attention(config, meshes, pg_collection.cp)
     loss = None
     if (named := config.train.loss) != "cross_entropy":
         loss = checked_loss(registered("train.loss")[named], named)
@@ -117,9 +106,11 @@ def build_backend(
         chunk_loss = compiled(chunk_loss)
     return BackendConfig(
         pg_collection=pg_collection,
-        make_products=products,
+        make_expert_backend=_expert_backend_maker(config, meshes)
+        if config.model.num_moe_layers
+        else None,
         dispatcher=dispatcher,
-        router_dtype=PARAM_DTYPES[config.train.dtype],
+        router_dtype=MASTER_DTYPES[config.train.dtype],
         attend=attend,
         masks=masks,
         rope=rope_fns(kernels.rope),
@@ -134,22 +125,48 @@ def build_backend(
     )
 
 
-def _products(config: Config, meshes: Meshes | None, backend: ExpertFn) -> MakeProducts:
-    """Return the constructor of a layer's products of experts; ``backend``: ``moe.experts``."""
+def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBackend:
+    """Return the function that makes what multiplies by a layer's ``GroupedExperts``.
+
+    One of three multiplies: 8-bit products with scales of the layer (``train.fp8``), grouped products
+    that add up weight gradients themselves (``parallel.expert_wgrad``), or the backend of
+    ``moe.experts``, which is the same for all layers. The first two imply moe.experts=grouped_mm.
+    """
     if meshes is not None and config.train.fp8 != "off":
         return lambda _: fp8_experts(meshes, config)
-    if (how := config.parallel.expert_wgrad) == "autograd":
-        return lambda _: backend
-    later = TURNS.defer if how == "delayed" else None
-    return lambda module: partial(grouped_mm_experts, sums=GradientSums(module, later))
+    if (how := config.parallel.expert_wgrad) != "autograd":
+        later = TURNS.defer if how == "delayed" else None
+        return lambda experts: partial(grouped_mm_experts, sums=GradientSums(experts, later))
+    backend = expert_backend(config.moe.experts)
+    return lambda _: backend
+
+
+def _attention(
+    config: Config, meshes: Meshes | None, cp_ranks: Communicator
+) -> tuple[AttentionFn, MaskFn]:
+    """Return the function that computes attention, and the one that makes its masks.
+
+    Ring attention has kernels of its own; else ``kernels.attention`` names the kernel.
+    """
+    kernel = config.kernels.attention
+    cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    if cp is not None:
+        if cp.device_type == "cpu":
+            return cpu_ring(cp.get_group()), ring_masks(cp_ranks)
+        return cuda_ring(cp), dense_masks
+    if kernel == "flex":
+        return compiled(attend_in_blocks), block_masks
+    if kernel == "te":
+        return look_up("kernels.attention", "te")(), dense_masks
+    return attention_fn(kernel), dense_masks
 
 
 def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:
-    context = communicator(meshes.group("cp"))
+    cp = communicator(meshes.group("cp"))
     return ProcessGroupCollection(
-        sequence=communicator(meshes.group("tp")),
-        context=context,
-        keys=context if parallel.context == "gather" else SINGLE_RANK,
-        heads=context if parallel.context == "ulysses" else SINGLE_RANK,
+        tp=communicator(meshes.group("tp")),
+        cp=cp,
+        key_gather=cp if parallel.context == "gather" else SINGLE_RANK,
+        head_exchange=cp if parallel.context == "ulysses" else SINGLE_RANK,
         data=tuple(communicator(meshes.group(axis)) for axis in ("dp_shard", "dp_replicate")),
     )

@@ -24,7 +24,10 @@ VERSIONS = 256
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
 def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Return ``fn`` compiled whole at its first call, once per dtype and shape of its arguments."""
+    """Return ``fn`` compiled without graph breaks, once per dtype and shape of its arguments.
+
+    The compiler runs at the first call.
+    """
     import torch.compiler.config as limits
 
     # Shapes are constants: they do not change, and a kernel that knows them is better.

@@ -43,10 +43,14 @@ def _hierarchical(
 def node_levels(
     ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None
 ) -> list[dist.ProcessGroup]:
-    """Split the ep group in two: ranks of equal place on every node, and the ranks of this node.
+    """Split the ep group in two: ranks of equal position on every node, and the ranks of this node.
 
     Returns only the ep group if either of the two would have one rank. Collective over the world,
     since NCCL makes groups by splitting the world's.
+
+    Args:
+        gpus_per_node: consecutive ranks that count as one node.
+        timeout: of the new groups' collectives; None is torch's default.
 
     Raises:
         ConfigError: the nodes hold unequal numbers of the group's ranks.
@@ -102,7 +106,7 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 
 
 class ExpertStyle(ParallelStyle):
-    """Style that shards ``GroupedExperts`` over a mesh, and makes the dispatcher to these shards.
+    """Parallel style that shards ``GroupedExperts`` over a mesh, and makes the matching dispatcher.
 
     The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
     (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
@@ -113,7 +117,7 @@ class ExpertStyle(ParallelStyle):
         gpus_per_node: consecutive ranks that hierarchical takes for a node.
         timeout: timeout of the groups that hierarchical makes; None is torch's default.
         overlap: let the other merged pass run during all-to-alls (``parallel.overlap_all_to_all``).
-        in_8_bits: rows are sent to their experts in 8 bits (``moe.dispatch_dtype=fp8``).
+        in_8_bits: tokens are sent to their experts in 8 bits (``moe.dispatch_dtype=fp8``).
 
     Raises:
         BackendError: no such dispatcher, one that this machine does not have, or a plugin with
@@ -178,9 +182,13 @@ class ExpertStyle(ParallelStyle):
         return module
 
     def dispatcher(self, device_mesh: DeviceMesh, local: LocalDispatcher) -> Dispatcher:
-        """Return the dispatcher to experts sharded over ``device_mesh``; ``local``: within a rank.
+        """Return the dispatcher to experts sharded over ``device_mesh``, for all MoE layers.
 
-        One of the same ep group and number of experts is made once. World collective then.
+        It is made once for an ep group and a number of experts; making it is collective over the
+        world.
+
+        Args:
+            local: dispatcher within a rank, which runs the experts on arrived tokens.
         """
         meshes = _axes(device_mesh, ("ep", "etp"))
         dispatcher: Dispatcher = local
@@ -193,7 +201,13 @@ class ExpertStyle(ParallelStyle):
 
 
 def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
-    """Return the mesh of each axis by name; the only axis of a mesh is ep unless named etp."""
+    """Return the one-axis submeshes of ``mesh`` by name, "ep" or "etp".
+
+    The only axis of a mesh counts as ep unless it is named etp.
+
+    Args:
+        allowed: names that the axes may have.
+    """
     names = tuple(mesh.mesh_dim_names or ())
     if mesh.ndim == 1 and names != ("etp",):
         return {"ep": mesh}
@@ -222,10 +236,10 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
-    """Return the configured style, one object for all of a rank's parts.
+    """Return the configured style that shards experts; one object serves all of a rank's stages.
 
     Raises:
-        BackendError: as ``ExpertStyle``, or a GPU without 8-bit numbers.
+        BackendError: the dispatcher is missing or cannot run here, or the GPU lacks 8-bit numbers.
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
     on_gpu = meshes.default.device_type == "cuda"
@@ -245,13 +259,13 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
 
 
 def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
-    """Return the axes ep and etp, those with several ranks; None: this rank has whole experts."""
+    """Return the mesh of those of ep and etp that have several ranks; None: neither has."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     return meshes.moe[axes] if axes else None
 
 
 def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dispatcher | None:
-    """Return what brings tokens to experts that ``style`` shards; None: they are on this rank.
+    """Return the dispatcher to experts that ``style`` shards; None: all experts are here.
 
     World collective: NCCL makes groups by splitting the world's, so ranks of a pipeline stage
     without experts take part.

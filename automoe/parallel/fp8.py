@@ -49,7 +49,10 @@ class FP8Linear(Linear):
 
 
 def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
-    """Replace the linear layers of ``ParamSpec.fp8``, after the axes that shard their weights."""
+    """Replace the linear layers that ``train.fp8`` covers by ``FP8Linear``.
+
+    Call it after the axes that shard their weights, which keep their shards.
+    """
     mode = config.train.fp8
     if mode == "off":
         return
@@ -108,11 +111,11 @@ def _sum_of_terms(
 def _scaling(
     config: Config, gradients: torch.dtype, meshes: Meshes, shards: dist.ProcessGroup | None
 ) -> Scaling:
-    """Return the scaling recipe of a layer's 8-bit product.
+    """Return the configured rule by which operands of a layer's 8-bit products are scaled.
 
     Args:
         gradients: float8 dtype of gradients.
-        shards: group of the ranks with other parts of the weight.
+        shards: group of the ranks with other shards of the weight; None: the weight is whole.
 
     Raises:
         BackendError: the GPU has no 8-bit products of this kind.
@@ -143,10 +146,10 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 @contextmanager
 def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> Iterator[None]:
-    """Quantize each weight once within this context, in which none may change, and keep the result.
+    """Within this context quantize each weight once to 8 bits and keep the result.
 
-    Codes take one byte beside each unsharded number of a weight, so they are cached only if weights
-    stay unsharded for the whole step.
+    No weight may change meanwhile. Codes take one byte beside each unsharded number of a weight, so
+    they are cached only if weights stay unsharded for the whole step.
     """
     scalings = []
     if config.train.fp8 != "off" and gathers_once(config, config.mesh.pp):
@@ -163,7 +166,7 @@ def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> I
 
 @torch.no_grad()
 def update_scales(model_parts: Iterable[CausalLM], meshes: Meshes, stepped: bool) -> float:
-    """Update delayed scales with the values that any rank of the stage saw. Collective.
+    """Update the delayed fp8 scales with the values that any rank of the stage saw. Collective.
 
     Call this function once a step. The host waits for its result.
 

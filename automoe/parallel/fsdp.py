@@ -21,12 +21,13 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
 from automoe.parallel.mesh import Meshes
 
-PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
+# by ``train.dtype``: the optimizer updates parameters in the first, products are in the second
+MASTER_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that gives FSDP's shard placement of each parameter of ``experts``.
+    """Return a function that gives FSDP the dim on which it shards each parameter of ``experts``.
 
     Parameters are cut by rows: I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I]. A row
     shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
@@ -47,9 +48,12 @@ def apply_data_parallel(
 
     The root is wrapped too, so that a pipeline stage is an ``FSDPModule`` and torch defers gradient
     reduction and resharding over its micro-batches.
+
+    Args:
+        dtype: ``train.dtype``, in which unsharded parameters are multiplied.
     """
     compute = COMPUTE_DTYPES[dtype]
-    reduce = PARAM_DTYPES[dtype]
+    reduce = MASTER_DTYPES[dtype]
     # Inputs are cast at the layer: the experts need routing weights in full precision, and the loss
     # its inputs.
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -115,6 +119,9 @@ def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
     unsharded weights and gradients stay on the rank for the whole step. That is the price of one
     all-gather and one reduction per step, and the plan counts it. A model without FSDP is left
     alone.
+
+    Args:
+        last: the next micro-batch is the step's last one.
     """
     if not isinstance(model, FSDPModule):
         return

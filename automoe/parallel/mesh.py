@@ -22,7 +22,7 @@ class Meshes:
 
     Attributes:
         default: pp x dp_replicate x dp_shard x cp x tp, axes of size one left out (dp_shard stays).
-        moe: pp x ep_replicate x ep_shard x ep x etp, likewise (ep_shard stays).
+        moe: pp x ep_replicate x ep_shard x ep x etp, axes of size one left out (ep_shard stays).
         fsdp: mesh of non-expert parameters, (dp_shard and cp flattened), under dp_replicate if any.
         expert_fsdp: mesh of expert parameters, ep_shard, under ep_replicate if any.
     """
@@ -41,7 +41,7 @@ class Meshes:
         return None if mesh is None else mesh.get_group()
 
     def axis(self, axis: str) -> DeviceMesh | None:
-        """Return the one-axis submesh; None if the axis has one rank."""
+        """Return the submesh of one axis, such as "cp"; None if the axis has one rank."""
         if getattr(self.shape, axis) == 1:
             return None
         return (self.default if axis in DEFAULT_AXES else self.moe)[axis]
@@ -52,18 +52,18 @@ class Meshes:
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group of this stage's ranks, which share a micro-batch; None if alone."""
+        """Return the group of all ranks of this pipeline stage; None if this rank is alone."""
         return self.stage
 
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Return the group along pp; with pp = 1 a new one of this rank alone."""
+        """Return this rank's group along pp; with pp = 1 a new group of this rank alone."""
         group = self.group("pp")
         return group or _make_group("pp", [dist.get_rank()], self.timeout)
 
     def pipeline_members(self, places: list[int]) -> dist.ProcessGroup:
-        """Return a new group of the ranks at ``places`` along pp.
+        """Return a new group of the ranks with the pp coordinates ``places``.
 
-        A rank at none of them gets a group of itself alone. Collective over the world.
+        A rank with another coordinate gets a group of itself alone. Collective over the world.
         """
         ranks = _ranks_along(self.shape, "default", "pp")
         members = places if self.coordinate("pp") in places else [self.coordinate("pp")]
@@ -72,10 +72,10 @@ class Meshes:
     def pipeline_neighbours(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return two new groups: with the pipeline rank before this one, and with the one after it.
 
-        The first and the last rank are neighbours too. With pp = 2 the groups have the same ranks.
-        NCCL runs a group's sends and receives in the order in which they were started, so that in
-        one group of all pipeline ranks an early receive delays a later send to another rank.
-        Collective over the world.
+        The first and the last rank are neighbours too. With pp = 2 both groups have the same two
+        ranks. NCCL runs a group's sends and receives in the order in which they were started, so
+        that in one group of all pipeline ranks an early receive delays a later send to another
+        rank. Collective over the world.
         """
         pp = self.shape.pp
         place = self.coordinate("pp")
@@ -145,7 +145,11 @@ def build_meshes(
 
 
 def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
-    """Return the ranks that differ from this one only on ``axis``, itself included."""
+    """Return this rank and those that differ from it only in the coordinate on ``axis``.
+
+    Args:
+        view: which of the two meshes: "default" or "moe".
+    """
     stride = shape.stride(view, axis)
     size = getattr(shape, axis)
     rank = dist.get_rank()
@@ -154,13 +158,15 @@ def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
 
 
 def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a group of ``ranks``, this one among them. Collective over the world, as NCCL splits.
+    """Return a new process group of ``ranks``, this one among them. Collective over the world.
 
     Torch names the group by its ranks and the number of groups that this rank has, so all ranks
-    make equally many.
+    make equally many. A DeviceMesh that makes its groups itself splits every backend of a world
+    that is bound to a device, and gives gloo's half torch's default options.
 
-    A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
-    device, and gives gloo's half torch's default options.
+    Args:
+        name: of the group in logs.
+        timeout: of its collectives; None is torch's default.
     """
     if len(ranks) == dist.get_world_size() and name not in (*DISPATCH_AXES, NEIGHBOUR):
         assert dist.group.WORLD is not None

@@ -31,17 +31,19 @@ class _OtherPassFailed(Exception):
 
 
 class Turns:
-    """Turns of two threads that run a forward and a backward pass, one thread at a time.
+    """Scheduler of a forward and a backward pass in two threads, of which one runs at a time.
 
-    ``TURNS`` is the only instance.
+    A pass hands over when it has started an all-to-all (``overlap``). Before, it runs the products
+    of weight gradients that backward passes have deferred until then (``defer``). ``TURNS`` is the
+    only instance.
     """
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
 
     def run(self, first: Callable[[], object], second: Callable[[], T]) -> T:
-        """Run both functions to their ends by turns; ``first`` begins, in a thread of its own.
+        """Run both functions to their ends, alternating; ``first`` begins, in a thread of its own.
 
         Returns:
             The result of ``second``.
@@ -78,7 +80,7 @@ class Turns:
         finally:
             self._turn = None
         if self._errors:
-            self._waiting.clear()
+            self._deferred.clear()
             raise self._errors[0]
         return result
 
@@ -96,9 +98,9 @@ class Turns:
             self._wake[1 - me].release()
 
     def wait_for_turn(self, me: int) -> None:
-        """Block until it is the turn of pass ``me``.
+        """Block until pass ``me`` (0: first, 1: second) may run.
 
-        ``launch.stuck`` recognises this function by name.
+        The watchdog of hanging ranks recognises this function by name.
         """
         self._wake[me].acquire()
         self._turn = me
@@ -106,7 +108,7 @@ class Turns:
             raise _OtherPassFailed
 
     def swap(self) -> None:
-        """Let the other pass run until it gives the turn back or ends.
+        """Let the other pass run until it hands over again or ends.
 
         Returns at once outside ``run``, and when the other pass has ended.
         """
@@ -118,31 +120,31 @@ class Turns:
         self._wake[1 - me].release()
         self.wait_for_turn(me)
 
-    def finish(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass during a started exchange, then call ``wait``."""
-        self.work_off()
+    def overlap(self, wait: Callable[[], object]) -> None:
+        """Run deferred work and the other pass while an all-to-all travels; then call ``wait``."""
+        self.run_deferred()
         self.swap()
         wait()
 
     def defer(self, work: Callable[[], None]) -> None:
         """Keep ``work`` until the calling pass has started its next all-to-all."""
-        self._waiting.append(work)
+        self._deferred.append(work)
 
-    def work_off(self) -> None:
+    def run_deferred(self) -> None:
         """Run the deferred work in order."""
-        while self._waiting:
-            self._waiting.popleft()()
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def check_nothing_waits(self) -> None:
-        """Raise ``AssertionError`` if deferred work has not been done by the end of a step."""
-        assert not self._waiting, f"{len(self._waiting)} deferred products were not computed"
+    def check_nothing_is_deferred(self) -> None:
+        """Raise ``AssertionError`` if deferred work is left at the end of a step."""
+        assert not self._deferred, f"{len(self._deferred)} deferred products were not computed"
 
 
 TURNS = Turns()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, forward and backward, during which the other pass runs."""
+    """Autograd function: all-to-all of tokens, forward and backward, while the other pass runs."""
 
     @staticmethod
     def forward(
@@ -155,7 +157,7 @@ class _Exchange(torch.autograd.Function):
         work = dist.all_to_all_single(
             out, x, output_splits, input_splits, group=group, async_op=True
         )
-        TURNS.finish(work.wait)
+        TURNS.overlap(work.wait)
         return out
 
     @staticmethod

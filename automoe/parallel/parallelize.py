@@ -21,16 +21,19 @@ from automoe.parallel.expert import (
     expert_parallel_style,
 )
 from automoe.parallel.fp8 import apply_fp8
-from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
+from automoe.parallel.fsdp import COMPUTE_DTYPES, MASTER_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertStyle) -> None:
-    """Apply every axis but pp to one part, and 8-bit products, in the required order.
+    """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
     Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.build``
     has decided before what is compiled and recomputed.
+
+    Args:
+        style: shards the experts.
     """
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
@@ -47,9 +50,13 @@ def build_decoder(
     backend: BackendConfig | None = None,
     **ends: bool,
 ) -> CausalLM:
-    """Return a model, or the part of a decoder with ``layers``, on the meta device.
+    """Return a model, or the pipeline stage with ``layers``, on the meta device.
 
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
+
+    Args:
+        backend: communicators and kernels; default: one rank and plain torch.
+        ends: ``embeds`` and ``predicts``: whether the stage holds the embedding, and the head.
     """
     with default_dtype(dtype):
         if (built := tier_of(model).build(model, moe, backend)) is not None:
@@ -61,7 +68,7 @@ def build_decoder(
 def parameter_dtype(config: Config) -> torch.dtype:
     """Return the dtype in which parameters are stored, except those of routers."""
     narrow = config.optim.master_weights == "stochastic"
-    return torch.bfloat16 if narrow else PARAM_DTYPES[config.train.dtype]
+    return torch.bfloat16 if narrow else MASTER_DTYPES[config.train.dtype]
 
 
 def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
@@ -92,7 +99,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
 
 
 def allocate(model_parts: dict[int, CausalLM], device: torch.device) -> None:
-    """Allocate this rank's shards; initialise adapters and buffers, no other parameters."""
+    """Allocate this rank's shards; initialise adapters and buffers, but no other parameters."""
     for part in model_parts.values():
         part.to_empty(device=device)
         reset_buffers(part)
@@ -101,7 +108,7 @@ def allocate(model_parts: dict[int, CausalLM], device: torch.device) -> None:
 
 
 def materialize(model_parts: dict[int, CausalLM], config: Config, device: torch.device) -> None:
-    """Allocate this rank's shards and initialise them by name and index."""
+    """Allocate this rank's shards and initialise them, equally on every mesh."""
     allocate(model_parts, device)
     for part in model_parts.values():
         initialize(part, config.model.initializer_range, config.train.seed)

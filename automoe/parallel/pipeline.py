@@ -115,7 +115,9 @@ def _wait_for_sends(sent: deque[list[dist.Work]], num_buffers: int) -> None:
 def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
     """Wait for sends or receives.
 
-    ``launch.stuck`` recognises this function by name: a rank inside it is waiting for its peers.
+    Args:
+        works: handles of the sends or receives. The watchdog of hanging ranks recognises this
+            function by name: a rank inside it is waiting for its peers.
     """
     for work in works:
         work.wait(timeout)
@@ -157,7 +159,11 @@ class PipelineRunner(StepRunner):
         self._use((count, train.micro_batch_size, train.seq_len // meshes.shape.cp))
 
     def _use(self, step_shape: tuple[int, int, int]) -> None:
-        """Make stages and schedule for steps of these micro-batches, their rows, and positions."""
+        """Make the pipeline stages and the schedule for steps of this shape.
+
+        Args:
+            step_shape: number of micro-batches, sequences of each, positions.
+        """
         self._step_shape = step_shape
         num_micro_batches, rows, seq = step_shape
         config, shape, parallel = self.config, self.meshes.shape, self.config.parallel
@@ -196,7 +202,10 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _neighbours(self, stage: int) -> Neighbours:
-        """Return the groups with the ranks of the stages before and after; None: no neighbour."""
+        """Return the groups with the ranks of the stages before and after number ``stage``.
+
+        None in place of a group: the rank of that stage is no neighbour.
+        """
         place, pp, (before, behind) = (
             self.meshes.coordinate("pp"),
             self.meshes.shape.pp,
@@ -215,7 +224,7 @@ class PipelineRunner(StepRunner):
     def _train(self, inputs: MicroBatch) -> Tensor:
         losses: list[Tensor] = []
         self._run("step", inputs, losses)
-        TURNS.check_nothing_waits()
+        TURNS.check_nothing_is_deferred()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(zero).sum() if losses else zero
 

@@ -32,7 +32,10 @@ from automoe.model.rows import whole_rows
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the ``MaskFn`` for ``cpu_ring``; its masks are document ids [B, R], or None."""
+    """Return the ``MaskFn`` for ``cpu_ring``; its masks are document ids [B, R], or None.
+
+    R are the positions of whole sequences, which ``ranks`` share.
+    """
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
         assert not window, "a ring has no sliding windows"
@@ -43,10 +46,16 @@ def ring_masks(ranks: Communicator) -> MaskFn:
 
 
 def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
-    """Return ring attention over the cp ranks ``group``: causality and documents, no sinks."""
+    """Return ring attention over the cp ranks ``group``, as a function of q, k and v.
+
+    It has causality and documents, but no sinks.
+    """
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
-        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv].
+
+        S are this rank's positions; keys and values of the other ranks come around the ring.
+        """
         assert sinks is None, "a ring has no sinks"
         value_dim = v.shape[-1]
         kv = torch.stack((k, F.pad(v, (0, q.shape[-1] - value_dim)))).transpose(2, 3)
@@ -57,13 +66,19 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
 
 
 def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
-    """Return torch's ring attention over the cp axis ``mesh``: plain causality, no sinks."""
+    """Return torch's ring attention over the cp axis ``mesh``, as a function of q, k and v.
+
+    It has plain causality, but no documents and no sinks.
+    """
     # From here on, SDPA over DTensors sharded along the sequence runs torch's ring. It stays on for
     # the backward; nothing else in this project calls SDPA with a DTensor.
     use_ring_attention()
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
-        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv].
+
+        S are this rank's positions; keys and values of the other ranks come around the ring.
+        """
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"
         )
@@ -83,7 +98,7 @@ def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
 
 
 class _Ring(torch.autograd.Function):
-    """Attention of q [B, N, S, D] to keys and values kv [2, B, G, S, D] of all ranks."""
+    """Autograd function: attention of q [B, N, S, D] to all ranks' kv [2, B, G, S, D]."""
 
     @staticmethod
     def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup):
@@ -123,7 +138,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values) around the ring; the next ones are received meanwhile."""
+    """Yield (rank, its keys and values) around the ring, while the next ones are received."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in range(num_ranks - 1):
         coming, work = _pass_on(kv, group)
@@ -134,7 +149,11 @@ def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to send ``x`` to the next rank; return the buffer of the receive, and its work."""
+    """Start to send ``x`` to the next rank of the ring and to receive the previous rank's.
+
+    Returns:
+        The buffer that receives, and the handle to wait for.
+    """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = ([0] * num_ranks for _ in range(2))
     sent[(rank + 1) % num_ranks] = received[rank - 1] = x.numel()
@@ -147,7 +166,11 @@ def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 def _pairs(
     docs_BR: Tensor | None, q: Tensor, kv: Tensor, source: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield pairs of a chunk of this rank's queries and a chunk of rank ``source`` that they see.
+    """Yield pairs of a chunk of this rank's queries and a chunk of keys that they see.
+
+    Args:
+        docs_BR: document ids of whole sequences; None: a sequence is one document.
+        source: rank whose keys and values ``kv`` are.
 
     Yields:
         Both chunks as slices of positions; keys and values [B, N, C, D] of the second, each head

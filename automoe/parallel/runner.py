@@ -30,6 +30,9 @@ from automoe.parallel.shared_gradients import SharedGradients
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
     """Return ``loss`` after checking that its metric names collide with no other metric.
 
+    Args:
+        name: the loss's name for the error.
+
     Raises:
         ConfigError: a name is taken, is listed twice or begins with ``val_``; or ``mean_over`` is
             unknown.
@@ -54,11 +57,11 @@ def checked_loss(loss: Loss | None, name: str) -> Loss | None:
 
 
 class StepRunner(ABC):
-    """Runner of this rank's stages over the micro-batches of a step.
+    """Runner of this rank's pipeline stages over the micro-batches of a step.
 
     Attributes:
         model_parts: this rank's stages.
-        micro_batch_rows: rows of a micro-batch, by default ``train.micro_batch_size``.
+        micro_batch_rows: sequences of a micro-batch, by default ``train.micro_batch_size``.
     """
 
     def __init__(
@@ -80,13 +83,14 @@ class StepRunner(ABC):
         return next(iter(self.model_parts.values())).loss
 
     def set_loss(self, loss: Loss | None, mtp: bool = True) -> None:
-        """Replace the loss of training and validation.
+        """Replace the loss of training and validation on all stages; None is cross-entropy.
 
         Args:
             mtp: False if steps leave modules for multi-token prediction out.
 
         Raises:
-            ConfigError: as ``checked_loss``.
+            ConfigError: a metric's name of the loss is taken (``checked_loss``), or modules for
+                multi-token prediction, which train by cross-entropy alone, would run.
         """
         loss = checked_loss(loss, "the recipe's")
         for part in self.model_parts.values():
@@ -112,7 +116,7 @@ class StepRunner(ABC):
         """Run forward and backward; return the sum of the losses of this rank's last stage."""
 
     def evaluate(self, inputs: MicroBatch) -> Tensor:
-        """Run a forward pass without gradients or counting; return this rank's loss share."""
+        """Return this rank's share of the loss, by a forward pass without gradients or counting."""
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -137,7 +141,7 @@ class StepRunner(ABC):
         """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
-        """Return and reset this rank's contributions to the losses' extra metrics, by name."""
+        """Return this rank's sums of the metrics that losses report, by name, and reset them."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         reported = dict[str, Tensor]()
         for part in self.model_parts.values():
@@ -156,7 +160,7 @@ class SingleStageRunner(StepRunner):
     """Runner of the whole model on this rank, in a loop over micro-batches."""
 
     def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
-        """Split the rows of a step, as torch's schedules do."""
+        """Split the sequences of a step into micro-batches, as torch's pipeline schedules do."""
         count = len(inputs.tokens) // self.micro_batch_rows
         _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
         return [part["batch"] for part in parts]

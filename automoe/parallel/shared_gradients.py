@@ -18,9 +18,9 @@ from automoe.parallel.mesh import Meshes
 
 
 def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of these parts, but no copy of an embedding that the first stage counts.
+    """Yield the parameters of these stages, without copies of the embedding.
 
-    All stages together yield each parameter of the model once.
+    The first stage yields the embedding, so all stages together yield each parameter once.
     """
     for part in model_parts:
         # The first stage counts the embedding.
@@ -31,7 +31,7 @@ def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter
 
 @contextmanager
 def earlier_gradients_added(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Set the gradients of ``parameters`` aside in the block, and add them to those it computes."""
+    """Context: set gradients aside on entry, and add them to the block's new gradients on exit."""
     earlier = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -52,7 +52,7 @@ class SharedGradients:
     its groups is collective.
 
     Args:
-        holders: pipeline rank of each stage with an embedding; ranks may repeat.
+        holders: pp coordinate of each stage with an embedding, one entry per stage.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SharedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Sum the shared gradients that the block computes, and add them to those before it."""
+        """Context: sum the block's gradients over ranks, and add those from before the block."""
         shared = [p for _, parameters in self._by_group for copies in parameters for p in copies]
         with earlier_gradients_added(shared):  # these are sums already
             yield

@@ -25,7 +25,7 @@ def apply_tensor_parallel(model: CausalLM, meshes: Meshes) -> None:
     mesh = meshes.axis("tp")
     if mesh is None:
         return
-    assert model.backend.pg_collection.sequence.num_ranks == mesh.size(), "built for another mesh"
+    assert model.backend.pg_collection.tp.num_ranks == mesh.size(), "built for another mesh"
     for name, whole in list(model.named_parameters()):
         spec = find_spec(name)
         if (

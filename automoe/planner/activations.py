@@ -66,19 +66,20 @@ UNEVEN = 2.0
 
 
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
-    """Return ``batch`` with ``factor`` times the even share of rows on the experts of one rank.
+    """Return ``batch`` with ``factor`` times the mean number of expert rows on a rank.
 
-    The factor is limited to ``most_load``.
+    It models a rank whose experts get more tokens than others. The factor is limited to
+    ``most_load``.
     """
     rows = batch.expert_rows_per_rank * min(factor, most_load(config, mesh))
     return replace(batch, expert_rows_per_rank=rows)
 
 
 def most_load(config: Config, mesh: MeshShape) -> float:
-    """Return the largest expert load of a rank, as a multiple of the even share.
+    """Return the largest possible expert load of a rank, as a multiple of the mean over ranks.
 
-    It is reached if every rank of the ``ep`` group sends all its rows to one rank.
-    ``moe.capacity_factor`` lowers the limit; with ``moe.pad_to_capacity`` the load is always 1.
+    It is reached if every rank of the ``ep`` group sends all its rows to one rank, and is thus
+    ``ep`` at most. ``moe.capacity_factor`` lowers it; with ``moe.pad_to_capacity`` it is always 1.
     """
     moe = config.moe
     if moe.pad_to_capacity:  # Padded ranks all compute the same number of rows.
@@ -88,7 +89,7 @@ def most_load(config: Config, mesh: MeshShape) -> float:
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """Sizes of one micro-batch on a rank, and the operators that process it."""
+    """Sizes of one micro-batch on a rank and its operators, on which activations depend."""
 
     tokens: int
     kv_tokens: int  # number of tokens whose keys and values attention reads
@@ -118,7 +119,7 @@ class TokenLoad:
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Return the load for the operators that the planned cluster (CPU or CUDA) runs."""
+        """Return the sizes of ``batch`` on ``mesh``, for the operators of the planned cluster."""
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
         # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
@@ -157,7 +158,11 @@ class TokenLoad:
         )
 
     def mask(self, window: int) -> int:
-        """Return the elements of the mask of a layer with this sliding window, or 0 for none."""
+        """Return the number of elements of a layer's attention mask; 0: it has no mask tensor.
+
+        Args:
+            window: sliding window of the layer in tokens; 0: full attention.
+        """
         if self.flex:
             return 0
         return self.window_numbers if window else self.mask_numbers
@@ -166,13 +171,12 @@ class TokenLoad:
 def layer_activation_bytes(
     model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str] = frozenset()
 ) -> dict[str, float]:
-    """Return the bytes that one layer keeps for one micro-batch, by component.
+    """Return the bytes that one layer keeps for a micro-batch's backward pass, by component.
 
     The keys are ``norms``, ``attention``, ``ffn``, ``experts`` and ``router``.
 
     Args:
-        recompute: modules that the layer recomputes
-            (``automoe.config.recompute.recomputed_modules``).
+        recompute: modules whose activations the layer recomputes instead.
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
@@ -221,9 +225,12 @@ def layer_activation_bytes(
 
 
 def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[str]]) -> float:
-    """Return the bytes that a micro-batch keeps once for all layers of a stage.
+    """Return the bytes that all layers of a pipeline stage share for one micro-batch.
 
     These are the rotary angles, and the masks that recomputed attention reads again.
+
+    Args:
+        recompute: recomputed modules, by number of the layer.
     """
     attention = config.model.attention
     dims = attention.qk_rope_head_dim
@@ -239,9 +246,12 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
 
 
 def _norm_input(width: int, size: int) -> int:
-    """Return the bytes per token that a norm over ``width`` keeps for its input.
+    """Return the bytes per token that a norm over ``width`` elements keeps for its input.
 
     The norm's output is excluded: the next matmul keeps and counts it.
+
+    Args:
+        size: bytes per element.
     """
     return size * width + 4
 
@@ -303,9 +313,13 @@ def _attention_bytes(
 
 
 def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
-    """Return the bytes of attention's output after an exchange, which the projection keeps.
+    """Return the bytes of attention's output as it is after the exchange of heads for positions.
 
-    They are added to the kernel's own copy; a recomputed kernel has none, so nothing is added.
+    The output projection keeps this copy in addition to the attention kernel's own.
+
+    Args:
+        width: output elements per token.
+        again: attention is recomputed; nothing is added then.
     """
     return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
 
@@ -313,7 +327,12 @@ def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
 def _latent_bytes(
     attention: AttentionConfig, load: TokenLoad, recompute: frozenset[str], by_math: bool
 ) -> float:
-    """Return the bytes that latent attention keeps, without its kernel's mask and log-sum-exp."""
+    """Return the bytes that multi-head latent attention keeps, except mask and log-sum-exp.
+
+    Args:
+        recompute: modules of the layer that are recomputed.
+        by_math: ``kernels.attention=math``, which counts queries, keys and values elsewhere.
+    """
     again = "core_attn" in recompute
     size, heads, tokens, kv_tokens = (
         load.number_bytes,
@@ -354,15 +373,20 @@ def _latent_bytes(
 
 
 def score_numbers(load: TokenLoad, heads: int) -> float:
-    """Return the number of attention scores: the rank's queries times all keys of their rows."""
+    """Return the number of attention scores: queries of the rank times keys of their sequences."""
     return heads * load.window_numbers / load.head_ranks
 
 
 def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = False) -> float:
-    """Return the bytes that kernels.attention=math keeps.
+    """Return the bytes that attention keeps with ``kernels.attention=math``.
 
     Scaled queries and keys, the values of every head and the scores are kept in at least float32;
     the output that is projected is kept in the activation dtype.
+
+    Args:
+        heads: number of heads on the rank.
+        qk: width of a head's queries and keys.
+        value: width of a head's values.
     """
     tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
     scores, output = score_numbers(load, heads), heads * tokens * value
@@ -378,13 +402,16 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
 
 
 def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:
-    """Return the bytes that autograd keeps for ``automoe.model.delta_net``.
+    """Return the bytes that a gated delta net (linear attention) keeps for its backward pass.
 
     Outside the delta rule these are the convolution's padded input, its output and the silu of the
     output; the rule's result as the norm reads it, its normed value, the gate before and after
     silu, and their product. Inside the rule everything is at least float32: six [C, C] matrices per
     chunk of C positions, the right-hand side and the solution of the linear system, ten tensors of
     the keys' size, and one state per chunk.
+
+    Args:
+        again: the layer's attention is recomputed.
     """
     size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads

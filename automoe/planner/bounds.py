@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ WAITING = np.dtype(
 
 
 class Family(NamedTuple):
-    """What the time of a layer depends on, besides what all candidates of a search share."""
+    """Mesh axes and settings on which the time of a layer depends."""
 
     tp: int
     cp: int
@@ -67,13 +68,13 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """The family of layers without experts."""
+        """The same settings without those of routed experts, for the rest of a layer."""
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with the settings of the family."""
+        """Return ``config`` with the family's settings; keywords set other keys of ``parallel``."""
         return changed(
             config,
             moe={"dispatcher": self.dispatcher, "dispatch_dtype": self.dispatch_dtype},
@@ -83,7 +84,11 @@ class Family(NamedTuple):
 
 
 class Space:
-    """Layers of a configuration, timed once for each family."""
+    """Times and bytes of a model's layers for all families of a search, each computed once.
+
+    Args:
+        rungs: tried values of ``parallel.recompute``.
+    """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
         self.config = config
@@ -99,12 +104,29 @@ class Space:
         # What many families share: layers, parts of layers, bytes, and settings.
         self._same, self._plain = cache(self._layer), cache(self._without_experts)
         self._kept, self._settings = cache(self._kept_bytes), cache(self._of_family)
+        self._routed = dict[tuple[Any, ...], Passes]()
 
-    def columns(self, families: Sequence[Family], rungs: int | None = None) -> Array:
-        """Time the layers of ``families`` with the first ``rungs`` choices of recomputation."""
+    def timed(self, families: Sequence[Family], rungs: int | None = None) -> Array:
+        """Time the layers of ``families`` with the first ``rungs`` choices of recomputation.
+
+        Returns:
+            One record per family and choice, family by family: the choice's number, and the fields
+            ``COLUMN`` and ``LAYER``. Records without objects pass quickly between processes.
+        """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
-        return np.array(rows, [*WAITING.descr, *((name, float) for name in COLUMN), *kinds])
+        return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
+
+    def columns(self, families: Sequence[Family], timed: Array) -> Array:
+        """Return the records that ``timed`` made of ``families``, with the fields of ``WAITING``."""
+        each = len(timed) // max(len(families), 1)
+        fields = [field for field in timed.dtype.descr if field[0] != "rung"]
+        columns = np.zeros(len(timed), [*WAITING.descr, *fields])
+        for name in timed.dtype.names or ():
+            columns[name] = timed[name]
+        repeated = (family for family in families for _ in range(each))
+        columns["item"] = np.fromiter(repeated, object, len(timed))
+        return columns
 
     def _rows(self, family: Family, rungs: int | None) -> Iterator[tuple[Any, ...]]:
         made = [
@@ -115,12 +137,16 @@ class Space:
         ]
         axes = family.micro_batch_size, family.cp * family.tp, family.ep * family.etp
         for rung, values in enumerate(zip(*made, strict=True)):
-            yield 0.0, 0.0, 0, rung, family, *axes, *zip(*values, strict=True)
+            yield rung, *axes, *zip(*values, strict=True)
 
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return the values ``LAYER`` for each choice of recomputation."""
+        """Return seconds and bytes of ``layer`` in the order of ``LAYER``, for each of ``kinds``.
+
+        Args:
+            kinds: properties of the layer with each choice of recomputation.
+        """
         place = self._place(family)
         config, mesh, batch = place.config, place.mesh, place.batch
         load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
@@ -131,12 +157,11 @@ class Space:
             # only rows in 8 bits are encoded once more
             arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
             if arrives not in timed:
-                passes, stage = (
-                    Passes(*(half.copy() for half in plain)),
-                    Stage(Passes(Pass(), Pass())),
-                )
+                passes, stage = plain, Stage(Passes(Pass(), Pass()))
                 if kind.routed:
-                    add_experts(place, layer, passes, arrives)
+                    shared = plain.forward.parts.get("shared_experts", 0.0)
+                    experts = self._experts(place, family, layer, shared, arrives)
+                    passes = Passes(*map(add, plain, experts))
                 add_layer(place, stage, layer, 1, passes)
                 timed[arrives] = passes.forward, stage
             forward, stage = timed[arrives]
@@ -167,13 +192,29 @@ class Space:
         config = family.of(self.config)
         return config, Machine.of(config, Constants.load())
 
+    def _experts(
+        self, place: Place, family: Family, layer: int, shared: float, arrives: bool
+    ) -> Passes:
+        """Return the passes of the routed experts of ``layer``, beside the others' seconds ``shared``.
+
+        They depend on the number of a rank's tokens, not on how rows are cut into them.
+        """
+        cut = family._replace(cp=1, micro_batch_size=1, context="")
+        key = place.tokens, cut, layer, arrives
+        if key not in self._routed:
+            passes = Passes(Pass(parts={"shared_experts": shared}), Pass())
+            add_experts(place, layer, passes, arrives)
+            del passes.forward.parts["shared_experts"]
+            self._routed[key] = passes
+        return self._routed[key]
+
     def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
-        """Return the passes of ``layer`` without routed experts, and the seconds of the head."""
+        """Return ``layer``'s times without routed experts, and the seconds of the output head."""
         place = self._place(family)
         return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))
 
     def _kept_bytes(self, layer: int, load: TokenLoad) -> list[float]:
-        """Return the bytes of activations that ``layer`` keeps, by choice of recomputation."""
+        """Return the bytes of ``layer``'s activations, for each choice of recomputation."""
         model, variants = self.config.model, self.variants[layer]
         if not tier_of(model).resizable:  # it is measured, which imports torch
             return [0.0] * len(variants)
@@ -184,7 +225,11 @@ class Space:
 
 
 class Layout:
-    """Pipeline ranks with their stages: a schedule on ``pp`` ranks, and what FSDP does."""
+    """A pipeline schedule on ``pp`` ranks with its FSDP policy; it bounds time and memory of steps.
+
+    Args:
+        settings: values of ``parallel``, such as ``schedule`` and ``stages_per_rank``.
+    """
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
         self.pp = pp
@@ -203,7 +248,13 @@ class Layout:
         self.has_head = np.array([[len(self.sizes) - 1 in stages] for stages in self.held])
 
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
-        """Return the micro-batches of a step; 0 where ranks or rows are left over."""
+        """Return the number of micro-batches of a step for each record of ``columns``.
+
+        It is 0 where the ranks or the rows of the global batch do not divide.
+
+        Args:
+            ranks: number of all ranks.
+        """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
         unit = np.maximum(dp, 1) * columns["micro"]
         count, rows = np.divmod(self.config.train.global_batch_size, unit)
@@ -214,7 +265,11 @@ class Layout:
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, count: int) -> Array:
-        """Return for each column the least seconds of a step of ``count`` micro-batches."""
+        """Return a lower bound of the seconds of a step, for each record of ``columns``.
+
+        Args:
+            count: micro-batches of a step.
+        """
         parallel = self.parallel
         forward, head = columns["forward"].T, columns["head"][:, 0]
         whole = forward + columns["backward"].T
@@ -235,7 +290,14 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, count: int, ranks: int) -> Array:
-        """Return the least bytes of the rank that needs most, at the end of a forward pass."""
+        """Return a lower bound of the bytes of the fullest rank, for each record of ``columns``.
+
+        It is the memory at the end of a forward pass.
+
+        Args:
+            count: micro-batches of a step.
+            ranks: number of all ranks.
+        """
         parallel, optim = self.parallel, self.config.optim
         wide, compute, reduced = DTYPE_BYTES[self.config.train.dtype]
         moment = compute if optim.moments == "bfloat16" else wide
@@ -250,10 +312,12 @@ class Layout:
         return least
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
-        """Return how much each rank pairs, and what it holds most of at the end of a forward pass.
+        """Return what the schedule overlaps and holds in a step of ``count`` micro-batches.
 
-        These are the micro-batches after which rounds repeat, pairs of passes, layers in flight by
-        kind, and layers with gradients.
+        Returns:
+            The number of micro-batches after which all rounds are alike; and for each pipeline rank
+            the number of overlapped pairs of passes, the layers of each kind whose activations it
+            holds at its fullest moment, and the layers of each kind that then have gradients.
         """
         schedule = self.parallel.schedule
         if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:
@@ -266,14 +330,13 @@ class Layout:
         return tuple(map(np.array, (count, pairs, held, done)))
 
     def _most(self, stages: list[int], entries: tuple[Entry, ...]) -> Array:
-        now = np.zeros((2, len(stages)))  # micro-batches in flight; stages with gradients
-        most = [0.0, 0.0]
-        num_bytes = now
+        flying, done = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        most = (0, 0)
+        at_most = flying.copy(), done.copy()
         for kind, stage, _ in (action for entry in entries for action in reversed(entry)):
-            local = stages.index(stage)
-            now[0, local] += (kind == "F") - (kind in "BW")
-            now[1, local] = now[1, local] or kind in "BW"
-            if kind == "F" and (total := now.sum(axis=1).tolist()) > most:
-                most, num_bytes = total, now.copy()
-        sizes: Array = num_bytes @ self.sizes[stages]
+            flying[stage] += (kind == "F") - (kind in "BW")
+            done[stage] |= kind in "BW"
+            if kind == "F" and (total := (sum(flying.values()), sum(done.values()))) > most:
+                most, at_most = total, (flying.copy(), done.copy())
+        sizes: Array = np.array([[*held.values()] for held in at_most]) @ self.sizes[stages]
         return sizes

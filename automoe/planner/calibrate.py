@@ -66,7 +66,10 @@ Links = dict[str, dict[float, float]]
 
 @dataclass(frozen=True)
 class Bench:
-    """Device to measure, with problem sizes that make launch overhead negligible on a GPU."""
+    """The device that ``automoe plan calibrate=true`` measures, and the sizes of its problems.
+
+    Sizes are so large that the overhead of launches is negligible on a GPU.
+    """
 
     device: str  # "cpu" or "cuda"
     dtype: str
@@ -159,7 +162,7 @@ def calibrate(folder: Path, args: Arguments) -> int:
 
 
 def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
-    """Measure the speeds that a single rank reaches, in the form that ``cluster_values`` takes.
+    """Measure the speeds that a single rank reaches; ``cluster_values`` takes the result.
 
     Args:
         model: model whose layer kinds are timed, at small sizes.
@@ -202,7 +205,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
 
 def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
-    """Return attention's FLOP/s, forward and backward, with the FLOP count of ``layer_time``."""
+    """Time causal attention forward and backward, and return its FLOP/s."""
     import torch
     import torch.nn.functional as F
 
@@ -246,9 +249,11 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
-    """Return a configuration with negligible matmuls and ``layers`` layers of ``model``'s kind.
+    """Return a configuration with negligible matmuls, whose step time is the overhead of the host.
 
-    Its step time is the overhead of the host.
+    Args:
+        model: model whose kinds of layers and attention are used.
+        layers: number of layers.
     """
     from automoe.verify.proxy import make_proxy
 
@@ -258,7 +263,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
 
 def usual(bench: Bench, layers: int) -> Config:
-    """Return a configuration whose layers have matmuls as large as those that are timed alone."""
+    """Return a configuration of ``layers`` layers whose matmuls have the sizes that are timed alone."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     model = ModelConfig(
@@ -279,7 +284,7 @@ def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Time training steps on one row, with the configurations in turn.
+    """Time training steps on one sequence, with the configurations in turn.
 
     Returns:
         Median seconds of the forward and backward pass of each configuration, then median seconds
@@ -358,7 +363,7 @@ def measure_links(bench: Bench) -> Links:
 def _collectives(
     group: dist.ProcessGroup, device: torch.device, num_bytes: int
 ) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return (bytes that a rank sends, function) of each collective over ``num_bytes``, by kind."""
+    """Return (bytes that a rank sends, function) of each collective over ``num_bytes``, by name."""
     import torch
     import torch.distributed as dist
 
@@ -389,9 +394,12 @@ def _collectives(
 
 
 def fit_link(seconds: dict[float, float]) -> list[float]:
-    """Fit seconds = latency + bytes / bandwidth to measured seconds by bytes sent; return both.
+    """Fit seconds = latency + bytes / bandwidth, and return [latency in s, bandwidth in bytes/s].
 
     Each point counts by its relative error, so that small messages count as much as large ones.
+
+    Args:
+        seconds: measured seconds, by number of bytes that a rank sends.
     """
     slope, intercept = np.polyfit(
         [*seconds], [*seconds.values()], 1, w=[1 / took for took in seconds.values()]
@@ -402,10 +410,13 @@ def fit_link(seconds: dict[float, float]) -> list[float]:
 def cluster_values(
     bench: Bench, alone: dict[str, Any], links: list[Links], name: str, gpus: int
 ) -> dict[str, Any]:
-    """Return the measured fields of ``ClusterConfig``, with constants relative to these speeds.
+    """Return the measured fields of ``ClusterConfig``, with the time model's constants beside them.
 
     Args:
+        alone: result of ``measure_alone``.
         links: result of ``measure_links`` of every rank; empty for one rank.
+        name: name of the cluster file.
+        gpus: number of GPUs, or of CPU ranks, per node.
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()

@@ -48,7 +48,7 @@ class Candidate:
 
     @cached_property
     def _uneven(self) -> Callable[[int], RankMemory]:
-        """Memory of a pp rank at ``UNEVEN`` times the even expert load, computed once."""
+        """Function from a pp rank to its memory at twice the even expert load, with a cache."""
         batch = at_load(plan_batch(self.config, self.mesh), UNEVEN, self.config, self.mesh)
         return cache(partial(plan_rank, self.config, self.mesh, batch))
 
@@ -58,12 +58,12 @@ class Candidate:
 
     @property
     def uneven_peak(self) -> float:
-        """Peak bytes of the rank that needs most, at ``UNEVEN`` times the even expert load."""
+        """Peak bytes of the fullest rank at twice the even expert load, without the reserve."""
         return max(rank.peak for rank in self._uneven_ranks)
 
     @cached_property
     def needed(self) -> float:
-        """GPU memory to provide, in bytes: ``uneven_peak`` and the reserve."""
+        """GPU memory to provide, in bytes: peak at twice the even expert load, and the reserve."""
         return needed(self.config, self.mesh, self._uneven_ranks)
 
     @property
@@ -74,7 +74,7 @@ class Candidate:
         return not limit or all(needed(self.config, self.mesh, [rank]) <= limit for rank in ranks)
 
     def changed(self, **sections: dict[str, Any]) -> Candidate:
-        """Return the same candidate with other values of its configuration (``changed``)."""
+        """Return the candidate with other settings: ``changed(train={"seq_len": 4096})``."""
         return replace(self, config=changed(self.config, **sections))
 
     def with_recompute(self, names: list[str] | str) -> Candidate:
@@ -83,19 +83,20 @@ class Candidate:
 
 
 def changed(config: Config, **sections: dict[str, Any]) -> Config:
-    """Return ``config`` with other values, as in ``changed(config, train={"seq_len": 4096})``."""
+    """Return ``config`` with other settings: ``changed(config, train={"seq_len": 4096})``."""
     others = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
     return replace(config, **others)
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
-    """Return the choices of recomputed modules, from none to the full layer.
+    """Return the tried values of ``parallel.recompute``, from nothing to ``full``.
 
-    Each choice frees more memory and takes more time than the previous one.
+    Each frees more memory and takes more time than the one before. Values that a rule refuses are
+    left out.
 
     Args:
-        fixed: configuration keys to keep; one of ``RECOMPUTE_KEYS`` leaves only the configured
-            choice.
+        fixed: configuration keys that the user chose; if ``RECOMPUTE_KEYS`` is among them, only the
+            configured value is returned.
     """
     if RECOMPUTE_KEYS & set(fixed):
         return [config.parallel.recompute]
@@ -112,7 +113,7 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
     """Return the index of the first candidate that fits in memory; None if none fits.
 
     Args:
-        rungs: candidates in the order of ``ladder``: each needs less memory than the previous one.
+        rungs: candidates that differ in recomputation, each needs less memory than the one before.
     """
     if not rungs[-1].fits:
         return None

@@ -143,9 +143,9 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
 
 
 def most_kept(config: Config, steps_between: float) -> int:
-    """Return the largest number of complete checkpoints that exist at the same time.
+    """Return the largest number of complete checkpoints that a run has on disk at the same time.
 
-    The rule is that of ``automoe.checkpoint.folder.superfluous``; 0 if the run saves none.
+    It follows from the ``checkpoint`` keys that say which old ones are deleted; 0 if none is saved.
 
     Args:
         steps_between: training steps between two saves.

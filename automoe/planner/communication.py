@@ -14,9 +14,9 @@ from automoe.planner.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of ``size`` ranks over ``nodes`` nodes, ``size / nodes`` ranks per node.
+    """Placement of a process group: ``size`` ranks over ``nodes`` nodes, ``stride`` apart.
 
-    Its ranks are ``stride`` apart.
+    Every node has ``size / nodes`` of them.
     """
 
     size: int
@@ -25,7 +25,7 @@ class Group:
 
     @classmethod
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
-        """Return the placement of the group that contains rank 0.
+        """Return the placement of ``size`` ranks that are ``stride`` apart, from rank 0 on.
 
         All groups of an axis have this placement if the node size is divisible by the mesh axes.
         """
@@ -67,12 +67,17 @@ NOTHING = Cost()
 
 
 def link_name(kind: str, size: int, stride: int) -> str:
-    """Return the key of ``cluster.links`` for a collective in groups of this size and stride."""
+    """Return a collective's key in ``cluster.links``: ``all_gather 8x1`` has size 8, stride 1."""
     return f"{kind} {size}x{stride}"
 
 
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
-    """Return the cost of ``sent`` bytes by ``cluster.links``; None if it lacks the group."""
+    """Return a collective's cost from the measured ``cluster.links``; None if it is not there.
+
+    Args:
+        kind: collective, such as ``all_gather``.
+        sent: bytes that a rank sends.
+    """
     link = machine.links.get(link_name(kind, group.size, group.stride))
     if link is None or group.nodes > 1:
         return None
@@ -82,7 +87,9 @@ def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | N
 def gather(machine: Machine, group: Group, whole: float, kind: str = "all_gather") -> Cost:
     """Return the cost of an all-gather to ``whole`` bytes per rank, across nodes, then within them.
 
-    A reduce-scatter of ``whole`` bytes costs the same, unless ``kind`` was measured.
+    Args:
+        kind: ``all_gather`` or ``reduce_scatter``, which differ only where ``cluster.links`` has
+            them.
     """
     if group.size == 1 or not whole:
         return NOTHING
@@ -121,7 +128,7 @@ def dispatch_once(
     """Return the cost of a token dispatch that sends each token at most once per node and rank.
 
     Args:
-        token: bytes of one copy of all tokens.
+        token: bytes of one copy of all the rank's tokens.
         top_k: experts per token.
         most_nodes: largest number of nodes whose experts a token may choose; 0: no limit.
         together: True if transfers across and within nodes overlap (DeepEP); False if they are two
@@ -151,7 +158,7 @@ def exchange_sizes(machine: Machine, together: bool = False) -> Cost:
 
 
 def distinct(top_k: int, places: int) -> float:
-    """Return the mean number of distinct results of ``top_k`` uniform draws from ``places``."""
+    """Return how many of ``places`` are hit, on average, by ``top_k`` uniform independent draws."""
     return places * (1 - (1 - 1 / places) ** top_k)
 
 

@@ -62,7 +62,7 @@ FLEX = 0.64
 
 
 def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
-    """Return the forward and backward pass of ``layer`` for one micro-batch.
+    """Return the predicted times of ``layer``'s forward and backward pass for one micro-batch.
 
     Args:
         again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
@@ -78,7 +78,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
 
 
 def local_time(place: Place, layer: int) -> Passes:
-    """Return the times of ``layer``'s forward and backward without its routed experts."""
+    """Return the predicted times of ``layer``'s two passes without its routed experts."""
     model = place.config.model
     routed = layer >= model.first_k_dense
     passes = Passes(Pass(), Pass())
@@ -98,10 +98,11 @@ def local_time(place: Place, layer: int) -> Passes:
 
 
 def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -> None:
-    """Add the routed experts of ``layer`` to its ``local_time``.
+    """Add the predicted times of the routed experts of ``layer`` to ``passes``, in place.
 
     Args:
-        arrives_again: the backward pass dispatches tokens once more.
+        passes: times of the rest of the layer; shared experts among them may hide all-to-alls.
+        arrives_again: the backward pass dispatches tokens once more, for recomputation.
     """
     _products(place, layer, passes, experts=True)
     _routing(place, passes, arrives_again)
@@ -240,10 +241,10 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _index(place: Place, layer: int, passes: Passes) -> None:
-    """Add an indexer's scores of all keys and its choice, and its loss if it learns.
+    """Add the time of the sparse-attention indexer, which scores all keys and chooses some.
 
-    A learning indexer computes its scores again, with both gradients, and the probabilities of all
-    heads of attention, all of it in the forward pass and in float32.
+    If it learns, it computes its scores again with both gradients, and the probabilities of all
+    heads of attention: all of it in the forward pass and in float32.
     """
     config, mesh, machine = place.config, place.mesh, place.machine
     a = config.model.attention
@@ -262,9 +263,9 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
-    """Add the two all-to-alls over cp of positions for heads, the same in both passes.
+    """Add the two all-to-alls over cp that exchange positions for heads, the same in both passes.
 
-    What is sent is copied into the order of ranks, and what arrives into that of rows.
+    The bytes sent are copied into the order of ranks, those received into the order of positions.
     """
     attention = place.config.model.attention
     mesh = place.mesh
@@ -285,7 +286,11 @@ def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     """Add the cp collectives of keys and values, and of their gradients in the backward pass.
 
-    With ``gather`` the backward pass is a reduce-scatter; a ring goes around a second time.
+    ``parallel.context=gather`` all-gathers and reduce-scatters; a ring passes them on in both
+    passes.
+
+    Args:
+        attending: seconds of attention, which hide a part of a ring's transfers.
     """
     attention = place.config.model.attention
     mesh = place.mesh
@@ -337,7 +342,11 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _routing(place: Place, passes: Passes, run_again: bool) -> None:
-    """Add routing, dispatch and combine; ``run_again``: the backward pass dispatches once more."""
+    """Add the time of router scores, permutation, dispatch to experts and combine to ``passes``.
+
+    Args:
+        run_again: the backward pass dispatches tokens once more, for recomputation.
+    """
     config = place.config
     mesh = place.mesh
     machine = place.machine
@@ -383,7 +392,13 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
 
 
 def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
-    """Return ``cost`` without the seconds during which the shared experts compute."""
+    """Return the all-to-all ``cost`` less the seconds that the shared experts' computation hides.
+
+    It is unchanged without ``moe.overlap_shared_experts``.
+
+    Args:
+        forward: forward pass of the layer, which has the seconds of its shared experts.
+    """
     if not (place.config.moe.overlap_shared_experts and place.config.model.shared_width):
         return cost
     computing = forward.parts.get("shared_experts", 0.0)
@@ -392,10 +407,14 @@ def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
 
 
 def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cost]:
-    """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of sizes.
+    """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of row counts.
 
-    Dispatch sends rows of ``sent`` bytes with their routing weights, and combine brings rows in the
-    precision of activations back. Sizes are exchanged only in the forward pass.
+    Dispatch sends tokens with their routing weights to experts; combine brings rows back in the
+    precision of activations. Row counts are exchanged only in the forward pass.
+
+    Args:
+        chosen: (token, expert) rows that the rank receives.
+        sent: bytes of a dispatched row.
     """
     machine = place.machine
     group = place.group("ep")
@@ -427,9 +446,13 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 
 
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
-    """Return the seconds of computation and the collectives that recomputation repeats.
+    """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    Recomputation dispatches rows to the experts again, but does not combine their outputs again.
+    Tokens are dispatched to the experts again, but their outputs are not combined again.
+
+    Args:
+        forward: times of the layer's forward pass.
+        again: recomputed modules; ``full``: the whole layer.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})
@@ -443,10 +466,10 @@ def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[
 
 
 def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
-    """Return the forward and backward seconds of ``copies`` output heads with their loss.
+    """Return (forward, backward) seconds of ``copies`` output heads with their cross-entropy.
 
-    ``kernels.loss=torch`` passes over float32 logits seven times. The kernels of ``triton`` read
-    the logits twice and write once, in the model's dtype.
+    ``kernels.loss=torch`` reads or writes float32 logits seven times. The kernels of ``triton``
+    read the logits twice and write once, in the model's dtype.
     """
     model = place.config.model
     machine = place.machine

@@ -15,7 +15,7 @@ from automoe.planner.step_memory import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one layer, which depend on the mesh only through ``tp``."""
+    """Matrices of one layer and its bytes on a rank of tp; other mesh axes do not matter."""
 
     # Matrices that tokens are multiplied by, with the bytes per element of a packed one; 0: not packed.
     weights: tuple[tuple[Param, float], ...]
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def cached(key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return the result of ``make``, which is called once for ``key``."""
+    """Return the result of ``make()``, called once for each ``key`` in this process."""
     if key not in _CACHE:
         if len(_CACHE) > 10_000:
             _CACHE.clear()

@@ -98,7 +98,8 @@ class Machine:
     def gemm(self, m: float, n: float, k: float, groups: float = 1) -> float:
         """Return the seconds of ``groups`` matmuls [m, k] x [k, n].
 
-        Matmuls with a small dim move more bytes per FLOP, so they reach a lower speed on the curve.
+        The speed follows the machine's curve over FLOPs per byte: matmuls with a small dim are
+        slower.
         """
         flops = 2.0 * m * n * k
         moved = self.number_bytes * (m * k + k * n + m * n)
@@ -122,7 +123,7 @@ class Machine:
         return flops / (self.peak * self.curve[-1] * self.constants.gemm * self.constants.attention)
 
     def cast(self, numbers: float) -> float:
-        """Return the seconds to cast elements to 8 bits, by rows and by columns; 0 without fp8."""
+        """Return the seconds to cast elements to FP8, by rows and by columns; 0 if FP8 is off."""
         return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
 
     def pass_over(self, num_bytes: float) -> float:

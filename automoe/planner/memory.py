@@ -48,12 +48,12 @@ UPDATE_BLOCK = 1 << 22
 
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
-    """Return the peak memory of every pp rank, in order."""
+    """Return the memory of every pp rank at its fullest moment, in the order of pp ranks."""
     return [plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
 def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
-    """Return the peak memory of one pp rank."""
+    """Return the memory of pipeline rank ``pp_rank`` at the fullest moment of a step."""
     model = config.model
     parallel = config.parallel
     layers = stage_layers(config, mesh)
@@ -61,7 +61,7 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
     key = key_of(config)
 
     def stage_held(stage: int) -> tuple[int, list[Param]]:
-        """Return the number of the stage's parameters without adapters, and what it stores."""
+        """Return a stage's number of parameters without adapters, and all parameters it stores."""
         bare = stage_params(model, layers, stage)
         return sum(param.numel for param in bare), as_stored(with_adapters(bare, config), config)
 
@@ -118,7 +118,12 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
 ) -> Iterator[RankMemory]:
-    """Yield the memory at each moment for a rank that runs micro-batches without a pipeline."""
+    """Yield the memory at each moment of a step without a pipeline, micro-batch after micro-batch.
+
+    Args:
+        stage: bytes of the whole model, which is one stage.
+        params: all parameters of the rank.
+    """
     parallel = config.parallel
     sizes = Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
@@ -166,11 +171,14 @@ def _pipeline_moments(
     held_stages: dict[int, StagePlan],
     pp_rank: int,
 ) -> Iterator[RankMemory]:
-    """Yield the memory of each moment of a pipeline rank.
+    """Yield the memory at each moment of a step of one pipeline rank.
 
     Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
     unsharded gradients until its last backward pass. A micro-batch whose backward pass runs in
     halves keeps its activations until the second.
+
+    Args:
+        held_stages: bytes of the rank's stages, by number of the stage.
     """
     parallel = config.parallel
     schedule = parallel.schedule
@@ -238,7 +246,12 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield (kind, local stage, local stage of the forward pass merged with it, or None)."""
+    """Yield a rank's actions as (kind, stage, stage of the forward pass that runs beside it or None).
+
+    Args:
+        order: the rank's actions, one or two at a time.
+        local: index among the rank's stages, by number of the stage; these are yielded.
+    """
     for entry in order:
         for kind, stage, _ in reversed(entry):
             yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
@@ -254,11 +267,11 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients:
 
 
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
-    """Return the bytes that Muon allocates at its peak, which is an exchange or an iteration.
+    """Return the scratch bytes of Muon at its peak: an exchange between ranks, or an iteration.
 
-    An exchange holds four copies of a round: updates, orthogonalised matrices, and the send and
-    receive buffers. An iteration holds updates and whole matrices; for the matrices of one shape it
-    holds two more copies and two Gram matrices.
+    An exchange holds four copies of a round of matrices: updates, orthogonalised matrices, and the
+    send and receive buffers. An iteration holds updates and whole matrices; for the matrices of one
+    shape it holds two more copies and two Gram matrices.
     """
     if config.optim.algorithm != "muon":
         return 0

@@ -8,12 +8,12 @@ from automoe.errors import ConfigError
 
 
 def write_out(path: Path, text: str, out: str, content: str, instead: str) -> None:
-    """Write ``text`` to ``path`` and make its folders.
+    """Write ``text`` to ``path`` and make its folders; an equal file stays.
 
     Args:
-        out: value of ``out=`` for the message.
-        content: subject of the message's sentence, as in ``it cannot be written``.
-        instead: setting that the message suggests, as in ``out=FILE``.
+        out: value that the user gave ``out=``, for the error.
+        content: what cannot be written, for the error's sentence, as in ``it``.
+        instead: setting that the error suggests, as in ``out=FILE``.
 
     Raises:
         ConfigError: the file cannot be written, or exists with another text.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
 
 @dataclass
 class Pass:
-    """Forward or backward pass of a layer: seconds of compute by module, collectives by axis."""
+    """Forward or backward pass of a layer: seconds by module, and collectives by mesh axis."""
 
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -38,13 +38,21 @@ class Pass:
         if cost is not NOTHING:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
-    def copy(self) -> Pass:
-        """Return an equal pass to which other parts may be added."""
-        return replace(
-            self,
-            parts=dict(self.parts),
-            communication=dict(self.communication),
-            again=dict(self.again),
+    def __add__(self, other: Pass) -> Pass:
+        """Return the sum of two passes, such as those of a layer's attention and of its experts."""
+        parts, sent = dict(self.parts), dict(self.communication)
+        for part, seconds in other.parts.items():
+            parts[part] = parts.get(part, 0.0) + seconds
+        for axis, cost in other.communication.items():
+            sent[axis] = sent.get(axis, NOTHING) + cost
+        return Pass(
+            self.compute + other.compute,
+            parts,
+            sent,
+            self.idle + other.idle,
+            self.weights + other.weights,
+            self.experts + other.experts,
+            self.again | other.again,
         )
 
     @property
@@ -53,7 +61,7 @@ class Pass:
 
 
 class Passes(NamedTuple):
-    """Forward and backward pass of a layer or a stage."""
+    """Predicted forward and backward pass of a layer or a pipeline stage."""
 
     forward: Pass
     backward: Pass
@@ -68,7 +76,7 @@ class Passes(NamedTuple):
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Return the assumed expert rows of the busiest rank, relative to the mean of all ranks."""
+    """Return the assumed expert rows of the busiest rank, as a multiple of the ranks' mean."""
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if mesh.ep == 1:
@@ -79,14 +87,14 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
 
 
 def key_of(config: Config) -> str:
-    """Return the ``Place.key`` of ``config``."""
+    """Return a cache key: text that is equal for equal model, LoRA, trained parameters and dtype."""
     train = config.train
     return repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Setting of a layer's timing: configuration, mesh, machine and micro-batches."""
+    """What a layer's time depends on: configuration, mesh, machine and micro-batches."""
 
     config: Config
     mesh: MeshShape
@@ -98,7 +106,7 @@ class Place:
 
     @property
     def fused_experts(self) -> bool:
-        """True if the experts' matmuls add to the float32 gradients."""
+        """True if the experts' matmuls add weight gradients to the float32 sum themselves."""
         return self.fused or self.config.parallel.expert_wgrad != "autograd"
 
     @property

@@ -40,7 +40,7 @@ SLOW = 0.1  # Share of a step, or of a rank's work, above which the plan warns.
 class Plan:
     """Result of ``automoe plan``, in bytes, FLOPs and seconds; ``ranks`` has one entry per pp rank.
 
-    ``uneven_ranks`` is ``ranks`` with the experts of a rank at twice the even load (``at_load``).
+    ``uneven_ranks`` is ``ranks`` with twice the mean number of tokens on the experts of each rank.
     """
 
     mesh: MeshShape
@@ -126,7 +126,7 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
 
 
 def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
-    """Predict a run's measurable results, under the names that a sweep uses for measurements.
+    """Predict the results of a run that a sweep shows beside its measurements.
 
     Returns:
         ``tokens_per_second``; ``mfu``; ``memory``, bytes of the heaviest rank; and ``balance``,
@@ -144,9 +144,9 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
 
 
 def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None:
-    """Return the multiple of the even expert load at which a rank's memory is full.
+    """Return the multiple of the mean expert load at which a rank's memory is full.
 
-    None if the cluster's memory is unknown, is full even without uneven load, or suffices for the
+    None if the cluster's memory is unknown, is full at the mean load already, or suffices for the
     largest possible load.
     """
 
@@ -207,7 +207,7 @@ def _memory_warnings(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
-    """Return the cluster keys of a GPU's speeds that are unset.
+    """Return the cluster keys of a GPU's speeds that are unset, such as ``peak_flops``.
 
     Without them the planner assumes a CPU's speeds, and predicted times are far too long.
     """
@@ -216,7 +216,7 @@ def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
 
 
 def _warnings(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield what is wrong with the speed of a step and of its checkpoints."""
+    """Yield sentences on what makes a step slow, each with its numbers and a remedy."""
     mesh, batch, time = plan.mesh, plan.batch, plan.time
     step = time.seconds
     if unknown := missing_speeds(config.cluster, mesh.world_size):

@@ -31,7 +31,7 @@ _TAKEN_FROM = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """Configuration overrides that save memory, with their cost.
+    """Settings that save memory, with the memory and the speed of the run that has them.
 
     ``needed`` is peak and reserve in bytes, at twice the even expert load.
     """
@@ -91,10 +91,10 @@ def _legal(candidate: Candidate) -> bool:
 
 
 def _fastest(now: Candidate) -> Candidate | None:
-    """Return the fastest configuration that fits in memory; None if none fits.
+    """Return the fastest configuration near ``now`` that fits in memory; None if none fits.
 
-    Changes of ``now`` that save memory are combined, each combination with the least recomputation
-    with which it fits.
+    Settings and mesh axes that save memory are combined, each combination with the least
+    recomputation with which it fits.
     """
     rungs = ladder(now.config)
     made = [other for candidate in (now, *_axes(now)) for other in _combined(candidate)]
@@ -115,7 +115,7 @@ def _fastest(now: Candidate) -> Candidate | None:
 
 
 def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
-    """Yield ``candidate`` with up to ``together`` sharding axes doubled."""
+    """Yield ``candidate`` on other meshes, with up to ``together`` sharding axes doubled."""
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
             sizes = asdict(candidate.mesh)
@@ -129,10 +129,10 @@ def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]
 
 
 def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
-    """Return settings that save memory on the mesh of ``candidate``, as alternatives by kind.
+    """Return changes that save memory on the mesh of ``candidate``, as overrides by section.
 
-    These are smaller micro-batches (the next lower divisor, and one row), FSDP's policies, pipeline
-    stages, and heads exchanged for positions.
+    Each list has alternatives to choose one from: smaller micro-batches (the next lower divisor,
+    and one row), FSDP's policies, pipeline stages, and heads exchanged for positions.
     """
     parallel = candidate.config.parallel
     rows = candidate.config.train.micro_batch_size
@@ -157,7 +157,7 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
 
 
 def _combined(candidate: Candidate) -> list[Candidate]:
-    """Return ``candidate`` with every combination of ``_settings``."""
+    """Return ``candidate`` itself and with every combination of the changes of ``_settings``."""
     made = [candidate]
     for alternatives in _settings(candidate):
         made += [each.changed(**settings) for each in made for settings in alternatives]

@@ -34,7 +34,7 @@ _STANDING = ("weights", "moments", "averages", "inputs")
 
 @dataclass(frozen=True)
 class Reserve:
-    """GPU memory that one rank needs besides its peak, in bytes."""
+    """GPU memory that one rank needs besides the tensors of its peak, in bytes."""
 
     context: float = 0.0
     communicators: float = 0.0
@@ -54,12 +54,12 @@ def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
 
 
 def standing_reserve(config: Config, mesh: MeshShape) -> float:
-    """Return the bytes of ``reserve`` that do not depend on the rank's tensors."""
+    """Return the bytes of CUDA context and communicators: the reserve without fragmentation."""
     return (config.cluster.gpu != "cpu") * (CONTEXT + _communicators(config, mesh))
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
-    """Return the largest sum of peak and reserve over all ranks, in bytes."""
+    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve."""
     return max(rank.peak + reserve(config, mesh, rank).total for rank in ranks)
 
 
@@ -94,7 +94,12 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
-    """Return the bytes of the channels that all-to-alls of ``axis`` open within a node."""
+    """Return the bytes of the channels that all-to-alls of ``axis`` open between GPUs of a node.
+
+    Args:
+        view: ``default`` or ``moe``, the mesh view that has the axis.
+        node: GPUs per node.
+    """
     near = min(getattr(mesh, axis), max(1, node // mesh.stride(view, axis)))
     return ALL_TO_ALL_PEER * (near - 1)
 

@@ -32,7 +32,7 @@ STEADY_ROUNDS = 2  # number of rounds of pp micro-batches after which all rounds
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch in a stage, collectives included, and of its all-to-alls alone."""
+    """Seconds of one micro-batch in a pipeline stage, for the simulation of a schedule."""
 
     forward: float
     backward: float
@@ -68,7 +68,7 @@ def simulate(
     overlap: bool = False,
     spans: list[Span] | None = None,
 ) -> float:
-    """Return the seconds from the first action's start to the last action's end.
+    """Simulate a pipeline schedule, and return the seconds from its first start to its last end.
 
     Args:
         stages: times of all stages, in the order of the model.
@@ -110,7 +110,12 @@ def simulate(
 def _steps(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, overlap: bool
 ) -> list[tuple[int, Entry, Input, Input | None]]:
-    """Return all ranks' entries, each with its rank and inputs, after the entries it waits for."""
+    """Return the schedule's actions of all ranks, each after the actions whose results it needs.
+
+    Returns:
+        Tuples of the rank, its entry (one action, or two that run together), and for each of its
+        actions the input that it waits for (``Input``); None instead of a second action's.
+    """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank
     done = dict[Action, int]()
@@ -160,12 +165,16 @@ def stretch(
     border: float = 0.0,
     overlap: bool = False,
 ) -> float:
-    """Return a step's time relative to the work of its busiest rank (``simulate`` with a cache).
+    """Return a pipeline step's time relative to the work of its busiest rank; 1: no waiting.
 
     With many micro-batches, only the first rounds are simulated and the repeating rounds are
-    extrapolated. All rounds are simulated if they have more than ``pp`` micro-batches (``pp`` is not
-    a divisor) or if the order has no repeating rounds. For the cache, times are rounded to
+    extrapolated. All rounds are simulated if they have more than ``pp`` micro-batches (``pp`` is
+    not a divisor) or if the order has no repeating rounds. For the cache, times are rounded to
     1/``GRAIN`` of the largest stage's time; this changes the waiting time of ranks, not their work.
+
+    Args:
+        border: seconds to send one hidden state or its gradient between two ranks.
+        overlap: paired actions hide their all-to-alls behind each other.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(

@@ -7,6 +7,7 @@ left; it is a result if it fits in memory.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,7 @@ BALANCED = 3
 
 @dataclass
 class Search:
-    """Result of a search: the best candidates, the number timed, and the reasons of the others."""
+    """Result of a search: the best candidates, the number timed, and why others are excluded."""
 
     world_size: int
     found: list[Candidate] = field(default_factory=list)
@@ -93,9 +94,15 @@ def search(
         tell: progress callback with the phase's name, the number of items done, and the total.
     """
     result = Search(world_size)
-    queue = Queue(config, world_size, device, fixed, result)
-    while len(result.found) < TOP and queue.look():
-        tell("found", len(result.found), TOP)
+    collects = gc.isenabled()
+    gc.disable()  # a tenth of the time: there are many objects, and hardly a cycle
+    try:
+        queue = Queue(config, world_size, device, fixed, result)
+        while len(result.found) < TOP and queue.look():
+            tell("found", len(result.found), TOP)
+    finally:
+        if collects:
+            gc.enable()
     result.rest = max(queue.highest())
     result.found = [
         balanced(candidate, device, fixed) if place < BALANCED else candidate
@@ -106,10 +113,11 @@ def search(
 
 
 class Queue:
-    """Queue of a mesh search, ordered by an upper bound of tokens/s.
+    """Best-first queue of a mesh search, ordered by an upper bound of tokens/s.
 
-    Its entries are meshes, then groups of a mesh's candidates that share all costs of layers
-    (columns), then candidates that may fit in memory; only these are timed.
+    It holds four kinds of entries, each more exact than the one before: meshes; columns, which are
+    meshes with expert settings and recomputation; candidates, which are columns with a pipeline
+    that may fit in memory; and timed candidates.
     """
 
     def __init__(
@@ -128,7 +136,7 @@ class Queue:
             micros = [config.train.micro_batch_size]
 
         def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
-            """Return the meshes that pass the rules, with each context, and the rules broken."""
+            """Return the meshes that break no rule, with their axes, and the broken rules by key."""
             passed, result.refused = [], Counter()
             for shape in shapes:
                 on_mesh = _on(config, shape)
@@ -165,18 +173,18 @@ class Queue:
             if grad == "autograd" or (adds and fp8 == "off")
         ]
         # meshes, columns, candidates, timed candidates
-        self.left = [self._spread(families, 1, 1.0), self.space.columns([])]
-        self.left += [np.empty(0, WAITING)] * 3
+        meshes = self._spread(families, 1, 1.0)
+        self.left = [meshes, meshes[:0], *[np.empty(0, WAITING)] * 3]
         self.since = 0  # candidates since the last result
 
     def highest(self) -> list[float]:
-        """Return the upper bound of the tokens/s of all that is left, by kind."""
+        """Return the highest upper bound of tokens/s among the waiting entries of each kind."""
         return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 
     def look(self) -> bool:
         """Take a step of the best-first search; return False if nothing is left.
 
-        Entries with the highest bounds are expanded into the next, more exact kind: mesh, column,
+        The entries with the highest bounds are replaced by entries of the next kind: mesh, column,
         candidate, timed candidate, result.
         """
         highest = self.highest()
@@ -194,7 +202,7 @@ class Queue:
         return most > 0
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:
-        """Return True if ``config`` breaks no rule on ``shape``; else count the rule."""
+        """Return True if ``config`` breaks no rule on ``shape``; else count the broken rule."""
         for key, broken, _, _ in mesh_rows(config, shape, self.device):
             if broken:
                 self.result.refused[key] += 1
@@ -202,15 +210,14 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return columns, bounded as if layers were spread evenly.
+        """Return the columns of ``families``, with bounds as if layers were spread evenly.
 
         Args:
             rungs: number of choices of recomputation; None: all.
             hidden: share of all-to-alls that take no time.
         """
-        columns: Array = np.concatenate(
-            in_halves(lambda part: self.space.columns(part, rungs), families)
-        )
+        timed = in_halves(lambda part: self.space.timed(part, rungs), families)
+        columns = self.space.columns(families, np.concatenate(timed))
         times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
         whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
         share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
@@ -218,7 +225,7 @@ class Queue:
         return columns
 
     def _columns(self, meshes: Array) -> list[Array]:
-        """Return the columns of meshes: with each setting of experts and each recomputation."""
+        """Return the columns of ``meshes``, with each setting of experts and of recomputation."""
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
         families = [
@@ -230,7 +237,7 @@ class Queue:
         return [self._spread(families, None, HIDDEN)]
 
     def _candidates(self, columns: Array) -> Iterator[Array]:
-        """Yield the candidates of columns that may fit, with their bounds on each pipeline."""
+        """Yield the candidates of ``columns`` on each pipeline that may fit, with their bounds."""
         config = self.config
         limit = config.cluster.memory_bytes or np.inf
         tokens = config.train.global_batch_size * config.train.seq_len
@@ -249,7 +256,10 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield the candidates whose mesh exists and has no result yet, with their exact speeds."""
+        """Yield ``waiting`` candidates with their predicted tokens/s.
+
+        Left out are those without a legal mesh, those whose mesh has a result, and those too large.
+        """
         limit = self.config.cluster.memory_bytes or np.inf
         for _, num_bytes, number, rung, family in waiting:
             layout, _ = self.layouts[number]
@@ -266,7 +276,11 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _found(self, waiting: Array) -> list[Array]:
-        """Keep a candidate, of which no other is faster, if it is the first of its mesh that fits."""
+        """Take a timed candidate as a result if it fits in memory and is the first of its mesh.
+
+        Returns:
+            An empty list: nothing follows a result.
+        """
         result = self.result
         (item,) = waiting["item"]
         if not item.fits:
@@ -279,7 +293,11 @@ class Queue:
 
 
 def in_halves(work: Callable[[Sequence[T]], Result], items: Sequence[T]) -> list[Result]:
-    """Return what ``work`` makes of ``items``; a forked process makes half of it, if it is much."""
+    """Apply ``work`` to ``items``, half of them in a forked process if they are many.
+
+    Returns:
+        One result if this process did all of it, else that of the first and of the second half.
+    """
     half = len(items) // 2
     if half < FORKED or (os.cpu_count() or 1) == 1 or "fork" not in get_all_start_methods():
         return [work(items)]
@@ -302,7 +320,11 @@ def _on(config: Config, shape: MeshShape) -> Config:
 
 
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
-    """Return the values of ``key`` that a search tries: the configured one, then ``LEVERS``."""
+    """Return the values of ``key`` that a search tries: the configured one, then ``LEVERS``.
+
+    Args:
+        fixed: keys that the user chose, which keep the configured value.
+    """
     setting = attrgetter(key)(config)
     routed = config.model.num_moe_layers and tier_of(config.model).resizable
     free = key not in fixed and (routed or key == "parallel.context")
@@ -310,7 +332,10 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
 
 
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the values of ``parallel`` for ``pp`` pipeline ranks: schedule, stages, FSDP, overlap."""
+    """Yield the settings of ``parallel`` to try on ``pp`` pipeline ranks.
+
+    They are the schedule, its stages, FSDP's policies, and overlapped all-to-alls.
+    """
     names = [("1F1B", 1)]
     if pp > 1:
         names += [("Interleaved1F1B", n) for n in STAGES] + [(name, 2) for name in V_SHAPED]
@@ -336,7 +361,7 @@ def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str,
 
 
 def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
-    """Return ``one`` with layers moved from its busiest pipeline rank to the least busy one.
+    """Return ``candidate`` with layers moved from its busiest pipeline rank to the least busy one.
 
     A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
     """
@@ -363,9 +388,12 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Yield every mesh of ``world_size`` ranks.
+    """Yield every mesh of ``world_size`` ranks that a search looks at.
 
     tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
+
+    Args:
+        fixed: keys that the user chose, such as ``mesh.tp``.
     """
     node = config.cluster.gpus_per_node
     limits = dict.fromkeys(("cp", "dp_shard", "ep_shard"), world_size)
@@ -405,7 +433,7 @@ SEARCHED = {
 
 
 def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    """Return the configuration values of ``candidate``'s ``mesh=`` preset, by section."""
+    """Return ``candidate``'s settings for its ``mesh=`` preset, by section."""
     # All axes are written: the configuration may set others itself.
     return {"mesh": {axis: getattr(candidate.mesh, axis) for axis in AXES}} | {
         section: {key: getattr(getattr(candidate.config, section), key) for key in keys.split()}

@@ -55,7 +55,7 @@ class Question:
 
 
 def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split ``argv`` into the values of the planner's own keys and all other words."""
+    """Split words of ``automoe plan`` into the planner's own ``key=value`` and all others."""
     typed = [word for word in argv if "=" in word and word.partition("=")[0] in OWN]
     return dict(word.split("=", 1) for word in typed), [word for word in argv if word not in typed]
 
@@ -155,7 +155,14 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 def _find(
     question: Question, config: Config, look: Callable[[Config, int], Search]
 ) -> tuple[Config, Search]:
-    """Search until the question is answered; return the last configuration and its result."""
+    """Search until ``question`` is answered, on more ranks or with larger values each time.
+
+    Args:
+        look: search of a configuration on a number of ranks.
+
+    Returns:
+        The configuration that was searched last with success, and the result.
+    """
     if question.kind == "fewest_gpus":
         least = min(least_ranks(config), MAX_GPUS)
         for world in (2**n for n in range(MAX_GPUS.bit_length()) if 2**n >= least):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
@@ -33,6 +34,7 @@ PARTS = tuple(
     "weights moments averages gradients gathered_weights unsharded_gradients inputs receive_buffers activations head "
     "recompute widened temporaries".split()
 )
+_parts_of = attrgetter(*PARTS)
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class RankMemory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes by field of ``PARTS``; ``peak`` is their sum."""
-        return {name: getattr(self, name) for name in PARTS}
+        """Bytes by kind of memory, such as ``activations``; ``peak`` is their sum."""
+        return dict(zip(PARTS, _parts_of(self), strict=True))
 
     @property
     def peak(self) -> float:
-        return sum(self.parts.values())
+        return sum(_parts_of(self))
 
 
 class LayerKind(NamedTuple):
@@ -99,7 +101,7 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
 
 
 class Sizes:
-    """Bytes of parameters, moments and gradients on one rank of a mesh."""
+    """Bytes that a rank of ``mesh`` holds of given parameters: weights, moments and gradients."""
 
     def __init__(self, config: Config, mesh: MeshShape) -> None:
         self.config = config
@@ -119,7 +121,7 @@ class Sizes:
         return self.compute if narrow else self.wide
 
     def weights(self, params: Sequence[Param]) -> int:
-        """Return the bytes of the sharded stored weights."""
+        """Return the bytes of the shards of ``params`` that the rank stores."""
         return sum(
             local_numel(param, self.mesh) * param.bytes_each(self.weights_each(param))
             for param in params
@@ -136,7 +138,7 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` while unsharded, in the compute dtype.
+        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype.
 
         Router parameters are always wide, because routers multiply in at least float32.
         """
@@ -170,7 +172,7 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
 
 
 def rows_of(param: Param, mesh: MeshShape) -> int:
-    """Return the number of rows of ``param``, which has no expert dim, on a rank of tp."""
+    """Return the size of dim 0 of a parameter outside experts, on a rank of tp."""
     return param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
 
 
@@ -183,7 +185,7 @@ def gathered_numel(param: Param, mesh: MeshShape) -> int:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Bytes of one layer of a stage."""
+    """Bytes of one layer of a pipeline stage, for one micro-batch."""
 
     kept: float  # activations that a micro-batch keeps
     workspaces: list[Workspace]
@@ -195,7 +197,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Bytes of one pipeline stage on one rank.
+    """Bytes of one pipeline stage on one rank; it yields the memory at each moment of a pass.
 
     ``received`` are activations from the previous stage, ``border`` those sent to the next one.
     """
@@ -224,7 +226,7 @@ class StagePlan:
         )
 
     def loss(self, adds: bool, others: float = 0.0) -> RankMemory:
-        """Return the memory at the end of a micro-batch's forward pass.
+        """Return the memory at the end of a micro-batch's forward pass, where the loss is computed.
 
         Args:
             adds: unsharded gradients of earlier micro-batches exist.
@@ -315,10 +317,13 @@ def plan_stage(
     before: int,
     last: bool,
 ) -> StagePlan:
-    """Plan the memory of the pipeline stage with the parameters ``params`` of ``layers``.
+    """Compute the bytes of one pipeline stage.
 
     Args:
+        layers: numbers of the stage's layers.
+        params: all parameters that the stage stores.
         before: hidden states from the previous stage; 0 for the first stage.
+        last: the stage has the output head.
     """
     model = config.model
     mesh = sizes.mesh
@@ -429,12 +434,12 @@ _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "ro
 def adapter_activation_bytes(
     config: Config, layer: int, load: TokenLoad, recompute: frozenset[str]
 ) -> float:
-    """Return the bytes that a layer's adapters keep for their backward pass.
+    """Return the bytes that the LoRA adapters of a layer keep for their backward pass.
 
-    An adapter keeps ``x A.T``, r numbers per token, or per expert row for gate and up.
+    An adapter of rank r keeps r numbers per token, or per expert row for gate and up.
 
     Args:
-        recompute: parts of the layer that are recomputed.
+        recompute: modules of the layer that are recomputed.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     num_bytes = 0.0

@@ -93,7 +93,7 @@ class StepTime:
 
 @dataclass
 class Stage:
-    """Seconds of one micro-batch in a pipeline stage, and the bytes that FSDP moves for it."""
+    """Passes of one micro-batch in a pipeline stage, and the bytes that FSDP moves for it."""
 
     passes: Passes
     # hidden states of a micro-batch from the previous stage, and to the next one
@@ -109,7 +109,7 @@ class Stage:
 
     @cached_property
     def times(self) -> StageTimes:
-        """Stage times in the form that the pipeline simulation takes."""
+        """Seconds of the stage, as the pipeline simulation takes them."""
         sent = sum(half.communication.get("ep", NOTHING).seconds for half in self.passes)
         forward, backward = (
             half.seconds + cost.seconds for half, cost in zip(self.passes, self.each, strict=True)
@@ -241,7 +241,12 @@ def hides_all_to_alls(config: Config) -> bool:
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
-    """Return a step's simulated actions, and recomputation's share of each stage's backward."""
+    """Simulate a step for its plot.
+
+    Returns:
+        The actions of all pipeline ranks with start and end, and for each stage the share of its
+        backward pass that recomputation takes.
+    """
     batch = plan_batch(config, mesh)
     place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
     stages = _stages(place)
@@ -263,7 +268,13 @@ def _border(place: Place) -> Cost:
 
 
 def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, float]]:
-    """Return three totals of a step by axis: exposed seconds, bytes, bytes that leave the node."""
+    """Return exposed seconds, bytes sent, and bytes that leave the node, each by mesh axis.
+
+    Args:
+        stages: stages of one pipeline rank.
+        count: number of micro-batches in the step.
+        border: cost of sending one hidden state to the next rank.
+    """
     total = dict.fromkeys(AXES, NOTHING) | {
         "pp": border * (count * sum(sum(stage.states) for stage in stages))
     }
@@ -279,7 +290,7 @@ def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, fl
 
 
 def _stages(place: Place) -> list[Stage]:
-    """Return every pipeline stage; stages with equal layers are one object."""
+    """Return the times of every pipeline stage; stages with equal layers are one object."""
     config = place.config
     split = stage_layers(config, place.mesh)
     kinds = [layer_kind(config, layer) for layer in config.model.all_layers]
@@ -309,7 +320,7 @@ def _stages(place: Place) -> list[Stage]:
 
 
 def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes) -> None:
-    """Add the time and the bytes of ``number`` layers like ``layer`` to ``stage``, in place."""
+    """Add ``number`` layers with the time ``times`` and the bytes of ``layer`` to ``stage``, in place."""
     config = place.config
     mesh = place.mesh
     cpu = config.cluster.gpu == "cpu"
@@ -342,7 +353,7 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
 
 
 def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool) -> None:
-    """Add the embedding (or a copy) if ``embeds``, and the head with its loss if ``last``."""
+    """Add the embedding, if the stage ``embeds``, and the head with its loss, if it is the ``last``."""
     model = place.config.model
     numel = model.vocab_size * model.hidden_size // place.mesh.tp
     trained = place.config.lora.rank == 0
@@ -358,7 +369,7 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
 
 
 def _fsdp(place: Place, stage: Stage) -> None:
-    """Set a stage's exposed FSDP collectives: ``once`` per step and ``each`` per micro-batch."""
+    """Set the stage's FSDP collectives that compute does not hide, per step and per micro-batch."""
     config = place.config
     mesh = place.mesh
     machine = place.machine

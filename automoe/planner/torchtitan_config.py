@@ -49,7 +49,7 @@ _NOT_SHAPE = ("hf_path", "upcycle", "initializer_range")
 
 
 def titan_model(model: ModelConfig) -> tuple[str, str]:
-    """Return torchtitan's module and flavour of the same model.
+    """Return torchtitan's names of the same model: (module, flavour), as ``("qwen3", "8B")``.
 
     Raises:
         ConfigError: torchtitan has no such model; the message lists the models that it has.
@@ -80,7 +80,7 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 
 # fmt: off
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
-    """Yield the rules under which torchtitan trains the same model on the same mesh."""
+    """Yield the rules of an export: what torchtitan cannot train as this configuration says."""
     model = config.model
     train = config.train
     routed = model.num_moe_layers > 0
@@ -173,7 +173,9 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
 
 
 def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
-    """Return a module's source, whose function ``name`` returns torchtitan's ``Trainer.Config``.
+    """Return the source of a Python module with torchtitan's configuration of the same training.
+
+    Its function ``name`` returns a ``Trainer.Config``.
 
     Raises:
         ConfigError: torchtitan cannot train this configuration; the message says what would work.
@@ -239,7 +241,7 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _stages(config: Config, mesh: MeshShape) -> str:
-    """Return the module names of every pipeline stage, as Python source."""
+    """Return the module names of every pipeline stage as Python source, a list of lists."""
     if mesh.pp == 1:
         return "None"
     held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]

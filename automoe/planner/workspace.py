@@ -43,7 +43,7 @@ _WHOLE_ROWS = {"swiglu": 1, "clamped_swiglu": 5}
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes in the backward pass of one part of a layer.
+    """Bytes that one part of a layer, such as its attention, needs in its backward pass.
 
     Attributes:
         done: kept activations of the layer that are already freed.
@@ -64,11 +64,10 @@ def layer_workspaces(
     expert_numbers: int,
     ffn_numbers: int,
 ) -> list[Workspace]:
-    """Return the backward workspace of each part of a layer, in the order of the backward pass.
-
-    A workspace is the bytes freed by then, computed again, and temporary.
+    """Return the bytes that each part of a layer needs, in the order of the backward pass.
 
     Args:
+        recompute: recomputed modules of the layer.
         expert_numbers: number of parameters of the rank's routed experts in this layer.
         ffn_numbers: number of parameters of the layer's dense or shared FFN on this rank.
     """

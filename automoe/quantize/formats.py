@@ -46,9 +46,9 @@ class Quantized:
 
 
 def tile_amax(x: Tensor, tile: Tile) -> Tensor:
-    """Return the largest magnitude of each tile in float32; zero for an empty matrix.
+    """Return the largest magnitude of each tile (numbers that share a scale) in float32.
 
-    Shapes: [..., R, C] -> [..., tiles down, tiles across].
+    It is zero for an empty matrix. Shapes: [..., R, C] -> [..., tiles down, tiles across].
     """
     x = x.detach()
     if tile == WHOLE:

@@ -26,11 +26,12 @@ _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this
 
 
 class _Product(torch.autograd.Function):
-    """Float8 product that saves x and the weight unquantized and quantizes both again in backward.
+    """Autograd function: float8 product that saves x and weight unquantized.
 
-    The weight is not quantized again if ``scaling.cached`` holds its codes. Other operations save x
-    anyway (other products with the same input, attention's backward, the router), so saved codes
-    would be a second copy. FSDP owns the weight and may free it between forward and backward.
+    Its backward quantizes both again, but the weight not if ``scaling.cached`` holds its codes.
+    Other operations save x anyway (other products with the same input, attention's backward, the
+    router), so saved codes would be a second copy. FSDP owns the weight and may free it between
+    forward and backward.
     """
 
     @staticmethod
@@ -86,7 +87,7 @@ class QuantizedProduct(nn.Module):
 
 
 def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return a [M, K] @ b [N, K].T as [M, N] in ``dtype``.
+    """Return the product a [M, K] @ b [N, K].T of quantized operands as [M, N] in ``dtype``.
 
     The tiles of the operands are ``LINE`` and ``LINE``, ``LINE`` and ``BLOCK``, or ``WHOLE`` and
     ``WHOLE``. Both operands are contiguous along the summed dim, as Hopper's float8 units need.
@@ -108,7 +109,7 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(q: Quantized, step: int) -> Quantized:
-    """Pad both dims of the codes with zeros to multiples of ``step``.
+    """Return ``q`` with both dims of the codes padded with zeros to multiples of ``step``.
 
     Zeros change no sum. ``BLOCK`` and ``WHOLE`` scales already cover full tiles; ``LINE`` scales
     get a row of ones for each new row.

@@ -26,22 +26,22 @@ _SCALE = 4  # bytes
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Return True if ``weight`` holds packed blocks (uint8)."""
+    """Return True if ``weight`` holds a quantized matrix as blocks of bytes (uint8)."""
     return weight.dtype == torch.uint8
 
 
 def base_of(weight: Tensor) -> str:
-    """Return the value of ``lora.base`` (``fp8`` or ``nf4``) that made a packed ``weight``."""
+    """Return the format, ``fp8`` or ``nf4``, of a weight that is stored as blocks of bytes."""
     return _KINDS[weight.shape[-1]]
 
 
 def block_size(weight: Tensor) -> int:
-    """Return how many numbers a block of a packed ``weight`` holds."""
+    """Return how many numbers each block of bytes of a quantized ``weight`` holds."""
     return BASE_BLOCKS[base_of(weight)][0]
 
 
 def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Join fp8 codes and their scales to uint8 blocks [R, ceil(C / 128), 132].
+    """Join fp8 codes and their scales to blocks of bytes, uint8 [R, ceil(C / 128), 132].
 
     Args:
         codes: [R, C] float8_e4m3fn.
@@ -53,7 +53,7 @@ def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack_nf4(numbers: Tensor) -> Tensor:
-    """Quantize float32 [..., R, C] to nf4 blocks, uint8 [..., R, ceil(C / 64), 36].
+    """Quantize float32 [..., R, C] to nf4 blocks of bytes, uint8 [..., R, ceil(C / 64), 36].
 
     bitsandbytes rounds the numbers, on the device of ``numbers``.
 
@@ -72,12 +72,12 @@ def _joined(codes: Tensor, scales: Tensor) -> Tensor:
 
 @torch.no_grad()
 def unpack(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Widen packed blocks to [..., R, columns] in ``dtype``; return any other tensor as it is.
+    """Dequantize blocks of bytes to [..., R, columns]; return other tensors as they are.
 
     Each number is rounded from float32 once.
 
     Args:
-        weight: packed blocks [..., R, blocks, bytes], or a tensor that is not packed.
+        weight: blocks [..., R, blocks, bytes] (uint8), or a tensor that is not quantized.
         columns: columns of the matrix, without the padding of the last block.
         dtype: dtype of the result.
     """
@@ -95,7 +95,7 @@ def unpack(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode blocks [R, blocks, bytes] to [R, blocks, numbers per block], float32 or ``dtype``."""
+    """Dequantize [R, blocks, bytes] to [R, blocks, numbers per block], float32 or ``dtype``."""
     codes = blocks[..., :-_SCALE]
     scales = blocks[..., -_SCALE:].contiguous().view(torch.float32)
     if base_of(blocks) == "fp8":
@@ -120,7 +120,10 @@ def _bitsandbytes() -> ModuleType:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """``F.linear`` of a packed weight: saves only the bytes and widens them again in backward."""
+    """Autograd function: ``F.linear`` of a quantized weight, of which it saves the bytes.
+
+    The backward dequantizes them again.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -137,7 +140,7 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``F.linear`` of a weight [O, I], or of a packed weight that stands for one.
+    """Return ``F.linear`` of a weight [O, I], which may be quantized to blocks of bytes.
 
     Shapes: x [..., I], bias [O] or None -> [..., O].
     """

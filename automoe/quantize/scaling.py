@@ -41,7 +41,7 @@ def _one_rank(amax: Tensor) -> Tensor:
 
 
 class _Weights(nn.Module):
-    """Scaling of one product, which can cache the scales and codes of its weight.
+    """Base of the scaling rules of one float8 product; it can cache its quantized weight.
 
     Attributes:
         cached: cached results by name while the weight does not change, so that all micro-batches,
@@ -51,11 +51,11 @@ class _Weights(nn.Module):
     cached: dict[str, Any] | None = None
 
     def weight_scales(self, weight: Tensor) -> Any:
-        """Return the scales of w [..., N, K]. Collective, unless they are cached."""
+        """Return the scales of the weight [..., N, K]. Collective, unless they are cached."""
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:
-        """Quantize w [..., N, K], with its ``weight_scales``."""
+        """Quantize the weight [..., N, K] to float8 with the result of ``weight_scales``."""
         return self._once("codes", lambda: self.quantize(weight, scales, W))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -67,7 +67,7 @@ class _Weights(nn.Module):
 
 
 class Tensorwise(_Weights):
-    """One scale per matrix, from the matrix's own largest number ("current scaling").
+    """Scaling rule: one scale per matrix, from its own largest number ("current scaling").
 
     Args:
         gradients: float8 dtype of gradients.
@@ -91,6 +91,9 @@ class Tensorwise(_Weights):
 
         The scale depends only on the largest number of ``tensor``. To quantize the operand a second
         time, pass the same scale again.
+
+        Args:
+            operand: ``X``, ``W`` or ``GRAD``.
         """
         amax = self.amax(tile_amax(tensor, WHOLE), operand)
         return scales_for(amax, self.formats[operand])
@@ -99,7 +102,7 @@ class Tensorwise(_Weights):
         """Return the largest number [..., 1, 1] that the scale of ``operand`` must represent.
 
         Args:
-            local: [..., 1, 1] largest number of this rank's part.
+            local: [..., 1, 1] largest number of this rank's shard.
             operand: ``X``, ``W`` or ``GRAD``.
         """
         # A max-reduction over ranks may ignore NaN, so NaN becomes infinity.
@@ -110,6 +113,10 @@ class Tensorwise(_Weights):
         """Quantize x [R, C], w [..., N, K] or grad [R, C] for the product that sums over columns.
 
         ``transposed`` turns the result for x and w into the form for the product over rows.
+
+        Args:
+            scales: result of ``scales`` for the tensor.
+            operand: ``X``, ``W`` or ``GRAD``.
         """
         assert scales is not None
         return encode(tensor, scales, self.formats[operand], WHOLE)
@@ -128,10 +135,10 @@ class Tensorwise(_Weights):
 
 
 class Delayed(Tensorwise):
-    """One scale per matrix, from the largest number of the last ``HISTORY`` steps.
+    """Scaling rule: one scale per matrix, from the largest number of the last ``HISTORY`` steps.
 
     This is delayed scaling (arXiv 2209.05433, section 3). An operand without a history is scaled by
-    its own largest number, as in ``Tensorwise``.
+    its own largest number.
 
     Attributes:
         history: buffer [3, HISTORY], saved and equal on all ranks: largest numbers of past steps.
@@ -182,10 +189,7 @@ class Delayed(Tensorwise):
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:
-        """Move the largest numbers since the last call into the history if ``remember`` is True.
-
-        Otherwise the numbers are dropped.
-        """
+        """Move the step's largest numbers into the history if ``remember``, else drop them."""
         if remember:
             self.history.copy_(torch.cat((self.seen.unsqueeze(1), self.history[:, :-1]), dim=1))
             self.known = None
@@ -198,8 +202,8 @@ def clipped_share(history: Tensor, seen: Tensor) -> Tensor:
     Clipped numbers became the largest code. Operands without a history never count as clipped.
 
     Args:
-        history: [..., HISTORY], as in ``Delayed``.
-        seen: [...], as in ``Delayed``.
+        history: [..., HISTORY] largest numbers of past steps.
+        seen: [...] largest numbers of this step.
 
     Returns:
         A float32 scalar.
@@ -212,14 +216,14 @@ def clipped_share(history: Tensor, seen: Tensor) -> Tensor:
 
 
 class Blockwise(_Weights):
-    """One scale per 1 x 128 tile of activations and gradients and per 128 x 128 tile of weights.
+    """Scaling rule: a scale per 1 x 128 tile of activations and gradients, 128 x 128 of weights.
 
     All operands are e4m3. The tiles are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); all
     scales are powers of two.
     """
 
     def scales(self, tensor: Tensor, operand: int) -> None:
-        """Return None: a rank holds full tiles and computes scales together with their codes."""
+        """Return None: ``quantize`` computes scales of tiles, which need no other rank."""
 
     def quantize(self, tensor: Tensor, scales: Tensor | None, operand: int) -> Quantized:
         return quantize(tensor, E4M3, BLOCK if operand == W else LINE)

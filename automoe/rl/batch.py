@@ -46,21 +46,23 @@ Values = float | Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of a batch: tokens, which of them are trained, and what is known of each.
+    """One token sequence of a batch from outside, with its loss mask and the numbers a loss needs.
+
+    Callers of ``Session`` make samples; index i of every field belongs to token i.
 
     Attributes:
         tokens: [n] token ids, n >= 2.
         mask: [n] bool, True for tokens that are trained (those of an answer); False at index 0.
-        values: by name, one number for the sample or [n, ...] numbers, of which those of tokens
-            that are not trained are never read. The losses of ``automoe.rl.losses`` read
-            ``advantages``, ``old_log_probs`` (of the weights before the update),
-            ``sampler_log_probs`` (of the engine), ``ref_log_probs`` and ``weights``.
-        routes: [n - 1, L, K] experts that the engine chose, which the training step repeats; a line
-            of -1 routes by the router (``automoe.rl.routes``). None: the router chooses.
+        values: name -> one number for the sample, or [n, ...] numbers; entries of untrained tokens
+            are ignored. The losses of ``automoe.rl.losses`` read ``advantages``, ``old_log_probs``
+            (by the weights before the update), ``sampler_log_probs`` (by the engine),
+            ``ref_log_probs`` (by the reference model) and ``weights``.
+        routes: [n - 1, L, K] expert ids that the engine chose, which the training step repeats.
+            Where all K ids are -1, the router chooses. None: the router always chooses.
         candidates: for each token the ids that top-p or top-k sampling left, empty for all ids;
             log-probabilities are then taken over these ids. None: over all ids everywhere.
-        scored_ids: [n, K] ids whose log-probabilities a loss wants beside the token's own
-            (``LossInputs.scored``), such as a teacher's likeliest.
+        scored_ids: [n, K] further ids whose log-probabilities the loss gets in
+            ``LossInputs.scored``, such as a teacher's K likeliest ids.
     """
 
     tokens: Sequence[int] | torch.Tensor
@@ -74,10 +76,11 @@ class Sample:
     def of_answer(
         cls, prompt: Sequence[int], answer: Sequence[int], routes: Any = None, **values: Values
     ) -> Sample:
-        """Return the sample of an answer to a prompt, whose tokens alone are trained.
+        """Return the sample of an answer to a prompt; only the tokens of the answer are trained.
 
         Args:
-            values: by name, one number for the sample, or one for each token of the answer.
+            routes: [P + A - 1, L, K] expert ids for prompt and answer, without the last token.
+            values: name -> one number for the sample, or one for each token of the answer.
 
         Raises:
             DataError: a value is no number.
@@ -99,15 +102,16 @@ Fields = dict[str, torch.Tensor]  # tensors of a checked sample, by the name of 
 
 @dataclass(frozen=True)
 class Packed:
-    """The rows of one data-parallel rank, as CPU tensors.
+    """The packed rows of one data-parallel rank, as CPU tensors; ``pack`` makes them.
 
     Attributes:
-        rows: tokens, labels, positions and documents; a sample is a document.
-        values: by name [R, S, ...]: the samples' values, and ``places`` int64: the number of the
+        rows: tokens, labels, positions and document ids; each sample is a document.
+        values: name -> [R, S, ...]: the samples' values, and ``places`` int64: the index of the
             predicted token among all tokens of the batch, -1 if it is not trained.
-        routes: [R, S, L, K] int16, -1 at positions that route by the router; None: all do.
+        routes: [R, S, L, K] int16 expert ids, -1 where the router chooses; None: it chooses
+            everywhere.
         lengths: [N] number of tokens of each sample of the whole batch.
-        micro_batch_rows: rows of a micro-batch.
+        micro_batch_rows: number of rows of a micro-batch.
     """
 
     rows: StepBatch
@@ -118,10 +122,13 @@ class Packed:
 
 
 def checked_fields(sample: Sample, model: ModelConfig, max_tokens: int) -> Fields:
-    """Return the tensors of a sample; of values one number a token, of candidates [n, most], -1 behind.
+    """Check one sample against the model; return its fields as tensors by name.
+
+    A value that is one number becomes [n]. ``candidates`` becomes [n, longest list], filled up with
+    -1.
 
     Raises:
-        DataError: names the field.
+        DataError: a field is wrong; the message names it.
     """
     if not isinstance(sample, Sample) or not isinstance(sample.values, Mapping):
         raise DataError("field values: expected a Sample, whose values are a dictionary by name")
@@ -196,15 +203,17 @@ def _require(holds: bool, name: str, rule: str) -> None:
 def check_batch(
     batch: Batch, model: ModelConfig, max_tokens: int, reads: Sequence[str] = ()
 ) -> list[Fields]:
-    """Return the checked samples; every rank raises alike, before anything else. Collective.
+    """Check all samples of a batch on every rank; return the fields of each. Collective.
+
+    If any rank finds an error, every rank raises that error.
 
     Args:
-        max_tokens: longest row.
+        max_tokens: length of the longest row, ``train.seq_len``.
         reads: names of values that the loss reads.
 
     Raises:
-        DataError: a sample is wrong, on any rank, or ranks were handed different samples. The
-            message names the sample's number and its field.
+        DataError: a sample is wrong, on any rank, or the ranks have different samples. The message
+            names the sample's index and its field.
     """
     samples: list[Fields] = []
     problem = None
@@ -244,7 +253,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _check_shapes(first: Fields, fields: Fields, reads: Sequence[str]) -> None:
-    """Raise unless both samples have the same values, of the same shapes, and all that are read."""
+    """Raise ``DataError`` unless a sample has the values of sample 0, of the same shapes per token.
+
+    It must also have all values that the loss ``reads``.
+    """
     expected, shapes = (
         {n: [*t.shape[1:]] for n, t in each.items() if n not in ("routes", "candidates")}
         for each in (first, fields)
@@ -262,12 +274,12 @@ def _check_shapes(first: Fields, fields: Fields, reads: Sequence[str]) -> None:
 
 
 def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) -> Packed:
-    """Return the rows of one data-parallel rank: every ``shape.dp``-th of those that are filled.
+    """Pack the samples of a batch into rows; return the rows of one data-parallel rank.
 
-    Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
-    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
-    positions, and the number of micro-batches is one that the pipeline's schedule can run. Rows that
-    nothing fills are padding.
+    Filled rows are dealt to the data-parallel ranks in turn; padding rows make their numbers equal.
+    Rows are as long as the longest sample, rounded up to what the mesh can shard: attention over
+    longer rows would cost more. A micro-batch has at most ``train.micro_batch_size *
+    train.seq_len`` positions, and the pipeline's schedule can run the number of micro-batches.
     """
     train = config.train
     lengths = [len(fields["tokens"]) for fields in samples]
@@ -304,7 +316,15 @@ def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) 
 
 
 def _columns(fields: Fields, document: int, start: int, widest: int) -> Fields:
-    """Return [n - 1, ...] of a sample, by name: values of the token that each position predicts."""
+    """Return a sample's row entries by name, [n - 1, ...]: inputs, labels and values.
+
+    Position i holds token i as input and the label, values and ``places`` of token i + 1.
+
+    Args:
+        document: index of the sample in its row.
+        start: index of the sample's token 0 among all tokens of the batch.
+        widest: length of the longest list of ``candidates`` in the batch.
+    """
     trained = fields["mask"][1:]
     index = torch.arange(len(trained))
     columns = {

@@ -13,7 +13,6 @@ import base64
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,12 +31,13 @@ from automoe.rl.weights import WeightStream
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer.
+    """One sampled answer of an engine to one prompt of P tokens.
 
     Attributes:
-        tokens: ids, with the one that ended the answer.
-        log_probs: log-probability of each token under the distribution that it was drawn from.
-        routes: [P + A - 1, L, K] experts of every token but the last; None if the engine tells none.
+        tokens: [A] ids, including the id that ended the answer.
+        log_probs: [A] log-probability of each token under the distribution that it was drawn from.
+        routes: [P + A - 1, L, K] expert ids of every token but the last; None if the engine returns
+            no expert ids.
     """
 
     tokens: list[int]
@@ -45,7 +45,7 @@ class Answer:
     routes: torch.Tensor | None = None
 
     def as_json(self) -> tuple[Any, ...]:
-        """Return the fields as plain JSON; routes as their shape and base64 of 16-bit numbers."""
+        """Return (tokens, log_probs, routes); routes as [shape, base64 of int16], or None."""
         if self.routes is None:
             return self.tokens, self.log_probs, None
         lines = self.routes.cpu().numpy().astype("<i2")
@@ -53,7 +53,7 @@ class Answer:
 
     @classmethod
     def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
-        """Return the answer of ``as_json``."""
+        """Return the answer from the three values that ``as_json`` returns."""
         if routes is not None:
             shape, text = routes
             lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)
@@ -63,12 +63,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine answers prompts; the same weights and seed give the same answers.
+    """Sampling parameters of a call of an engine; equal weights and seed give equal answers.
 
     Attributes:
-        num: answers to each prompt.
-        max_tokens: most tokens of an answer.
-        stops: tokens that end an answer.
+        num: number of answers to each prompt.
+        max_tokens: largest number of tokens of an answer.
+        stops: ids of tokens that end an answer.
     """
 
     num: int
@@ -79,64 +79,65 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """What a loop asks of an engine; every rank makes each call.
+    """Interface of an inference engine that answers prompts; every rank makes each call.
 
     Attributes:
-        options: options of the ``WeightStream`` that the engine takes.
+        options: keyword arguments of the ``WeightStream`` that ``update`` takes.
     """
 
     options: dict[str, Any]
 
     def update(self, stream: WeightStream) -> None:
-        """Take new weights."""
+        """Load the weights of ``stream`` into the engine. Collective."""
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
-        """Return the answers to each prompt."""
+        """Return for each prompt (token ids) its ``how.num`` answers, the same on every rank."""
 
 
 def gaps_of(
     answers: Sequence[Answer], scores: dict[str, list[list[Any]]], bound: float
 ) -> dict[str, float]:
-    """Return how far the engine's log-probabilities are from the trainer's, for the record.
+    """Return the gap |log-probability of the engine - of the trainer| over all answers, in nats.
 
     Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
     experts are scrambled, is off by tenths or more.
 
     Args:
-        scores: of each answer ``old_log_probs``, the trainer's, and ``differing``, which is taken out:
-            ``LogProbs.first_differing``, if there are routes.
+        scores: ``old_log_probs``: for each answer the trainer's log-probabilities of its tokens; if
+            there are routes also ``differing``: for each token ``LogProbs.first_differing``. This
+            function removes ``differing``.
+        bound: largest allowed mean.
 
     Returns:
-        ``engine_gap`` and ``engine_gap_max``, and by what the routes say: ``engine_gap.same`` of
-        tokens whose experts all layers would choose, ``engine_gap.layer_N`` of those for which MoE
-        layer N is the first that would not.
+        ``engine_gap`` (mean) and ``engine_gap_max``. With routes also the mean of
+            ``engine_gap.same``: tokens for which router and engine agree in all layers, and of
+            ``engine_gap.layer_N``: tokens for which MoE layer N is the first where they do not.
 
     Raises:
         BackendError: the mean is above ``bound``.
     """
-    theirs = list(chain(*(answer.log_probs for answer in answers)))
-    ours = list(chain(*scores["old_log_probs"]))
-    gaps = [abs(engine - trainer) for engine, trainer in zip(theirs, ours, strict=True)]
-    mean = sum(gaps) / len(gaps)
+    theirs = np.concatenate([answer.log_probs for answer in answers])
+    ours = np.concatenate(scores["old_log_probs"])
+    gaps = np.abs(theirs - ours)
+    mean = float(gaps.mean())
     if not mean <= bound:  # so that NaN fails
-        at = max(range(len(gaps)), key=gaps.__getitem__)
+        at = gaps.argmax()
         raise BackendError(
             f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
             f"(allowed {bound:g}; token {at}: {theirs[at]:.3f} and {ours[at]:.3f}): it has other weights, or "
             "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
         )
-    by_layer: dict[int, list[float]] = {}
-    for layer, gap in zip(chain(*scores.pop("differing", ())), gaps, strict=False):
-        by_layer.setdefault(layer, []).append(gap)
-    means = {
-        "engine_gap." + ("same" if layer < 0 else f"layer_{layer}"): sum(some) / len(some)
-        for layer, some in sorted(by_layer.items())
-    }
-    return {"engine_gap": mean, "engine_gap_max": max(gaps), **means}
+    numbers = {"engine_gap": mean, "engine_gap_max": float(gaps.max())}
+    if differing := scores.pop("differing", None):
+        layers = np.concatenate(differing)
+        for layer in np.unique(layers):
+            name = "same" if layer < 0 else f"layer_{int(layer)}"
+            numbers[f"engine_gap.{name}"] = float(gaps[layers == layer].mean())
+    return numbers
 
 
 class TransformersEngine:
-    """``generate`` of transformers in the ranks of the training, each with a whole copy of the model."""
+    """Engine that runs transformers' ``generate`` in the training ranks, each with a full model."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -168,16 +169,15 @@ class TransformersEngine:
     @torch.no_grad()
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         ranks = Ranks()
-
+        numbered = list(enumerate(prompts))
         # A call answers one prompt, so its numbers do not depend on the number of ranks.
-        def answers() -> dict[int, list[Answer]]:
-            return {
-                index: self._answers(prompts[index], replace(how, seed=how.seed + index))
-                for index in range(ranks.rank, len(prompts), ranks.size)
-            }
-
-        groups = {index: group for theirs in ranks.all(answers) for index, group in theirs.items()}
-        return [groups[index] for index in range(len(prompts))]
+        by_rank = ranks.all(
+            lambda: [
+                self._answers(prompt, replace(how, seed=how.seed + number))
+                for number, prompt in numbered[ranks.rank :: ranks.size]
+            ]
+        )
+        return [by_rank[number % ranks.size][number // ranks.size] for number, _ in numbered]
 
     def _answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         from transformers import GenerationConfig
@@ -212,13 +212,11 @@ class TransformersEngine:
             ]
             routes = torch.stack(layers, dim=2)
         answers = []
-        for row, (tokens, log_probs) in enumerate(
-            zip(new_NA.tolist(), log_probs_NA.tolist(), strict=True)
-        ):
+        for row, tokens in enumerate(new_NA.tolist()):
             ends = (at for at, token in enumerate(tokens, 1) if token in how.stops)
             size = next(ends, len(tokens))
             lines = None
             if routes is not None:  # a copy: a view would take all answers along to other ranks
                 lines = routes[row, : len(prompt) + size - 1].to("cpu", ROUTES_DTYPE, copy=True)
-            answers.append(Answer(tokens[:size], log_probs[:size], lines))
+            answers.append(Answer(tokens[:size], log_probs_NA[row, :size].tolist(), lines))
         return answers

@@ -16,7 +16,7 @@ from automoe.training.context import RunContext
 
 
 def open_engine(config: Config, context: RunContext) -> Engine:
-    """Return the engine of a run. Collective."""
+    """Start or connect to the engine that ``recipe_args.sampler`` names. Collective."""
     args = config.recipe_args
     if args.sampler == "generate":
         return TransformersEngine(config, context.device)
@@ -26,7 +26,11 @@ def open_engine(config: Config, context: RunContext) -> Engine:
 
 
 def teacher_of(config: Config, num_ranks: int) -> Config:
-    """Return the configuration of the teacher's session: the model of its folder."""
+    """Return the configuration to load the teacher model ``recipe_args.teacher`` on the run's mesh.
+
+    Raises:
+        ConfigError: the teacher has another vocabulary size, or cannot run with these settings.
+    """
     path = config.recipe_args.teacher
     model, ids = model_config_from_hf(path), config.model.vocab_size
     if model.vocab_size != ids:

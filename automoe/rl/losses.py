@@ -36,7 +36,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Correction:
-    """Weight of each token for the mismatch of the trainer and the engine: w = old / mu.
+    """Importance weight w = old / mu of a token: probability by the trainer over the engine's.
 
     - ``truncate``: min(w, high) (truncated importance sampling).
     - ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855).
@@ -69,7 +69,8 @@ def group_advantages(
     """Return (reward - mean of its group) / (deviation + epsilon), 0 in a group of equal rewards.
 
     Args:
-        rewards: those of the first prompt's answers, then those of the second's, and so on.
+        rewards: those of the first prompt's answers (a group), then those of the second's, and so
+            on.
         scale: False leaves the division out (Dr. GRPO). The deviation divides by group_size - 1.
     """
     if group_size < 1 or len(rewards) % group_size:
@@ -85,46 +86,43 @@ def group_advantages(
 
 
 def trained(inputs: LossInputs) -> Tensor:
-    """Return [B, S] bool, True for trained tokens."""
+    """Return [B, S] bool: True for trained tokens, False for prompts and padding."""
     return inputs.labels >= 0
 
 
 def log_ratio(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return log r [B, S], 0 for tokens that are not trained."""
+    """Return log(pi / old) of each token, [B, S]; 0 for tokens that are not trained."""
     return torch.where(trained(inputs), -nll_BS - inputs.given["old_log_probs"], 0.0)
 
 
 def sum_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return for each token the sum over its sample's trained tokens, on all ranks of ``cp``.
-
-    The result has no gradient.
-    """
+    """Return [B, S]: at each token the detached sum of ``x_BS`` over the sample's trained ones."""
     sums_BD = inputs.sum_by_document(torch.where(trained(inputs), x_BS.detach(), 0.0))
     doc_ids = torch.zeros_like(inputs.labels) if inputs.doc_ids is None else inputs.doc_ids
     return sums_BD.gather(1, doc_ids.clamp_min(0))
 
 
 def length_of_sample(inputs: LossInputs, dtype: torch.dtype) -> Tensor:
-    """Return for each token the number of its sample's trained tokens, at least 1."""
+    """Return [B, S]: at each token the number of its sample's trained tokens, at least 1."""
     return sum_of_sample(trained(inputs).to(dtype), inputs).clamp_min(1)
 
 
 def mean_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return for each token the mean over its sample's trained tokens, without a gradient."""
+    """Return [B, S]: at each token the detached mean of ``x_BS`` over the sample's trained ones."""
     return sum_of_sample(x_BS, inputs) / length_of_sample(inputs, x_BS.dtype)
 
 
 def kl(nll_BS: Tensor, inputs: LossInputs, kind: KL = "k3") -> Tensor:
-    """Return an estimate of KL(pi || ref) for each token, d = log pi - log ref.
+    """Return an estimate of KL(pi || ref) for each token, [B, S], with d = log pi - log ref.
 
     - ``k1``: d. ``k2``: d^2 / 2. ``k3``: exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
-    - ``k3_weighted``: r k3, whose gradient is unbiased (DeepSeek-V3.2, arXiv 2512.02556).
+    - ``k3_weighted``: (pi / old) k3, whose gradient is unbiased (DeepSeek-V3.2, arXiv 2512.02556).
     - ``k3_by_k2``: the value of k3 with the gradient of k2, which is unbiased on policy.
     """
     d_BS = torch.where(trained(inputs), -nll_BS - inputs.given["ref_log_probs"], 0.0)
     if kind == "k1":
         return d_BS
-    k2_BS, k3_BS = d_BS**2 / 2, torch.expm1(-d_BS) + d_BS
+    k2_BS, k3_BS = d_BS**2 / 2, _k3(d_BS)
     if kind == "k2":
         return k2_BS
     if kind == "k3_weighted":
@@ -132,11 +130,12 @@ def kl(nll_BS: Tensor, inputs: LossInputs, kind: KL = "k3") -> Tensor:
     return k3_BS if kind == "k3" else k2_BS + (k3_BS - k2_BS).detach()
 
 
-def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return the weight [B, S] of each token for the mismatch of trainer and engine.
+def _k3(d_BS: Tensor) -> Tensor:
+    return torch.expm1(-d_BS) + d_BS
 
-    The share of answers of which a mask drops a token is reported by the answer's length.
-    """
+
+def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
+    """Return each token's importance weight [B, S]; report answers of which it drops a token."""
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
     if correction.level != "token":
@@ -152,7 +151,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report answers, and those with a token that the correction's mask drops, by answer length."""
+    """Report by answer length how many answers there are, and how many ``dropped_BS`` marks."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
@@ -176,22 +175,23 @@ def finish(
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Return this rank's share of the loss from the losses of its tokens.
+    """Apply the options that all losses have to per-token losses; return this rank's share.
 
     Args:
         mean: ``tokens``: over the trained tokens of the global batch; ``samples``: over the tokens
-            of a sample, then over samples; ``length``: the sum over samples * length; ``sum``.
-        correction: weight for the mismatch of trainer and engine.
-        max_drift: drops answers with A < 0 whose mean of log mu - log pi (old, without mu) is above
-            it (DeepSeek-V3.2, arXiv 2512.02556, eq. 9); None: none.
+            of a sample, then over samples; ``length``: the sum divided by samples * ``length``;
+            ``sum``.
+        correction: importance weight for the mismatch of trainer and engine.
+        max_drift: drop answers with A < 0 whose mean of log mu - log pi exceeds it; mu is old if
+            the engine's numbers are missing (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
         kl_coef: weight of ``kl`` to the reference (``ref_log_probs``).
-        entropy_coef: weight of the entropy, which lowers the loss.
+        entropy_coef: weight of the entropy, which is subtracted from the loss.
     """
     if correction is not None:
         loss_BS = loss_BS * corrected(inputs, correction)
     if max_drift is not None:
         values = inputs.given
-        drawn_BS = values["sampler_log_probs" if "sampler_log_probs" in values else "old_log_probs"]
+        drawn_BS = values.get("sampler_log_probs", values["old_log_probs"])
         drift_BS = mean_of_sample(drawn_BS + nll_BS, inputs)
         far_BS = (drift_BS > max_drift) & (values["advantages"] < 0) & trained(inputs)
         report_dropped(far_BS, inputs)
@@ -208,7 +208,11 @@ def finish(
 
 
 def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -> Tensor:
-    """Return this rank's share of a mean over the global batch, as ``finish`` names it."""
+    """Return this rank's share of the mean of ``loss_BS`` over the global batch.
+
+    Args:
+        mean: ``tokens``, ``samples``, ``length`` or ``sum``; ``finish`` defines them.
+    """
     loss_BS = torch.where(trained(inputs), loss_BS, 0.0)
     counts = inputs.counts
     if mean == "tokens":
@@ -237,31 +241,28 @@ def _clipped(
 
 
 def _with_rest(log_probs_BSK: Tensor) -> Tensor:
-    """Append the log-probability of all other ids; a rest of nothing counts as the least number."""
+    """Append the log-probability of all other ids together: [B, S, K] becomes [B, S, K + 1]."""
     tiny = torch.finfo(log_probs_BSK.dtype).eps
     mass_BS1 = log_probs_BSK.exp().sum(-1, keepdim=True).clamp_max(1 - tiny)
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
 
 
 def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
-    """Report the mean of x over trained tokens."""
+    """Report as metric ``name`` the mean of ``x_BS`` over the global batch's trained tokens."""
     total = torch.where(trained(inputs), x_BS, 0).sum()
     inputs.report(name, total / inputs.counts.trained.clamp_min(1))
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report the mean k3 between pi and the reference, pi and old, and old and the engine."""
-    values = inputs.given
-    old_BS = values.get("old_log_probs", -nll_BS)
-    pairs = {
-        "ref_kl": (-nll_BS, values.get("ref_log_probs")),
-        "old_kl": (old_BS, -nll_BS),
-        "sampler_kl": (values.get("sampler_log_probs"), old_BS),
-    }
-    for name, (drawn_BS, other_BS) in pairs.items():
-        if drawn_BS is not None and other_BS is not None:
-            d_BS = torch.where(trained(inputs), drawn_BS - other_BS, 0.0)
-            _report_mean(name, torch.expm1(-d_BS) + d_BS, inputs)
+    """Report k3 estimates: pi to reference, old weights to pi, engine to old weights."""
+    old_BS = inputs.given.get("old_log_probs", -nll_BS)
+    gaps = {"old_kl": old_BS + nll_BS}
+    if "ref_log_probs" in inputs.given:
+        gaps["ref_kl"] = -nll_BS - inputs.given["ref_log_probs"]
+    if "sampler_log_probs" in inputs.given:
+        gaps["sampler_kl"] = inputs.given["sampler_log_probs"] - old_BS
+    for name, d_BS in gaps.items():
+        _report_mean(name, _k3(d_BS), inputs)
 
 
 def policy_loss(
@@ -270,15 +271,15 @@ def policy_loss(
     metrics: Sequence[str] = (),
     fixed: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Any]:
-    """Return a decorator that makes a loss of a function of (nll_BS, inputs, its own options) -> [B, S].
+    """Return a decorator that turns a function for per-token losses into a loss for ``Session``.
 
-    The loss takes the options of ``finish`` too, and has the attributes ``reads``, ``metrics``,
-    ``mean`` and ``options``, the types of all its options.
+    The function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the
+    options of ``finish``; its attribute ``options`` has the type of each option.
 
     Args:
-        mean: how the losses of tokens are averaged, as ``finish`` names it.
-        reads, metrics: the samples' values that it needs, and what it reports besides ``METRICS``.
-        fixed: True if callers may not ask for another mean.
+        mean: default of the option ``mean`` of ``finish``; ``fixed``: callers may not change it.
+        reads: names of the samples' values that the loss needs.
+        metrics: names of numbers that it reports besides ``METRICS``.
     """
 
     def decorate(of_tokens: Callable[..., Tensor]) -> Any:
@@ -300,13 +301,13 @@ def policy_loss(
 
 
 def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return the types of a function's parameters without those that every loss has."""
+    """Return name -> type of a loss function's options, i.e. without its tensors and ``inputs``."""
     hints = get_type_hints(function)
     return {name: hints[name] for name in hints.keys() - {"loss_BS", "nll_BS", "inputs", "return"}}
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a loss that ``policy_loss`` made cannot run with these options."""
+    """Raise ``ConfigError`` if a loss of ``policy_loss`` lacks an option, or a value is invalid."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -348,7 +349,7 @@ def grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / old.
 
     The mean is over the tokens of an answer, then over answers.
 
@@ -368,8 +369,7 @@ def dr_grpo(
 ) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
 
-    ``length`` is a constant, such as the most tokens of an answer. Its advantages are not divided
-    by the deviation (``group_advantages(..., scale=False)``).
+    ``length`` is a constant, such as the largest number of tokens of an answer.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -382,10 +382,7 @@ def dapo(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """DAPO (arXiv 2503.14476): the loss of ``grpo`` with a higher upper clip, as a mean of tokens.
-
-    The mean is over all trained tokens of the global batch.
-    """
+    """DAPO (arXiv 2503.14476): the loss of ``grpo``, a higher upper clip, averaged over tokens."""
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
 
@@ -421,7 +418,7 @@ def cispo(
 def sapo(
     nll_BS: Tensor, inputs: LossInputs, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A."""
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, r = pi / old, tau by A's sign."""
     advantages_BS = inputs.given["advantages"]
     r_BS = log_ratio(nll_BS, inputs).exp()
     tau_BS = torch.where(advantages_BS > 0, tau_positive, tau_negative)
@@ -439,7 +436,7 @@ def dppo(
 ) -> Tensor:
     """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, by total variation of the sampled token.
 
-    Tokens whose pi - old is above clip_high for A > 0, or below -clip_low else, are dropped.
+    It drops tokens whose pi - old is above clip_high if A > 0, else those below -clip_low.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()
@@ -452,22 +449,22 @@ def dppo(
 
 @policy_loss("tokens")
 def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Policy gradient with the ratio as weight: -r A."""
+    """Policy gradient with the ratio r = pi / old as importance weight: -r A, A = advantage."""
     return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
 
 
 @policy_loss("tokens", reads=())
 def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """-log pi, times the samples' ``weights`` if there are any, of either sign."""
+    """-log pi of each trained token, times the samples' ``weights`` (of any sign) if given."""
     return nll_BS
 
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation by the teacher's log-probabilities of sampled tokens.
+    """On-policy distillation by the teacher's log-probabilities of sampled tokens: -r A'.
 
-    The reverse KL is lowered by a policy gradient: -r A with A = advantages (0 if there are none)
-    - strength sg[log pi - log teacher].
+    It lowers the reverse KL by a policy gradient: A' = A - strength sg[log pi - log teacher], where
+    r = pi / old, and A are ``advantages``, or 0 if there are none.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
@@ -484,9 +481,12 @@ def distill_top_k(
 ) -> Tensor:
     """KL of the teacher's K likeliest ids: forward, sum of p_T log(p_T / pi), or reverse.
 
-    ``scored_ids`` are the ids, ``teacher_log_probs`` [n, K] theirs. The ids left out count as one
-    more id, which has the rest of either's probability (``tail``). Without it the reverse KL is
-    lowest where all probability has left the K ids.
+    ``scored_ids`` [n, K] of a sample are the ids, ``teacher_log_probs`` [n, K] their
+    log-probabilities.
+
+    Args:
+        tail: True counts all other ids as one more id, with the rest of either's probability.
+            Without it the reverse KL is lowest where all probability has left the K ids.
     """
     ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
     assert ours_BSK is not None  # scored_ids are there

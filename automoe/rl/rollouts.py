@@ -19,27 +19,27 @@ from automoe.errors import DataError
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer
 from automoe.storage.files import replace_durably, set_aside
-from automoe.storage.sealed import sealed, unsealed
+from automoe.storage.sealed import read_json, sealed
 
 FOLDER = "rollouts"
 
 
 class Rollouts:
-    """Prompts in an order that the seed decides, and the answers drawn since the last checkpoint.
+    """Prompts of a run in a seeded order, and the stored answers to them.
 
-    A rollout is the answers to some prompts by the same weights; one or several updates train on it.
-    Answers, and what is known of them, are written before they are trained on. A run that was
-    killed reads them again, so it goes on to the bit, whatever the engine and the weights would say
-    now, unless it was started with other settings or gave other rewards since: then it draws anew,
-    and says so. It has the methods of a loader that a run and its checkpoints call.
+    A rollout is a set of prompts and the answers that one version of the weights gave; one or
+    several updates train on it. Answers and their scores are written to disk before training uses
+    them. A run that was killed reads them again, so it continues bit by bit. If its settings or
+    rewards have changed, it draws new answers and prints a line. The run and its checkpoints use
+    this object as their data loader.
 
     Args:
         texts: the prompts.
         prompts: token ids of each prompt.
-        tokenizer: of prompts and answers.
+        tokenizer: tokenizer of prompts and answers.
 
     Attributes:
-        rows_of_last_step: rows of ``train.seq_len`` tokens that the update's answers would fill.
+        rows_of_last_step: number of tokens of the last update, divided by ``train.seq_len``.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class Rollouts:
 
     @classmethod
     def open(cls, config: Config, run_dir: Path) -> Rollouts:
-        """Return those of a run: the prompts of ``observe.samples``, which every rank reads."""
+        """Return the rollouts of a run, with the prompts of ``observe.samples``. Collective.
+
+        With ``checkpoint.resume=never``, answers of an earlier run are moved aside.
+        """
         tokenizer = fitting_tokenizer(config)
         rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)
         if config.checkpoint.resume == "never":
@@ -79,7 +82,7 @@ class Rollouts:
         return rollouts
 
     def numbers(self, rollout: int) -> list[int]:
-        """Return the numbers of the prompts of a rollout from 0; each comes once an epoch."""
+        """Return the indices of the prompts of a rollout; each prompt comes once an epoch."""
         numbers = []
         for place in range(rollout * self._per_rollout, (rollout + 1) * self._per_rollout):
             epoch, at = divmod(place, len(self.prompts))
@@ -91,7 +94,11 @@ class Rollouts:
     def draw(
         self, rollout: int, sample: Callable[[list[list[int]]], list[list[Answer]]]
     ) -> list[list[Answer]]:
-        """Return the answers to a rollout's prompts: those on disk, else new ones. Collective."""
+        """Return the answers to each prompt of a rollout: those on disk, else new ones. Collective.
+
+        Args:
+            sample: function of prompts (token ids) that returns the engine's answers to each.
+        """
         self._rollout = rollout
 
         def drawn() -> Any:
@@ -102,9 +109,13 @@ class Rollouts:
         return [[Answer.of_json(*fields) for fields in of_prompt] for of_prompt in groups]
 
     def once(self, rollout: int, name: str, make: Callable[[], Any]) -> Any:
-        """Return plain JSON of a rollout: what is on disk, else what ``make`` returns on rank 0. Collective.
+        """Return a JSON value of a rollout from disk, or compute and store it first. Collective.
 
-        Every rank calls ``make``, if a run like this one has not written it yet.
+        A stored value of a run with other settings or rewards is computed again.
+
+        Args:
+            name: first part of the file's name, such as ``answers``.
+            make: function that computes the value; every rank calls it, the value of rank 0 counts.
         """
         file = self._folder / f"{name}-{rollout + 1:08d}.json"
         facts = f"{self._drawn_by} {self._history.get(str(rollout), '')}"
@@ -121,9 +132,10 @@ class Rollouts:
         return self._ranks.lead(write, again=False)
 
     def judged(self, rewards: Sequence[float]) -> float:
-        """Note the rewards of the rollout that was drawn last; return their mean.
+        """Record the rewards of the rollout that was drawn last; return their mean.
 
-        Answers that are drawn later depend on them.
+        Stored answers of later rollouts are valid only with the same rewards, since these changed
+        the weights.
         """
         here, after = str(self._rollout), str(self._rollout + 1)
         text = json.dumps([self._history.setdefault(here, ""), *rewards])
@@ -132,9 +144,10 @@ class Rollouts:
         return sum(rewards) / len(rewards)
 
     def part(self, batch: Sequence[Sample], at: int) -> list[Sample]:
-        """Return the samples of a rollout's update ``at``: one in ``recipe_args.mini_batches``.
+        """Return the samples of a rollout's update number ``at``, from 0.
 
-        The answers to a prompt are shared out evenly; each pass over the batch has the same parts.
+        An update trains on one of ``recipe_args.mini_batches`` equal sets of samples. Each set has
+        equally many answers to each prompt, and each pass over ``batch`` has the same sets.
         """
         count = self._config.recipe_args.mini_batches
         samples = list(batch[at % count :: count])
@@ -143,10 +156,10 @@ class Rollouts:
         return samples
 
     def forget(self, checkpoints: Path) -> None:
-        """Remove the rollouts that no checkpoint of a folder goes on with. Collective.
+        """Delete stored rollouts that no checkpoint in this folder needs to continue. Collective.
 
-        A background save is none before it is committed, and a run whose newest checkpoint is
-        damaged goes on from an older one.
+        A background save counts once it is committed. If the newest checkpoint is damaged, a run
+        continues from an older one, so the oldest checkpoint decides.
         """
 
         def remove() -> None:
@@ -160,7 +173,7 @@ class Rollouts:
 
     def _read(self, file: Path, facts: str) -> Any:
         try:
-            content = unsealed(file.read_bytes()) if file.is_file() else {}
+            content = read_json(file, must_be_sealed=True) if file.is_file() else {}
         except ValueError as error:
             raise DataError(
                 f"{file} cannot be read ({error}). Remove it: the answers are then drawn anew"
@@ -185,13 +198,14 @@ class Rollouts:
         return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with the checkpoint's prompts.
+        """Restore the digests of rewards from a checkpoint's ``state``.
 
         Raises:
-            DataError: the prompts are others.
+            DataError: the checkpoint's run had other prompts.
         """
+        state = state or {}  # a session's checkpoint has None
         self._history = dict(state.get("history", {}))  # states before 0.18 have none
-        if state["prompts"] != self.digest:
+        if state.get("prompts") != self.digest:
             raise DataError(
                 "observe.samples: the prompts are not those that the checkpoint was trained with. "
                 "Restore them, or set checkpoint.resume=never"

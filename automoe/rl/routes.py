@@ -31,16 +31,17 @@ _LEAST_CHOICES = 64  # fewer are not judged
 
 
 def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) -> torch.Tensor:
-    """Return a sample's routes from vLLM's ``CompletionOutput.routed_experts``: [n - 1, L, K].
+    """Return a sample's expert ids from vLLM's ``CompletionOutput.routed_experts``: [n - 1, L, K].
 
     Args:
         routes: [n - 1 - start, layers, K] of any integers, prompt and answer joined. The layers are
             all decoder layers, dense ones with zeros, or the MoE layers alone.
-        num_tokens: n, tokens of prompt and answer. The last one has no line.
-        start: ``routed_experts_prompt_start``: tokens of the prompt without a line.
+        num_tokens: n, tokens of prompt and answer. The last token has no entry.
+        start: ``routed_experts_prompt_start``: number of first tokens without an entry; they get
+            -1, so that the router chooses.
 
     Raises:
-        DataError: lines are missing, a dense layer has routes, or as ``check_routes``.
+        DataError: entries are missing, a dense layer has expert ids, or an id is wrong.
     """
     lines_TLK = np.asarray(routes)
     count, dense = num_tokens - 1 - start, model.first_k_dense
@@ -70,10 +71,16 @@ def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) 
 
 
 def read_sglang(meta_info: Mapping[str, Any], model: ModelConfig, num_tokens: int) -> torch.Tensor:
-    """Return a sample's routes from the ``meta_info`` of an SGLang answer: [n - 1, L, K].
+    """Return a sample's expert ids from the ``meta_info`` of an SGLang answer: [n - 1, L, K].
 
-    Its ``routed_experts`` are int32 [n - 1 - start, layers, K] in base64, with ``start`` in
-    ``routed_experts_start_len``. The rest is as in ``read_vllm``.
+    Args:
+        meta_info: ``routed_experts`` has int32 [n - 1 - start, layers, K] in base64, and
+            ``routed_experts_start_len`` has ``start``, the number of first tokens without an entry;
+            they get -1, so that the router chooses.
+        num_tokens: n, tokens of prompt and answer. The last token has no entry.
+
+    Raises:
+        DataError: entries are missing, a dense layer has expert ids, or an id is wrong.
     """
     start, top_k = int(meta_info.get("routed_experts_start_len") or 0), model.num_experts_per_token
     count = num_tokens - 1 - start
@@ -90,10 +97,11 @@ def read_sglang(meta_info: Mapping[str, Any], model: ModelConfig, num_tokens: in
 
 
 def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -> str | None:
-    """Return what is wrong with routes of a sample for ``model``, with token and layer; else None.
+    """Return what is wrong with the expert ids of a sample, naming token and layer; None if valid.
 
     Args:
-        start: number of the first line's token.
+        routes_TLK: expert ids of T tokens in L MoE layers; -1 for all K: no choice.
+        start: index in the sample of the first token of ``routes_TLK``.
     """
     dense, num_experts = model.first_k_dense, model.num_experts
     expected = [model.num_layers - dense, model.num_experts_per_token]
@@ -119,30 +127,29 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
 
 
 def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None:
-    """Refuse routes that the router of the model hardly shares, after a step's backward pass.
+    """Refuse an engine's expert choices that the model's router would hardly make.
 
-    The share of repeated choices that live scores would not make is compared with what routes of
-    another token would give: 1 - K sum over experts of (share of the choices)^2, which is 1 - K/E
-    for an even load.
+    The share of replayed choices that differ from the router's own is compared with the share for
+    random tokens: 1 - K sum over experts of (share of the choices)^2, which is 1 - K/E for an even
+    load. Call this after the backward pass of a step.
 
     Args:
         stats: of the step, equal on every rank.
-        most: largest allowed part of that difference.
+        most: largest allowed ratio of the two shares.
 
     Raises:
-        DataError: the routes of some layer, or of all layers together, differ more.
+        DataError: the choices of some layer, or of all layers together, differ more.
     """
     repeated_L, differing_L = stats.replayed.unbind(1)
     counts_LE = stats.expert_counts
     # Each expert's share of the choices; all sum to one, so K of them are a token's.
     shares_LE = counts_LE / counts_LE.sum(1, keepdim=True).clamp_min(1)
     chance_L = 1 - top_k * shares_LE.square().sum(1)
-    layers = [slice(None), *(slice(layer, layer + 1) for layer in range(len(repeated_L)))]
-    for at in layers:
+    layers = {f"MoE layer {n}": slice(n, n + 1) for n in range(len(repeated_L))}
+    for where, at in ({"all MoE layers": slice(None)} | layers).items():
         repeated, differing = float(repeated_L[at].sum()), float(differing_L[at].sum())
         chance = float((chance_L[at] * repeated_L[at]).sum()) / max(repeated, 1)
         if repeated >= _LEAST_CHOICES and differing > max(most * chance, _ROUNDING) * repeated:
-            where = "all MoE layers" if at == slice(None) else f"MoE layer {at.start}"
             raise DataError(
                 f"routes: {differing / repeated:.1%} of the repeated choices of {where} are not the router's own. "
                 f"Rounding makes a few per cent, routes of other tokens {chance:.1%} (allowed {most:g} of that). They "

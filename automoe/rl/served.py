@@ -29,11 +29,11 @@ _SILENT_S = 1800  # longest wait for an answer: loading weights and sampling tak
 
 
 class ServedEngine(ABC):
-    """Client of an inference server; a subclass has ``reload`` and ``answers`` for a kind of server.
+    """Engine that is an inference server at an HTTP address; a subclass knows one kind of server.
 
     Args:
         address: such as ``http://host:8000``.
-        run_dir: weights are written to ``engine`` there, which the server must see too.
+        run_dir: the weights are written to its folder ``engine``, which the server must see too.
     """
 
     options: dict[str, Any] = {}
@@ -53,34 +53,45 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def reload(self) -> None:
-        """Make the server read the weights in ``folder``, and forget what it cached of older ones."""
+        """Make the server read the weights in ``folder`` and drop its caches of older weights."""
 
     @abstractmethod
     def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
-        """Return answers of the server to one prompt.
+        """Return the server's ``how.num`` answers to one prompt (token ids).
 
         Raises:
             BackendError: the server cannot be reached, or refuses the call.
         """
 
-    def check(self, group: Sequence[Answer], how: Sampling) -> None:
-        """Raise ``BackendError`` unless all answers are there, whose tokens have log-probabilities."""
-        if len(group) != how.num:
-            raise BackendError(f"{self.address}: asked for {how.num} answers, got {len(group)}")
-        for answer in group:
-            sizes = len(answer.tokens), len(answer.log_probs)
-            if (
-                not 0 < sizes[0] <= how.max_tokens
-                or sizes[1] != sizes[0]
-                or None in answer.log_probs
-            ):
-                raise BackendError(
-                    f"{self.address}: an answer has {sizes[0]} tokens and log-probabilities {answer.log_probs[:9]}; asked "
-                    f"for 1 to {how.max_tokens} tokens, each with one"
-                )
+    def checked(self, prompt: list[int], how: Sampling) -> list[Answer]:
+        """Return ``answers`` to a prompt; refuse if any, or a log-probability, is missing.
+
+        Raises:
+            BackendError: the server answers with something else than it was asked for.
+        """
+        try:
+            answers = self.answers(prompt, how)
+            if len(answers) != how.num:
+                raise ValueError(f"asked for {how.num} answers, got {len(answers)}")
+            for answer in answers:
+                size = len(answer.tokens)
+                if (
+                    not 0 < size == len(answer.log_probs) <= how.max_tokens
+                    or None in answer.log_probs
+                ):
+                    said = f"{size} tokens with log-probabilities {answer.log_probs[:9]}"
+                    raise ValueError(f"{said}, of 1 to {how.max_tokens} tokens")
+        except DataError:  # of routes
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise BackendError(
+                f"{self.address}: an answer lacks what was asked for ({error!r}): a log-probability and an id of each "
+                "token. Is it a server of recipe_args.sampler?"
+            ) from error
+        return answers
 
     def post(self, path: str, **content: Any) -> Any:
-        """Return the JSON that the server answers to a call.
+        """POST ``content`` as JSON to ``path`` of the server; return its JSON reply, None if empty.
 
         Raises:
             BackendError: the server cannot be reached, or refuses the call.
@@ -122,20 +133,9 @@ class ServedEngine(ABC):
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def ask() -> list[list[Answer]]:
-            try:
-                groups = [
-                    self.answers(prompt, replace(how, seed=how.seed + index))
-                    for index, prompt in enumerate(prompts)
-                ]
-                for group in groups:
-                    self.check(group, how)
-            except DataError:  # of routes
-                raise
-            except (KeyError, TypeError, ValueError) as error:
-                raise BackendError(
-                    f"{self.address}: an answer lacks what was asked for ({error!r}): a log-probability and an id of each "
-                    "token. Is it a server of recipe_args.sampler?"
-                ) from error
-            return groups
+            return [
+                self.checked(prompt, replace(how, seed=how.seed + index))
+                for index, prompt in enumerate(prompts)
+            ]
 
         return self._ranks.lead(ask, again=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -53,16 +53,14 @@ from automoe.training.step import Update, forward_backward, optimizer_step, prep
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Answer of ``Session.log_probs``, in the order of the batch; float64 on the CPU.
+    """Result of ``Session.log_probs``: a list with a float64 CPU tensor [n] for each sample.
 
     Attributes:
-        log_probs: [n] of each sample: log-probability of token i after those before it, 0 for
-            tokens that are not trained.
-        entropy: [n] of each sample: entropy of the distribution that token i was drawn from, in
-            nats, 0 for tokens that are not trained; None: not asked for.
-        first_differing: [n] of each sample: the first MoE layer in which the router would have sent
-            the token before token i elsewhere than the routes say, -1 if there is none; None: no
-            sample has routes.
+        log_probs: log-probability of token i given the tokens before it, 0 if it is not trained.
+        entropy: entropy in nats of the distribution of token i, 0 if it is not trained; None: not
+            requested.
+        first_differing: int64: when predicting token i, the first MoE layer whose router would
+            choose other experts than ``Sample.routes`` has, or -1. None: no sample has routes.
     """
 
     log_probs: list[torch.Tensor]
@@ -72,11 +70,11 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Counts:
-    """Divisors of a loss: numbers of the global batch of one update.
+    """Divisors of a loss, counted over the global batch of one update.
 
     Attributes:
-        tokens: trained tokens.
-        samples: samples with a trained token.
+        tokens: number of trained tokens.
+        samples: number of samples with a trained token.
     """
 
     tokens: int
@@ -85,13 +83,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Answer of ``Session.forward_backward``, equal on every rank.
+    """Result of ``Session.forward_backward``, equal on every rank.
 
     Attributes:
         loss: the loss over the whole batch.
         metrics: numbers that the loss reports, by name, and balance losses if they are on.
-        counts: what the loss was divided by.
-        log_probs: as in ``LogProbs``, under the weights before the update.
+        counts: the divisors of the loss.
+        log_probs: for each sample [n] log-probabilities of its tokens before the update, 0 for
+            tokens that are not trained.
         stats: statistics of the pass, for the record of a run.
     """
 
@@ -102,22 +101,21 @@ class Outcome:
     stats: StepStats
 
 
+@dataclass(eq=False)
 class _Recorded:
-    """A loss that also remembers log-probability and entropy of each token, by its place in the batch."""
+    """Wrapper of a loss that also stores log-probability and entropy of each trained token.
 
-    def __init__(
-        self,
-        loss: Callable[..., torch.Tensor] | None,
-        options: Mapping[str, Any],
-        entropy: bool,
-        log_probs: torch.Tensor,
-    ) -> None:
-        self.loss = loss
-        self.options = options
-        self.uses_entropy = entropy
-        self.metrics = getattr(loss, "metrics", ())
-        self.log_probs = log_probs
-        self.entropies = torch.zeros_like(log_probs)
+    The tensors ``log_probs`` and ``entropies`` have an entry for each token of the whole batch;
+    ``Packed.values["places"]`` has a token's index in them. Without a loss it returns the sum of
+    ``nll_BS``.
+    """
+
+    loss: Callable[..., torch.Tensor] | None
+    options: Mapping[str, Any]
+    uses_entropy: bool
+    metrics: Sequence[str]
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
 
     def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
         trained = (places_BS := inputs.given["places"]) >= 0
@@ -139,15 +137,15 @@ class _Recorded:
 
 @dataclass(eq=False)
 class Session:
-    """A model on a mesh, its optimizer, and the verbs of reinforcement learning.
+    """A model on a mesh with its optimizer, and the operations of a reinforcement learning loop.
 
     Attributes:
         config: the configuration that the session runs with.
-        meshes: the meshes of the ranks; ``dp_rank`` and the shape are in it.
-        state: model parts of this rank, optimizer, counters.
+        meshes: the device meshes of the ranks.
+        state: this rank's pipeline stages, the optimizer and the counters.
         store: checkpoints of the run directory.
-        max_routes_differ: routes of an engine are refused if they differ from the router's own by
-            more than this part of what chance makes (``automoe.rl.routes.check_replay``).
+        max_routes_differ: routes of an engine are refused if they differ from the router's own
+            choices by more than this fraction of what random choices would (``check_replay``).
     """
 
     config: Config
@@ -166,24 +164,28 @@ class Session:
     def open(
         cls, config: Config, shape: MeshShape, context: RunContext, auxiliary_losses: bool = False
     ) -> Session:
-        """Open a session on this rank, as a recipe's ``main`` is called. Collective.
+        """Open a session on this rank, with the arguments of a recipe's ``main``. Collective.
 
-        ``automoe.session`` opens one from overrides, in one process or under torchrun.
+        ``automoe.session.open_session`` opens one from overrides, in one process or under torchrun.
 
         Args:
             config: ``train.seq_len`` is the longest row, ``train.micro_batch_size`` times it the
-                most positions of a micro-batch, ``optim`` and ``mesh`` as for any training.
-            auxiliary_losses: False turns balance losses, updates of expert biases and losses of
-                modules for multi-token prediction off, so that a batch whose gradient is zero
-                leaves every weight as it was. True does what the configuration says.
+                most positions of a micro-batch.
+            auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
+                modules for multi-token prediction, so that a batch whose gradient is zero leaves
+                every weight unchanged. True follows the configuration.
 
         Raises:
-            ConfigError: samples of a row would see one another (``data.document_mask``).
+            ConfigError: samples of a row would see one another (``data.document_mask=false``).
         """
         if not config.data.document_mask:
             raise ConfigError(
                 "data.document_mask", False, "a session packs samples into rows", "Set it to true"
             )
+        for name in ("record_routing", "replay_routing"):
+            if (folder := getattr(config.moe, name)) is not None:
+                rule = "a session takes routes with its samples"
+                raise ConfigError(f"moe.{name}", folder, rule, "Leave it out")
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
         # Of the settings as given: those are what a resumed run is compared with.
@@ -204,12 +206,11 @@ class Session:
         """Return the log-probabilities of the trained tokens, without gradients. Collective.
 
         Args:
-            temperature: divides the logits, as the sampler's does. Samples' ``candidates`` are the
-                ids that the sampler's top-p or top-k left.
+            temperature: divides the logits, as in the sampler.
             entropy: True to return entropies too.
 
         Raises:
-            DataError: as ``check_batch``.
+            DataError: a sample is wrong, or the ranks have different batches.
         """
         packed, inputs, _ = self._inputs(batch, temperature)
         recorded = self._set_loss(packed, None, {}, entropy)
@@ -217,8 +218,8 @@ class Session:
         firsts = torch.full_like(recorded.log_probs, layers, dtype=torch.int64)
 
         def compare(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
-            if (lacking_BS := routing.replayed) is not None and tokens.row_ids is not None:
-                differs_BS = lacking_BS > 0
+            if (differing_BS := routing.differing) is not None and tokens.row_ids is not None:
+                differs_BS = differing_BS > 0
                 rows = tokens.row_ids[differs_BS].cpu() - packed.rows.first_row
                 places = packed.values["places"][rows, tokens.index[differs_BS].cpu()]
                 places = places[places >= 0]
@@ -242,20 +243,20 @@ class Session:
         counts: Counts | None = None,
         **options: Any,
     ) -> Outcome:
-        """Add the gradients of ``loss`` over the batch to those that are there. Collective.
+        """Compute ``loss`` over the batch and accumulate its gradients. Collective.
 
         Args:
-            loss: a function of ``automoe.rl.losses``, or one of your own: (nll_BS, inputs,
-                **options) -> this rank's share of the loss (``automoe.model.loss.Loss``).
-            counts: what the loss is divided by; None: the counts of this batch. Give those of all
-                parts (``count``) if an update is made of several calls.
+            loss: a function of ``automoe.rl.losses``, or your own: (nll_BS, inputs, **options) ->
+                this rank's share of the loss (``automoe.model.loss.Loss``).
+            temperature: divides the logits, as in the sampler.
+            counts: divisors of the loss; None: the counts of this batch. If several calls make one
+                update, pass the counts of the whole update (``count``).
 
         Raises:
-            ConfigError: the loss does not take an option or returns no scalar, or the temperature or
-                a count is none.
-            DataError: as ``check_batch`` and ``check_replay``.
-            Exception: whatever the loss raises; the gradients so far are then forgotten, as after
-                ``check_replay``.
+            ConfigError: the loss does not take an option or returns no scalar, or the temperature
+                or a count is invalid.
+            DataError: a sample is wrong, or its routes are far from the router's choices.
+            Exception: whatever the loss raises; this and wrong routes clear the gradients so far.
         """
         if isinstance(loss, partial):  # which has not the loss's notes of what it reads
             loss, options = loss.func, {**loss.keywords, **options}
@@ -264,11 +265,15 @@ class Session:
         if counts is None:
             counts = own_counts
         else:
-            for name in ("tokens", "samples"):
-                at_least(1, f"counts.{name}", getattr(counts, name, None), int)
-        tensors = (torch.tensor(n, device=self.device) for n in (counts.tokens, counts.samples))
-        divisors = dict(zip(("trained", "documents"), tensors, strict=True))
-        inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
+            trained, documents = (
+                torch.tensor(at_least(1, f"counts.{name}", getattr(counts, name, None), int))
+                for name in ("tokens", "samples")
+            )
+            known = inputs.known_counts()
+            divisors = replace(
+                known, trained=trained.to(self.device), documents=documents.to(self.device)
+            )
+            inputs = replace(inputs, counts=divisors)
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = self._set_loss(packed, loss, options, entropy)
         try:
@@ -291,11 +296,11 @@ class Session:
     def optim_step(
         self, lr: float | None = None, report: Mapping[str, float] = MappingProxyType({})
     ) -> Update:
-        """Clip, update the weights by the gradients so far, and clear these. Collective.
+        """Clip the accumulated gradients, update the weights, and clear the gradients. Collective.
 
         Args:
             lr: learning rate of this step; None: the one of ``optim`` at this step.
-            report: as of ``automoe.training.step.optimizer_step``.
+            report: name -> number of this rank; the result has the maximum over ranks.
 
         Returns:
             Learning rate, gradient norm before clipping, and whether the update was skipped.
@@ -321,20 +326,22 @@ class Session:
         return update
 
     def count(self, batch: Batch) -> Counts:
-        """Return the divisors of a loss over this batch; no rank needs another for it."""
+        """Return the divisors of a loss over ``batch``: its trained tokens and its samples."""
         trained = [sum(bool(trained_token) for trained_token in sample.mask) for sample in batch]
         return Counts(sum(trained), sum(number > 0 for number in trained))
 
     def zero_grad(self) -> None:
-        """Forget the gradients so far."""
+        """Clear the accumulated gradients."""
         self.state.optimizer.zero_grad()
         self._pending, self._pending_tokens = None, 0
 
     def weights(self, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (checkpoint name, full tensor), the same on every rank in the same order. Collective.
+        """Yield (checkpoint name, full tensor), in the same order on every rank. Collective.
 
-        The weights are those of now; a tensor is valid until the next one is asked for. Options are
-        those of ``automoe.rl.weights.WeightStream``.
+        The weights are the current ones; a tensor is valid until the next one is requested.
+
+        Args:
+            options: keyword arguments of ``WeightStream``, such as ``dtype`` and ``bucket_bytes``.
         """
         for bucket in WeightStream(self.state.model_parts, **options):
             yield from bucket.items()
@@ -343,15 +350,16 @@ class Session:
         """Save weights, optimizer and counters to the run directory. Collective.
 
         Args:
-            extra: plain JSON of the caller, equal on every rank, which ``load`` gives back.
+            extra: a JSON object of the caller, equal on every rank, which ``load`` returns.
 
         Returns:
             The checkpoint's folder; None if it is being written in the background
-            (``checkpoint.async_save``).
+                (``checkpoint.async_save``).
 
         Raises:
-            SaveError: it could not be written, or the one in the background before it.
-            CheckpointError: the run directory has a checkpoint of this step, of other content.
+            SaveError: this checkpoint, or the one in the background before it, could not be
+                written.
+            CheckpointError: the run directory has a checkpoint of this step with other content.
             DataError: ``extra`` is no JSON object.
         """
         try:
@@ -378,10 +386,11 @@ class Session:
         return saved
 
     def load(self) -> dict[str, Any] | None:
-        """Fill the state from the newest checkpoint; return the caller's ``extra``. Collective.
+        """Load weights, optimizer and counters from the run's newest checkpoint. Collective.
 
         Returns:
-            None if there is no checkpoint; the state is then as it was.
+            ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and then
+                nothing changes.
         """
         newest = self.store.newest()
         if self.store.load_latest(self.state) is None:
@@ -394,7 +403,7 @@ class Session:
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Within the block, the model computes without its adapters: the weights it started from.
+        """Switch the LoRA adapters off within a ``with`` block: the model has its original weights.
 
         Raises:
             ConfigError: the model has no adapters (``lora.rank=0``).
@@ -403,22 +412,22 @@ class Session:
             rule = "the model has no adapter to switch off"
             raise ConfigError("lora.rank", 0, rule, "Open a second session for the reference")
         parts = self.state.model_parts.values()
-        modules = [module for part in parts for module in part.modules()]
-        scales = {module: module.scale for module in modules if isinstance(module, Adapter)}
+        adapters = [m for part in parts for m in part.modules() if isinstance(m, Adapter)]
+        scales = [adapter.scale for adapter in adapters]
         try:
-            for module in scales:
-                module.scale = 0.0
+            for adapter in adapters:
+                adapter.scale = 0.0
             yield
         finally:
-            for module, scale in scales.items():
-                module.scale = scale
+            for adapter, scale in zip(adapters, scales, strict=True):
+                adapter.scale = scale
 
     # ---------------------------------------------------------------- from samples to rows and back
 
     def _inputs(
         self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
     ) -> tuple[Packed, MicroBatch, Counts]:
-        """Return the batch's packed rows and this rank's inputs of the step. Collective."""
+        """Check and pack a batch; return packed rows, the step's inputs, divisors. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
         temperature = at_least(1e-6, "temperature", temperature)
@@ -447,13 +456,13 @@ class Session:
         options: Mapping[str, Any],
         entropy: bool,
     ) -> _Recorded:
-        zeros = torch.zeros(sum(packed.lengths), dtype=torch.float64, device=self.device)
-        recorded = _Recorded(loss, options, entropy, zeros)
+        zeros = torch.zeros(2, sum(packed.lengths), dtype=torch.float64, device=self.device)
+        recorded = _Recorded(loss, options, entropy, getattr(loss, "metrics", ()), *zeros)
         self._runner.set_loss(recorded, self.auxiliary_losses)
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Return the numbers that all ranks recorded, by sample. Collective."""
+        """Sum numbers [tokens of the batch] over ranks and split them by sample. Collective."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
@@ -462,11 +471,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite number of at least ``least``.
-
-    Raises:
-        ConfigError: it is none; the message begins with ``key``.
-    """
+    """Return ``value`` as a finite number >= ``least``; else raise ``ConfigError`` for ``key``."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -474,20 +479,20 @@ def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> A
 
 
 def without_auxiliary_losses(config: Config) -> Config:
-    """Return ``config`` without balance losses and updates of expert biases."""
-    off = dict(seq_balance_coef=0.0, global_balance_coef=0.0, micro_batch_balance_coef=0.0)
-    moe = replace(config.moe, **off, z_loss_coef=0.0, bias_update_rate=0.0)
+    """Return ``config`` with balance losses, z-loss and updates of expert biases switched off."""
+    coefficients = ("seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef")
+    off = dict.fromkeys((*coefficients, "z_loss_coef", "bias_update_rate"), 0.0)
+    moe = replace(config.moe, **off)
     phases = [replace(phase, bias_update_rate=None) for phase in config.optim.phases]
     return replace(config, moe=moe, optim=replace(config.optim, phases=phases))
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return the statistics of two passes whose gradients are added."""
-    replays = [stats.replayed for stats in (first, second) if len(stats.replayed)]
+    """Return the statistics of an update from those of two passes with accumulated gradients."""
     return replace(
         second,
         loss=first.loss + second.loss,
         expert_counts=first.expert_counts + second.expert_counts,
         device_counts=first.device_counts + second.device_counts,
-        replayed=sum(replays[1:], replays[0]) if replays else second.replayed,
+        replayed=first.replayed + second.replayed,
     )

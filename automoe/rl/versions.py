@@ -33,7 +33,10 @@ _CODEC = "zstd"
 
 
 class Digest:
-    """Hash of names, dtypes, shapes and bytes of tensors, whatever the order of adding them."""
+    """Hash of tensors: names, dtypes, shapes and bytes; it does not depend on their order.
+
+    ``str(digest)`` is the hash of the tensors added so far.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         self._lines: list[str] = []
@@ -41,7 +44,12 @@ class Digest:
             self.add(name, tensor, raw_bytes(tensor))
 
     def add(self, name: str, tensor: torch.Tensor, raw: np.ndarray) -> None:
-        """Add bytes of a tensor of this dtype and shape."""
+        """Add a tensor to the hash.
+
+        Args:
+            tensor: gives dtype and shape.
+            raw: the bytes, uint8; they may be those of another version of the tensor.
+        """
         digest = xxhash.xxh3_128(raw.data).hexdigest()
         self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}")
 
@@ -50,11 +58,11 @@ class Digest:
 
 
 class WeightVersions:
-    """The versions in ``folder``; every rank makes the object, rank 0 writes.
+    """Publisher of successive versions of a model's weights in ``folder``; rank 0 writes the files.
 
-    The newest version is also kept in full: the next one is compared with it. After a kill anywhere
-    the folder has the version before or the new one, and the next ``publish`` goes on from there. If
-    the newest version is damaged, the next one is written in full.
+    A new version is a lossless difference to the one before, of which a full file is kept. After a
+    kill at any time the folder has the previous version or the new one, and the next ``publish``
+    continues. If the newest version is damaged, the next one is written in full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +70,11 @@ class WeightVersions:
         self._ranks = Ranks()
 
     def publish(self, stream: WeightStream, step: int) -> str:
-        """Add the weights of ``stream``, those after ``step``, and return their hash. Collective.
+        """Write the weights of ``stream`` as a new version; return their hash. Collective.
+
+        Args:
+            stream: the current weights.
+            step: training step of the weights, for the index.
 
         Raises:
             OSError: the folder cannot be written, or another process publishes there now; the same
@@ -87,13 +99,13 @@ class WeightVersions:
         header = header_bytes(stream.contents)
         self._digest, self._digest_before = Digest(), Digest()
         self._before: np.ndarray | None = None
-        newest = _full(self.folder, self._chain[-1]["number"]) if self._chain else self.folder
-        if newest.is_file():
-            size = len(header) + sum(stored.num_bytes for stored in stream.contents.values())
-            with newest.open("rb") as file:
-                if file.read(len(header)) == header and newest.stat().st_size == size:
-                    self._before = np.memmap(newest, mode="r", offset=len(header))
         self._number = self._chain[-1]["number"] + 1 if self._chain else 0
+        newest = _full(self.folder, self._number - 1)
+        size = len(header) + sum(stored.num_bytes for stored in stream.contents.values())
+        if newest.is_file() and newest.stat().st_size == size:
+            with newest.open("rb") as file:
+                if file.read(len(header)) == header:
+                    self._before = np.memmap(newest, mode="r", offset=len(header))
         self._at = 0
         self._new = open(_scratch(_full(self.folder, self._number)), "wb")
         self._new.write(header)
@@ -111,7 +123,11 @@ class WeightVersions:
             self._at += len(raw)
 
     def _commit(self, step: int) -> str:
-        """Name the files, then write the index, then remove what it no longer names."""
+        """Rename the new files, write the index, and delete files that the index no longer names.
+
+        Returns the hash of the new version. A kill in between leaves the old version or the new
+        one.
+        """
         self._new.close()
         self._zip.close()
         new = _full(self.folder, self._number)
@@ -119,16 +135,15 @@ class WeightVersions:
             flush(_scratch(path))
             os.replace(_scratch(path), path)
         chain = [{"number": self._number, "step": step, "hash": str(self._digest)}]
+        files = [new]
         if self._chain and str(self._digest_before) == self._chain[-1]["hash"]:
-            longer = [*self._chain, *chain]
-            files = [_difference(self.folder, entry["number"]) for entry in longer[1:]]
-            there = all(map(Path.is_file, [_full(self.folder, longer[0]["number"]), *files]))
-            if there and sum(file.stat().st_size for file in files) < self._at:
-                chain = longer
+            first, *later = [entry["number"] for entry in [*self._chain, *chain]]
+            longer = [_full(self.folder, first), *(_difference(self.folder, n) for n in later)]
+            sizes = [path.stat().st_size for path in longer if path.is_file()]
+            if len(sizes) == len(longer) and sum(sizes[1:]) < self._at:
+                chain, files = [*self._chain, *chain], [new, *longer]
         replace_durably(self.folder / INDEX, sealed({"chain": chain}))
-        kept_files = {self.folder / INDEX, _full(self.folder, chain[0]["number"]), new}
-        kept_files |= {_difference(self.folder, entry["number"]) for entry in chain[1:]}
-        for path in {*self.folder.iterdir()} - kept_files:
+        for path in {*self.folder.iterdir()}.difference(files):
             if path.name.removeprefix(".").startswith(("weights-", "difference-")):
                 path.unlink()
         return str(self._digest)
@@ -137,15 +152,16 @@ class WeightVersions:
 def read_version(
     folder: Path, tensors: dict[str, torch.Tensor] | None = None, number: int | None = None
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return number and tensors of the newest version.
+    """Return (number, tensors by name) of the newest version in ``folder``.
 
     Args:
-        tensors: the tensors of version ``number`` on the CPU, which are changed in place if the
-            differences from there on are in the folder.
+        tensors: CPU tensors of an older version, updated in place if all differences since then are
+            in the folder; None: read the full file first.
+        number: version number of ``tensors``.
 
     Raises:
-        CheckpointError: the folder holds no version, a file of it cannot be read, or the result has
-            another hash than the publisher's.
+        CheckpointError: the folder has no version, a file cannot be read, or the hash of the result
+            is not the published one.
     """
     while True:
         if not (chain := _chain(folder)):
@@ -183,7 +199,7 @@ def _read(
 
 
 def _chain(folder: Path) -> list[dict[str, Any]]:
-    """Return number, step and hash of each version that the index names; empty without an index."""
+    """Return number, step and hash of each version that the index names; [] without an index."""
     file = folder / INDEX
     if not file.is_file():
         return []

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
 from automoe.rl.engine import Answer, Sampling
@@ -37,11 +37,11 @@ _CPU = {
 
 
 class LocalVLLM:
-    """vLLM in a process of rank 0's machine (``automoe.rl.vllm_worker``), fed through shared memory.
+    """Engine that is vLLM in a child process of rank 0, which gets weights through shared memory.
 
     Args:
-        python: the Python that has vLLM.
-        run_dir: the engine's output goes to ``engine.log`` there.
+        python: path of the Python interpreter that has vLLM (it runs ``automoe.rl.vllm_worker``).
+        run_dir: the child's output goes to ``engine.log`` there.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
@@ -83,7 +83,7 @@ class LocalVLLM:
         self._reply()
 
     def _asked(self, **content: Any) -> Any:
-        """Send a line, and return the reply to it."""
+        """Send one JSON request to the child process and return its reply."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the reply is then its last words
             self._process.stdin.write(json.dumps(content) + "\n")
@@ -100,17 +100,13 @@ class LocalVLLM:
         return json.loads(line)
 
     def update(self, stream: WeightStream) -> None:
-        self._contents = stream.contents
         self._ranks.lead(lambda: self._asked(do="update"), again=False)
         feed(stream, self._hand_over)
         self._ranks.lead(lambda: self._asked(file=None), again=False)
 
     def _hand_over(self, bucket: Mapping[str, torch.Tensor]) -> None:
         file = Path(self._scratch.name) / "bucket"
-        with file.open("wb") as out:
-            out.write(header_bytes({name: self._contents[name] for name in bucket}))
-            for tensor in bucket.values():
-                out.write(raw_bytes(tensor).data)
+        save_file(dict(bucket), file)
         self._asked(file=str(file))
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
@@ -131,14 +127,17 @@ class LocalVLLM:
         return self._ranks.lead(answers, again=False)
 
     def close(self) -> None:
-        """End the engine, which otherwise ends with this process."""
+        """End the child process now; otherwise it ends with this process."""
         if self._ranks.rank == 0:
             self._process.terminate()
             self._process.wait()
 
 
 class ServedVLLM(ServedEngine):
-    """A server of vLLM, started with VLLM_SERVER_DEV_MODE=1, which opens the calls of an update."""
+    """Engine that is a vLLM server at an HTTP address.
+
+    Start the server with VLLM_SERVER_DEV_MODE=1, which enables the calls that update weights.
+    """
 
     def reload(self) -> None:
         self.post("/pause?mode=wait")

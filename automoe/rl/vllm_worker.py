@@ -16,9 +16,9 @@ from typing import Any
 
 
 def forget_kernels(model: Any) -> None:
-    """Make vLLM build its kernels of experts again, which pack their weights on a CPU.
+    """Make vLLM rebuild the expert kernels of ``model``, which pack expert weights on a CPU.
 
-    Without this ``reload_weights`` leaves experts unpacked, and the engine computes something else.
+    Without this, ``reload_weights`` leaves experts unpacked, and the engine computes wrong numbers.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
@@ -28,10 +28,10 @@ def forget_kernels(model: Any) -> None:
 
 
 class Routes:
-    """The experts that each token of a request went to, in vLLM on a CPU, which refuses to return them.
+    """Recorder of the expert ids of each token in vLLM on a CPU, which does not return them itself.
 
-    Routers tell their choices of a forward pass, and the model's runner which request and position
-    a line of them belongs to.
+    It hooks the routers, which tell the choices of a forward pass, and the model runner, which
+    tells the request and the position of each token in that pass.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -63,7 +63,10 @@ class Routes:
         runner.execute_model = execute_model
 
     def take(self, request: str, num_tokens: int) -> list[Any] | None:
-        """Return [num_tokens, L, K] of a finished request; None of a model without experts."""
+        """Return and forget the expert ids of a finished request, [num_tokens, L, K].
+
+        The result is None for a model without experts.
+        """
         seen = self._seen.pop(request.split("-")[0], None)
         return seen and [seen[position] for position in range(num_tokens)]
 
@@ -129,14 +132,14 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             say("updated")
             continue
-        options = {name: ask[name] for name in ("temperature", "max_tokens")} | {"logprobs": 0}
-        stops = {"stop_token_ids": ask["stops"], "ignore_eos": True}
+        options = {"temperature": ask["temperature"], "max_tokens": ask["max_tokens"]}
+        options |= {"stop_token_ids": ask["stops"], "ignore_eos": True, "logprobs": 0}
         prompts, settings = [], []
         for number, prompt in enumerate(ask["prompts"]):
             for answer in range(ask["num"]):
                 prompts.append({"prompt_token_ids": prompt})
                 seed = ask["seed"] + 1009 * number + answer
-                settings.append(SamplingParams(seed=seed, **options, **stops))
+                settings.append(SamplingParams(seed=seed, **options))
         groups: list[Any] = [[] for _ in ask["prompts"]]
         for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):
             [answer] = request.outputs

@@ -29,22 +29,24 @@ _COPIES = {"plain": 4, "fp8": 8, "mxfp4": 8, "int4": 8}
 
 
 class WeightStream:
-    """The tensors of a checkpoint of ``model``, in buckets, on every rank in the same order.
+    """Iterable over the checkpoint tensors of a model in training, in buckets of limited size.
 
-    The order is that of the names, with numbers by their value: it is the same on every mesh, and
-    the tensors of a layer stand together. Adapters are added on the way, and the model keeps them.
-    Every rank makes the stream, and iterates over all of it, again after each update.
+    Every rank makes the stream and iterates over all of it, again after each update. The order of
+    tensors is that of the names, with numbers by value; it is the same on every mesh and keeps the
+    tensors of a layer together. LoRA adapters are merged into the yielded tensors; the model keeps
+    them apart.
 
     Args:
         model: the model, or this rank's pipeline stages of it.
-        bucket_bytes: most memory that an iteration takes on a rank: a bucket, and the gathering of
-            its tensors. A tensor that alone takes more gets it.
-        dtype, encoding: as of ``automoe.to_hf``.
-        layout: ``published``, or ``fused``: names and tensors as a model of transformers holds them.
+        bucket_bytes: largest memory of an iteration on a rank: the bucket, and the buffers to
+            gather its tensors. A single tensor may exceed it.
+        dtype, encoding: number format of the tensors, as of ``automoe.to_hf``.
+        layout: ``published`` (names of the published checkpoint), or ``fused`` (names and stacked
+            experts of a transformers model).
 
     Attributes:
-        contents: dtype, shape and size (``StoredTensor``) of each tensor, in the stream's order;
-            engines ask for them in advance.
+        contents: name -> dtype, shape and size (``StoredTensor``) of each tensor, in the stream's
+            order; engines ask for them in advance.
     """
 
     def __init__(
@@ -65,33 +67,27 @@ class WeightStream:
         self._source = source = source_of(config_of(self._parts))
         ranks = Ranks()
         items = self._plan()
-        mine = {
-            name: each_item.target
-            for name, each_item in items.items()
-            if each_item.writer == ranks.rank
-        }
+        mine = {name: item.target for name, item in items.items() if item.writer == ranks.rank}
         beside = source.beside if source else {}  # parts that are not trained, such as vision
         mine |= {name: beside[name] for name in ranks.share(dict.fromkeys(beside, 1))}
         work = max(
-            _COPIES[each_item.target.encoding]
-            * math.prod(each_item.pieces[0].shape)
-            * each_item.dtype.itemsize
-            for each_item in items.values()
+            _COPIES[item.target.encoding] * math.prod(item.pieces[0].shape) * item.dtype.itemsize
+            for item in items.values()
         )
         everyone = ranks.all(lambda: (mine, work))
         self._writer = {name: rank for rank, (names, _) in enumerate(everyone) for name in names}
-        stored = {name: each_item for names, _ in everyone for name, each_item in names.items()}
-        ordered = [(name, stored[name]) for name in sorted(stored, key=_by_number)]
+        stored = {name: target for names, _ in everyone for name, target in names.items()}
+        ordered = sorted(stored.items(), key=lambda pair: _by_number(pair[0]))
         self._buckets = split(ordered, bucket_bytes - max(most for _, most in everyone))
         self.contents = {
-            name: each_item._replace(scales=None, encoding="plain")
-            for key, each in ordered
-            for name, each_item in each.in_file(key).items()
+            name: entry._replace(scales=None, encoding="plain")
+            for key, target in ordered
+            for name, entry in target.in_file(key).items()
         }
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield buckets: tensors by name, which are gone with the next bucket."""
+        """Yield buckets: name -> full tensor; a bucket is valid until the next one is requested."""
         as_parts(self._parts)
         items = self._plan()
         ranks = Ranks()
@@ -103,8 +99,8 @@ class WeightStream:
                 item = items.get(key)
                 writes = self._writer[key] == ranks.rank
                 parts: list[torch.Tensor] = []
-                if item is not None and ranks.rank in item.holders:
-                    whole = gather(item)  # by all holders
+                if item is not None:
+                    whole = gather(item, ranks.rank)  # by all ranks of the stage
                     if writes:
                         parts = transfer.stored(item, whole)
                     del whole
@@ -124,7 +120,7 @@ class WeightStream:
             tensors.clear()
 
     def _plan(self) -> dict[str, WriteItem]:
-        """Return what this rank's stages hold, by name in the checkpoint. Collective."""
+        """Return checkpoint name -> tensor to write, of this rank's pipeline stages. Collective."""
         fused = self._layout == "fused"
         plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE
@@ -132,7 +128,10 @@ class WeightStream:
 
 
 def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-    """Call ``take`` with every bucket on rank 0, whose error all ranks raise. Collective."""
+    """Call ``take`` with every bucket of the stream on rank 0. Collective.
+
+    If ``take`` raises an error, every rank raises it after the last bucket.
+    """
     ranks = Ranks()
     errors: list[Exception] = []
     for bucket in stream:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def call_hooks(point: str, *args: Any) -> None:
-    """Call all functions of ``point`` and ignore their results."""
+    """Call the functions that plugins registered for the hook ``point``; ignore their results."""
     for function in registered(point).values():
         function(*args)
 
 
 def hook_numbers(run: Run, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers that the functions of ``run.step`` add to a step's record.
+    """Return the numbers that plugins' functions for the hook ``run.step`` add to a step's record.
 
     The functions get a read-only view of the record.
 

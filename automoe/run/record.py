@@ -24,14 +24,14 @@ from automoe.training.context import RunContext
 
 
 class RunRecord:
-    """Printer, writer and tracker of a run's reports.
+    """Console printer, ``metrics.jsonl`` writer and experiment tracker of one run.
 
     Every rank makes one; the records of ranks other than 0 do nothing.
 
     Args:
         step: last step that is done; the run continues after it.
         resumed: checkpoint that the run resumes from. If the checkpoint is in the run's own
-            directory, the record there is continued.
+            directory, the metrics there are continued.
     """
 
     def __init__(
@@ -75,14 +75,19 @@ class RunRecord:
             self._trackers.log(record)
 
     def write_samples(self, step: int, samples: list[dict[str, str]], seconds: float) -> None:
-        """Print, write and track the answers to ``observe.samples``, which took ``seconds``."""
+        """Print, write and track the answers to ``observe.samples``.
+
+        Args:
+            samples: ``prompt`` and ``text`` of each answer.
+            seconds: time that generating them took.
+        """
         self._console.samples(samples, seconds)
         if self._log is not None:
             self._log.write_samples(step, samples)
             self._trackers.texts(step, "samples", samples)
 
     def rewind(self, step: int) -> None:
-        """Remove every step after ``step``, to which the run has gone back."""
+        """Remove the records of steps after ``step``, to which the run has gone back."""
         if self._log is not None:
             self._log.close()
             self._log = self._open_log(step)
@@ -106,7 +111,7 @@ class RunRecord:
 
 
 def _describe_length(config: Config) -> list[str]:
-    """Return a line if rows are longer than the model's position embeddings were made for."""
+    """Return a warning if rows are longer than the model's position embeddings allow; else []."""
     rope = config.model.rope
     longest = round(rope.original_seq_len * (1 if rope.scaling == "none" else rope.factor))
     if config.model.hf_path is not None:

@@ -43,7 +43,12 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Reference:
-    """Log-probabilities of every pair under the initial weights: [N, 2], float64, on the CPU."""
+    """Log-probabilities of every answer pair under a preference run's initial weights.
+
+    Attributes:
+        log_probs: [N, 2] float64 on the CPU: chosen and rejected answer of N pairs.
+        device: device of the training, to which a batch's values are sent.
+    """
 
     log_probs: torch.Tensor
     device: torch.device
@@ -65,11 +70,11 @@ def open_reference(
     context: RunContext,
     store: CheckpointStore,
 ) -> Reference | None:
-    """Return the run's reference, read from its directory or computed anew. Collective.
+    """Return the log-probabilities under the initial weights, read or computed anew. Collective.
 
     Call this function before a checkpoint is loaded, while the model has its initial weights. A
-    file that is damaged, belongs to something else, or is not the one of the step that the run goes
-    on from is reported and replaced.
+    file in the run directory that is damaged, belongs to other settings, or is not the one of the
+    step that the run goes on from is reported and replaced.
 
     Returns:
         None if the run was requested to stop meanwhile; the run is then ``preempted``.
@@ -122,7 +127,12 @@ def open_reference(
 def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
-    """Return the settings, weights and data that change a pair's log-probabilities, as JSON."""
+    """Return what a pair's log-probabilities depend on: settings, weights and data, as JSON.
+
+    Args:
+        weights: identity of the initial weights.
+        splits: parts of the data whose pairs are computed.
+    """
     settings = flat(config_to_dict(config)).items()
     facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
     del facts["model.hf_path"]  # The path does not change the numbers.
@@ -133,9 +143,14 @@ def _belongs(
 
 
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
-    """Return the log-probabilities, or the reason why the file is unusable; None without a file."""
+    """Return the stored log-probabilities [N, 2]; a reason if unusable; None without a file.
+
+    Args:
+        belongs: settings, weights and data that they must have been computed with.
+        num_pairs: N.
+    """
     try:
-        content = read_json(path)
+        content = read_json(path, must_be_sealed=True)
         raw = base64.b64decode(content["log_probs"], validate=True)
         values = np.frombuffer(raw).reshape(num_pairs, 2).copy()
         then = dict(content["belongs"])
@@ -153,7 +168,7 @@ def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
 
 
 class _Collector:
-    """Substitute for a loss that stores the pair log-probabilities of every micro-batch."""
+    """Loss function that stores each micro-batch's log-probabilities of pairs, and trains nothing."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []

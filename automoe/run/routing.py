@@ -55,7 +55,11 @@ def record_routing(
 
 
 def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
-    """Write {layer: (rows, index, choices) of its micro-batches} to one file, atomically."""
+    """Write recorded routing to one file, atomically.
+
+    Args:
+        seen: for each layer, (rows, index, choices) of each micro-batch.
+    """
     layers = []
     # a pipeline may run two layers' micro-batches in different orders
     for micro_batches in seen.values():

@@ -209,7 +209,7 @@ class Run:
 
     @property
     def report(self) -> dict[str, float]:
-        """Return this rank's values for the step's max-reduction; clocks count on rank 0 only."""
+        """Return this rank's values for the step's max-reduction; time spent counts on rank 0 only."""
         save_due = self.context.rank == 0 and self.store.minutes_are_up()
         return {
             "stop": self.context.stop.requested,
@@ -219,7 +219,7 @@ class Run:
         }
 
     def validates(self) -> bool:
-        """Return True if a validation follows the step just taken."""
+        """Return True if a validation is due after the step just taken."""
         train = self.config.train
         step = self.state.step
         return bool(train.val_every) and (
@@ -303,11 +303,11 @@ class Run:
     write = write_or_go_back  # its name in recipes that were copied before version 0.17
 
     def _took_a_step(self) -> bool:
-        """Return True if a step was taken since the start, the resume or the last fall back."""
+        """Return True if a step was not skipped since the start, the resume or the last fall back."""
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Go back to the checkpoint before the one that the run resumed; False if there is none."""
+        """Load the checkpoint before the one that the run resumed; return False if there is none."""
         before = self._resumed
         earlier = self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
@@ -344,7 +344,7 @@ class Run:
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:
-    """Return the reason, rows and documents of a skipped step as one line."""
+    """Return a line for the user: why a step was skipped, and the rows and documents in it."""
     (first, last), names = record["skipped_rows"], record["skipped_documents"]
     more = record["num_skipped_documents"] - 3
     listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

@@ -60,9 +60,12 @@ class Engine:
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """Return the next token of each row.
+        """Return the likeliest next token of each row. Collective.
 
         Every data-parallel rank runs the same number of rows, some of them copies.
+
+        Args:
+            rows: token ids so far, by the index of the prompt.
         """
         train = self.config.train
         shape = self.meshes.shape
@@ -148,7 +151,14 @@ def stop_tokens(config: Config) -> list[int]:
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
-    """Return ``rows`` padded to ``count`` x ``length``; each row's last token alone has a label."""
+    """Return a batch of ``rows``, padded with ``filler`` rows and to ``length`` tokens.
+
+    The last token of each row alone has a label.
+
+    Args:
+        rows: token ids of each row.
+        count: number of rows of the batch.
+    """
     rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)

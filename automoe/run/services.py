@@ -18,7 +18,7 @@ from automoe.training.context import RunContext
 
 
 def open_data(config: Config, meshes: Meshes, pairs: bool = False) -> Loader:
-    """Return this rank's loader, after all ranks have found the same data. Collective.
+    """Return this rank's data loader, after checking that all ranks have the same data. Collective.
 
     Args:
         pairs: True if the recipe compares pairs of answers.
@@ -33,7 +33,7 @@ def open_store(
 ) -> CheckpointStore:
     """Return the store of the run's checkpoints. Collective.
 
-    What would stop a resume or the first save is found here, before the weights are read.
+    It is checked here, before the weights are read, that a step can be resumed and saved.
     """
     store = CheckpointStore(config, meshes.shape, context.run_dir)
     store.check(loader)

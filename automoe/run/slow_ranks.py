@@ -26,13 +26,13 @@ IN_A_ROW = 3  # slow timings in a row after which a rank is named
 
 
 class SlowRanks:
-    """Timer of a matrix product every ``every`` steps on all ranks.
+    """Detector of slow ranks: all time the same matrix product every ``every`` steps.
 
     The step's max-reduction gives every rank all times. Collective.
 
     Args:
         every: steps between timings; 0 disables them, as does a run of one rank.
-        name: function that takes a line about a rank that stays behind, once per rank.
+        name: function that prints a line about a slow rank, once per rank.
     """
 
     def __init__(self, context: RunContext, every: int, name: Callable[[str], object]) -> None:
@@ -48,7 +48,10 @@ class SlowRanks:
         self._named: set[int] = set()
 
     def begin_step(self, step: int) -> None:
-        """Start a timing if one is due before ``step`` (counted from 1); do not wait for a GPU."""
+        """Start timing a matrix product if that is due before ``step``, counted from 1.
+
+        The host does not wait for a GPU.
+        """
         self._marks = []
         if not self._every or step % self._every:
             return
@@ -81,11 +84,10 @@ class SlowRanks:
         return seconds
 
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
-        """Return keys for the step's metrics, and print a line about a rank that stays behind.
+        """Return the timings for the step's metrics, and print a line about a rank that stays slow.
 
         Args:
-            over_ranks: maxima over all ranks of the values from ``report``; it may hold other
-                names.
+            over_ranks: maxima over all ranks of the values from ``report``, and other maxima.
         """
         seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:

@@ -29,7 +29,7 @@ def first_weights(
     The weights come from ``model.hf_path``; without a path they are random and the report is None.
 
     Raises:
-        ConfigError: as ``CausalLM.check_isolation``.
+        ConfigError: documents of a row would see one another in this class of ``transformers``.
     """
     model_parts = build_parts(config, meshes)
     loaded = None

@@ -25,14 +25,15 @@ def default_cache_dir() -> Path:
 
 
 def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the facts of a cache entry after verifying its bytes; make the entry if missing.
+    """Return what is stored about a cache entry (a folder) after verifying its bytes, or make it.
 
     One process of a machine writes, and the others wait for it. A rename makes the entry visible
     completely or not at all. The system releases the lock of a writer that dies. An entry that is
     damaged, or was made under another name, is made anew, and a line on standard error says so.
 
     Args:
-        write: function that fills an empty folder and returns facts in plain JSON values.
+        entry: folder of the entry; its name identifies the content.
+        write: function that fills an empty folder, and returns JSON values to store.
 
     Raises:
         DataError: the cache cannot be read or written, or the process that writes the entry makes
@@ -86,14 +87,14 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
 
 
 def _written(entry: Path) -> int:
-    """Return how many bytes of a new entry another process has written; -1 if none."""
+    """Return how many bytes another process has written of the new entry; -1 if it has not begun."""
     with suppress(FileNotFoundError):
         return sum(path.stat().st_size for path in entry.parent.glob(f"{entry.name}.*/new/*"))
     return -1
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
-    """Return an entry's facts, or a description of its damage; None if there is no entry.
+    """Return the dictionary stored with a cache entry, or text on its damage; None without an entry.
 
     Raises:
         OSError: the entry cannot be read.

@@ -41,12 +41,12 @@ def wrong_kind(path: Path | str | int) -> str | None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the program's own state without blocking, and return a descriptor.
+    """Open a file that automoe wrote without blocking, and return a file descriptor.
 
     Opening a FIFO would wait for its other end, and reading from a device might not end.
 
     Raises:
-        OSError: the file cannot be opened, or something else has its name.
+        OSError: the file cannot be opened, or it is a folder, a FIFO or a device.
     """
     if (kind := wrong_kind(path)) is not None:
         number = errno.EISDIR if kind == "a folder" else errno.EINVAL
@@ -55,10 +55,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of the program's own state, with retries of passing errors.
+    """Return the bytes of a file that automoe wrote; errors that may pass are retried.
 
     Raises:
-        OSError: as ``open_regular``; the error names the file.
+        OSError: the file cannot be read, or is a FIFO or device; the error names the file.
     """
 
     def read() -> bytes:
@@ -70,7 +70,7 @@ def read_file(path: Path) -> bytes:
 
 @contextmanager
 def named(path: Path, size: int = 0) -> Iterator[None]:
-    """Name ``path`` in an ``OSError`` of the body, and say how much room a full disk lacks.
+    """Add ``path`` to an ``OSError`` of the body; on a full disk also the bytes needed and free.
 
     Args:
         size: bytes that the body writes; 0 if it reads.
@@ -91,7 +91,7 @@ def named(path: Path, size: int = 0) -> Iterator[None]:
 
 @contextmanager
 def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
-    """Turn an ``OSError`` of the body into a ``CheckpointError`` with advice.
+    """Turn an ``OSError`` of the body into a ``CheckpointError`` that ends with ``remedy``.
 
     Args:
         place: file or folder for the message, if the error names none or ``fault`` is given.
@@ -119,7 +119,7 @@ def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
     cache.
 
     Raises:
-        OSError: as ``read_file``.
+        OSError: the file cannot be read, or is a FIFO or device.
     """
 
     def digest() -> str:
@@ -181,10 +181,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def free_name(path: Path, stem: str) -> Path:
-    """Return the first unused path of ``stem.1``, ``stem.2``, ... with the suffix of ``path``.
-
-    It is in the same folder as ``path``.
-    """
+    """Return the first unused name of ``stem.1``, ``stem.2``, ... beside ``path``, with its suffix."""
     number = 1
     while os.path.lexists(free := path.with_name(f"{stem}.{number}{path.suffix}")):
         number += 1
@@ -192,10 +189,10 @@ def free_name(path: Path, stem: str) -> Path:
 
 
 def set_aside(path: Path, stem: str) -> str | None:
-    """Rename ``path`` to ``free_name(path, stem)`` and return the new name.
+    """Rename ``path`` to the first unused name of ``stem.1``, ``stem.2``, ... in its folder.
 
     Returns:
-        None if ``path`` does not exist.
+        The new name; None if ``path`` does not exist.
     """
     if not os.path.lexists(path):
         return None

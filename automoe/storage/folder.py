@@ -39,7 +39,7 @@ def name_folder(working: Path, path: Path) -> None:
 
 
 def restore_folder(path: Path) -> None:
-    """Undo the first rename of a ``name_folder`` that was killed between its two renames."""
+    """Rename ``.NAME.old`` back to ``path`` if ``name_folder`` was killed between two renames."""
     old = _old(path)
     if not os.path.lexists(path) and os.path.lexists(old):
         os.rename(old, path)
@@ -73,5 +73,5 @@ def remove_folder(path: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    """Return the name that the older folder has between the two renames."""
+    """Return ``.NAME.old`` beside ``path``, where ``name_folder`` keeps the replaced folder."""
     return path.with_name(f".{path.name}.old")

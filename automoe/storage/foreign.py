@@ -33,7 +33,7 @@ MAX_ID = (1 << 24) - 1  # largest token id: tables by id have as many rows
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """Return True if ``name`` exists, even as a broken link; ``open_inside`` checks its kind."""
+    """Return True if ``folder`` has anything of this name, even a broken link."""
     return os.path.lexists(folder / name)
 
 
@@ -89,7 +89,12 @@ def _check_regular(file: Path, opened: str | int) -> None:
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
-    """Read a JSON file whole. Raises as ``open_inside``, and if it exceeds ``MAX_JSON_BYTES``."""
+    """Return the bytes of a JSON file of ``folder``.
+
+    Raises:
+        CheckpointError: a link out of the folder, not a regular file, or too large.
+        OSError: the file cannot be read.
+    """
 
     def read() -> bytes:
         with named(folder / name), os.fdopen(open_inside(folder, name), "rb") as stream:
@@ -133,7 +138,9 @@ def check_depth(value: object) -> None:
 
 
 def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
-    """Parse YAML into nodes and check their sizes; return them with their loader.
+    """Parse YAML into nodes and check their sizes; return PyYAML's (loader, root node).
+
+    The node is None for an empty document.
 
     Raises:
         ValueError: too many bytes, values (with aliases expanded), levels, or digits in a number.
@@ -159,7 +166,13 @@ def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
 def _written_out(
     node: yaml.Node, known: dict[int, tuple[int, int]], depth: int, key: str
 ) -> tuple[int, int]:
-    """Return the number of values in ``node``, with aliases expanded, and of its levels."""
+    """Return (values in ``node`` with aliases expanded, levels of nesting).
+
+    Args:
+        known: results by ``id`` of a node.
+        depth: levels above ``node``.
+        key: dotted key of ``node``, for an error.
+    """
     if depth > MAX_DEPTH:  # also for an alias of a node that contains it
         raise RecursionError
     if id(node) not in known:
@@ -180,7 +193,10 @@ def _written_out(
 
 
 def parse_yaml(raw: bytes) -> Any:
-    """Parse YAML of bounded size into plain values. Raises as ``compose_yaml``."""
+    """Parse YAML into plain values.
+
+    Raises ``ValueError`` if it is too large or too deep, ``yaml.YAMLError`` if it is not YAML.
+    """
     loader, node = compose_yaml(raw)
     return None if node is None else loader.construct_document(node)
 
@@ -202,7 +218,10 @@ def brief(value: object) -> str:
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy one file of ``folder``, over any older copy. Raises as ``open_inside``."""
+    """Copy the file ``name`` of ``folder`` to ``target``, over any older copy.
+
+    Raises ``CheckpointError`` for a link out of the folder, or if it is no regular file.
+    """
     with os.fdopen(open_inside(folder, name), "rb") as source:
         with named(target, os.fstat(source.fileno()).st_size), open(target, "wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
@@ -229,7 +248,11 @@ def _is_template(value: Any) -> bool:
 
 
 def _several(is_one: Callable[[Any], bool], kinds: Any = list) -> Callable[[Any], bool]:
-    """Return a test that passes for one valid value, or for a collection of valid values."""
+    """Return a test that accepts one value that passes ``is_one``, or a collection of such values.
+
+    Args:
+        kinds: types that count as a collection; a dictionary's values are tested.
+    """
 
     def all_are(value: Any) -> bool:
         if not isinstance(value, kinds):
@@ -312,7 +335,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def parse_settings(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object whose known keys have the types of ``_SETTINGS``.
+    """Parse the JSON object of a ``config.json`` or the like, and check the types of known keys.
 
     Raises:
         ValueError: the JSON is invalid or no object, or the type of a value is wrong; the message
@@ -337,9 +360,10 @@ def _check_settings(content: dict[str, Any], prefix: str) -> None:
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Return the settings in a file of ``folder``, or {} if it does not exist.
+    """Return the JSON object in a file such as ``config.json``; {} if the file does not exist.
 
     Raises:
-        CheckpointError, OSError, ValueError: as ``read_bytes`` and ``parse_settings``.
+        CheckpointError, OSError: the file cannot be read, or must not be.
+        ValueError: the JSON is invalid, or a known key has a value of the wrong type.
     """
     return parse_settings(read_bytes(folder, name)) if is_there(folder, name) else {}

@@ -35,9 +35,12 @@ _place: mmap.mmap | None = None  # in a child: name of the current step, shared 
 
 
 def doing(work_name: str, goes_on: bool = False) -> None:
-    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside such work.
+    """Begin a step of the work that ``guarded`` runs in a child process; do nothing elsewhere.
+
+    A step has ``MAX_SECONDS`` of processor time.
 
     Args:
+        work_name: name of the step, for an error.
         goes_on: True if a current step of the same name continues, without new time.
     """
     if _place is not None and not (goes_on and _text_of(_place) == work_name):
@@ -55,7 +58,8 @@ def fork() -> int:
 def guarded(work_name: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns, computed in a fork of this process.
 
-    Changes that ``work`` makes to objects are lost, except in its result.
+    Changes to objects are lost, except in the result. ``work`` may call ``doing`` to begin a step,
+    each of which has limits of time and memory.
 
     Args:
         work_name: name of the first step, for an error.
@@ -141,7 +145,10 @@ def _work(work_name: str, work: Callable[[], Any], writing: int, parent: int) ->
 
 
 def limit_memory() -> tuple[int, int]:
-    """Limit this process to ``MAX_BYTES`` more private memory; return the previous limits."""
+    """Limit this process to ``MAX_BYTES`` more private memory.
+
+    Return the previous (soft, hard) limits of ``RLIMIT_DATA`` in bytes.
+    """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/status") as file:
         now = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
@@ -188,7 +195,9 @@ def die_with_parent(parent: int) -> None:
 def end_with(launcher: int) -> None:
     """Kill this process when ``launcher`` ends, or now if it has ended; call it in a fresh process.
 
-    Unlike ``die_with_parent``, it does not matter which thread of the launcher made this process.
+    Args:
+        launcher: process id. Unlike a parent-death signal, it does not matter which of the
+            launcher's threads made this process, nor that the launcher is its parent.
     """
     try:
         watched = os.pidfd_open(launcher)

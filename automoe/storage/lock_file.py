@@ -40,7 +40,7 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
         if progress is None:
             raise BlockingIOError(errno.EAGAIN, taken, str(path))
         if done is None:
-            print(f"waiting for process {taken}, which holds {path}", file=sys.stderr, flush=True)
+            print(f"waiting for process {taken}, which holds {path}", file=sys.stderr)
         if (now := progress()) != done:
             done = now
             since = time.monotonic()

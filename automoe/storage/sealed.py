@@ -17,7 +17,7 @@ _SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
 
 
 def sealed(content: Mapping[str, Any], **options: Any) -> str:
-    """Return ``content``, which must not be empty, as JSON that ends with its CRC-32 (the seal).
+    """Return ``content`` (not empty) as JSON text whose last key is a CRC-32 of all text before it.
 
     Args:
         options: keyword arguments of ``json.dumps``.
@@ -28,13 +28,17 @@ def sealed(content: Mapping[str, Any], **options: Any) -> str:
     return f'{body},{end[:-1]} "{SEAL}": {zlib.crc32(body.encode())}{end}'
 
 
-def unsealed(text: bytes) -> dict[str, Any]:
-    """Return the object in ``text`` if its seal is right or absent.
+def unsealed(text: bytes, must_be_sealed: bool = False) -> dict[str, Any]:
+    """Parse a JSON object, and compare its CRC-32 (last key, ``crc32``) with the text before it.
 
-    A person or another program may have written an object without a seal.
+    The key is removed.
+
+    Args:
+        must_be_sealed: False accepts an object without a CRC-32, since a person or another program
+            may have written it.
 
     Raises:
-        ValueError: the text is no JSON object, or differs from the sealed text.
+        ValueError: the text is no JSON object, or its CRC-32 differs or is missing.
     """
     content = parse_json(text)
     if not isinstance(content, dict):
@@ -44,19 +48,24 @@ def unsealed(text: bytes) -> dict[str, Any]:
         if seal is None or zlib.crc32(text[: seal.start()]) != int(seal[1]):
             raise ValueError("it is not what was written (its CRC-32 differs)")
         del content[SEAL]
+    elif must_be_sealed:
+        raise ValueError(f"it has no {SEAL} at its end")
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file.
+def read_json(path: Path, must_be_sealed: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file that ``replace_json`` wrote, after checking its CRC-32.
+
+    Args:
+        must_be_sealed: False accepts a file without a CRC-32.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: as ``unsealed``.
+        ValueError: the text is no JSON object, or its CRC-32 differs.
     """
-    return unsealed(read_file(path))
+    return unsealed(read_file(path), must_be_sealed)
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file by a sealed object, atomically (``files.replace_file``)."""
+    """Write ``content`` as JSON with a CRC-32 to a file, and replace the old file atomically."""
     replace_file(path, sealed(content, indent=1) + "\n")

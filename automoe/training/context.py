@@ -30,7 +30,7 @@ class StopRequest:
 
 @dataclass
 class RunContext:
-    """Third argument of a recipe's ``main(config, shape, context)``.
+    """Third argument of a recipe's ``main(config, shape, context)``: stop requests and such.
 
     Ranks receive a signal at different moments, so a loop should call ``any_rank_stops`` instead of
     reading ``stop``: all ranks then leave at the same step.

@@ -16,7 +16,10 @@ from automoe.model.loss import LossInputs
 def pair_log_probs(nll_BS: Tensor, inputs: LossInputs, num_pairs: int) -> tuple[Tensor, Tensor]:
     """Return the summed log-probability and the token count of both answers of every pair.
 
-    Both results have shape [B, P, 2].
+    Both results have shape [B, P, 2]: packed sequences, pairs in them, the two answers.
+
+    Args:
+        nll_BS: -log p of each token; 0 for prompts.
     """
     shape = (len(nll_BS), num_pairs, 2)
     trained = (inputs.labels >= 0).to(nll_BS.dtype)
@@ -27,7 +30,7 @@ def pair_log_probs(nll_BS: Tensor, inputs: LossInputs, num_pairs: int) -> tuple[
 
 
 class PreferenceLoss:
-    """``Loss`` over pairs of answers: -log sigmoid(beta * (gain of preferred - gain of other)).
+    """Loss of preference pairs (DPO): -log sigmoid(beta * (gain of preferred - gain of other)).
 
     The gain of an answer is its log-probability minus its reference log-probability. The loss needs
     the input ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) takes means instead of sums of

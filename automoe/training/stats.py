@@ -31,13 +31,15 @@ class StepStats:
         balance_losses: balance losses by the names in ``LOSSES``, summed over layers, coefficients
             included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
-            before any is dropped.
+            before any is dropped; L MoE layers.
         dropped_share: [L] share of the choices that exceeded an expert's capacity.
         device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
             that plain top-k of the scores would give.
         metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers;
-            ``routes_differ``: share of an engine's repeated choices that routers would not make.
-        replayed: [L, 2] an engine's repeated choices, and those that the router would not make.
+            ``routes_differ``: share of the choices repeated from an inference engine that routers
+            would not make.
+        replayed: [L, 2] choices repeated from an inference engine, and how many of them the routers
+            would not make.
     """
 
     loss: float
@@ -55,11 +57,12 @@ def gather_stats(
     config: Config,
     reported: Mapping[str, Tensor],
 ) -> StepStats:
-    """Sum loss shares and every layer's counters over all ranks, and zero the counters.
+    """Return the step's statistics, summed over all ranks; zero every layer's counters. Collective.
 
     Each rank fills in its own stages' layers, so one sum serves dp, cp and pp at once.
 
     Args:
+        loss_share: this rank's share of the loss; the loss is the sum over ranks.
         reported: this rank's shares of the values that the loss reports; the names are the same on
             every rank.
     """
@@ -74,10 +77,9 @@ def gather_stats(
             indexer.reset_buffers()
         reported = {**reported, "indexer_loss": total}
     num_layers = model.num_moe_layers
-    num_experts = model.num_experts
     device = loss_share.device
     # from the configuration, since a dense model has no router to ask
-    size = LoadCounter.size(num_experts)
+    size = LoadCounter.size(model.num_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
     for place, share in enumerate((loss_share, *reported.values()), start=end):
@@ -88,23 +90,22 @@ def gather_stats(
             table[layer.router.moe_index] += layer.router.load.totals
             layer.router.load.totals.zero_()
     dist.all_reduce(sums)
-    device_counts = table[:, : 2 * num_experts].unflatten(1, (2, num_experts))
+    device_counts = LoadCounter.views(table).experts
     sums = sums.cpu()  # the host waits for the step's forward and backward here
-    table = sums[:end].view(num_layers, size)
-    losses = table[:, 2 * num_experts : -3].sum(0).tolist()
-    chosen = table[:, :num_experts]
+    loads = LoadCounter.views(sums[:end].view(num_layers, size))
+    chosen = loads.experts[:, 0]
     metrics = dict(zip(reported, sums[end + 1 :].tolist(), strict=True))
-    repeated, differing = table[:, -2:].sum(0).tolist()
+    repeated, differing = loads.replayed.sum(0).tolist()
     if repeated:
         metrics["routes_differ"] = differing / repeated
     return StepStats(
         loss=float(sums[end]),
-        balance_losses=dict(zip(LOSSES, losses, strict=True)),
+        balance_losses=dict(zip(LOSSES, loads.losses.sum(0).tolist(), strict=True)),
         expert_counts=chosen,
-        dropped_share=(table[:, -3] / chosen.sum(1).clamp_min(1)).tolist(),
+        dropped_share=(loads.dropped / chosen.sum(1).clamp_min(1)).tolist(),
         device_counts=device_counts,
         metrics=metrics,
-        replayed=table[:, -2:],
+        replayed=loads.replayed,
     )
 
 
@@ -134,9 +135,7 @@ def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]
 
 
 def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the maximum of each named value over all ranks, in float64.
-
-    The function makes one all-reduce over the CPU backend.
+    """Return the maximum of each named value over all ranks, in float64. One all-reduce on the CPU.
 
     Args:
         values: the same names in the same order on every rank.

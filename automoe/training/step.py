@@ -63,8 +63,9 @@ class Update:
         grad_norm: gradient norm of the whole model, before clipping.
         skipped: True if weights, optimizer and biases stayed, the same on every rank; counts go on.
         skip_reason: reason for skipping that this rank saw, or None.
-        fp8_clipped_share: share of this stage's delayed scales that values of this step exceeded.
-        over_ranks: maximum over all ranks of each value of ``Run.report``.
+        fp8_clipped_share: share of this stage's delayed fp8 scales that values of this step
+            exceeded.
+        over_ranks: maximum over all ranks of each value of the argument ``report``.
     """
 
     lr: float
@@ -76,13 +77,13 @@ class Update:
 
 
 class ValidationSource(Protocol):
-    """Validation data of one or more sources: their names, weights in the mean, and batches."""
+    """Interface of validation data: names of one or more sources, their weights, and batches."""
 
     names: Sequence[str]
     weights: Sequence[float]
 
     def batches(self, split: Literal["validation"], most: int, source: int) -> Iterator[StepBatch]:
-        """Return at most ``most`` batches of a source's split."""
+        """Return at most ``most`` batches of the validation split of source number ``source``."""
         ...
 
 
@@ -95,14 +96,14 @@ def prepare_inputs(
     values: Mapping[str, Tensor] = MappingProxyType({}),
     mtp: bool = True,
 ) -> tuple[MicroBatch, int]:
-    """Return this rank's rows of one step, and the global batch's label count. Collective.
+    """Return this rank's tokens of one step, and the global batch's label count. Collective.
 
-    The loader made the labels before the rows are cut over cp here, so the label of a chunk's last
+    The loader made the labels before sequences are cut over cp here, so the label of a chunk's last
     position is kept. Counts are known before the first forward.
 
     Args:
-        batch: full rows of this data-parallel rank.
-        forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``).
+        batch: full sequences of this data-parallel rank.
+        forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``); None: routers choose.
         values: [B, R, ...] by name, per-token inputs of the loss, which are cut as the tokens are.
         mtp: False to leave modules for multi-token prediction out of this step.
     """
@@ -179,11 +180,11 @@ def optimizer_step(
     Args:
         stats: result of the step's ``forward_backward``.
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
-        report: values of this rank (``Run.report``), whose maxima over ranks are in the result.
+        report: named numbers of this rank, whose maxima over ranks are in the result.
         skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
             would move the weights.
         balances: whether expert biases and load fractions move; None: they do, unless the step
-            repeated an engine's routes, whose load says nothing about this router.
+            repeated an inference engine's routes, whose load says nothing about this router.
 
     Returns:
         Learning rate, gradient norm, whether and why the update was skipped, maxima of ``report``.
@@ -206,7 +207,7 @@ def optimizer_step(
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
             report = {**report, "max_attention_logit": logits.largest()}
         # One reduction serves all agreed values; the host has waited for the device already.
-        over_ranks = max_over_ranks({"skip": reason is not None, **report})
+        over_ranks = max_over_ranks({**report, "skip": reason is not None})
         skipped = bool(over_ranks["skip"])
         # Scales come before the update: the host would have to wait for the update otherwise.
         clipped_share = update_scales(model_parts, meshes, stepped=not skipped)
@@ -249,7 +250,11 @@ def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
 def reason_to_skip(
     loss: float, norm: float, recent: Sequence[float], train: TrainConfig
 ) -> str | None:
-    """Return the reason to skip a step of this loss and gradient norm; None to take the step."""
+    """Return why a step of this loss and gradient norm is skipped, as text; None to take the step.
+
+    Args:
+        recent: losses of the last steps that were taken, for the spike rule.
+    """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"
     threshold = spike_threshold(recent, train)
@@ -262,7 +267,7 @@ def reason_to_skip(
 
 
 def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
-    """Append the loss of a taken step and drop losses outside the window, in place."""
+    """Append the loss of a taken step to ``recent``; drop losses outside the window."""
     if train.spike_factor:
         recent.append(loss)
         del recent[: -train.spike_window]
@@ -309,7 +314,11 @@ def validate(
 def _mean_losses(
     by_source: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
 ) -> dict[str, float]:
-    """Return a validation's metrics from each source's weight and sums; empty without sources."""
+    """Return a validation's metrics by name, as means by weight over sources; {} without sources.
+
+    Args:
+        by_source: for each source its weight and its sums (``_validation_sums``).
+    """
     if not by_source:
         return {}
     total = sum(sums["count"] for _, sums in by_source.values())
@@ -339,9 +348,12 @@ def _validation_sums(
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]],
 ) -> dict[str, float]:
-    """Return the sums ``nats``, ``count``, ``bytes`` and ``val_NAME`` over all ranks.
+    """Return sums over batches and ranks: ``nats``, ``count``, ``bytes``, ``val_NAME``.
 
-    ``count`` is of tokens or documents.
+    ``count`` is of tokens or documents, ``val_NAME`` of a number that the loss reports.
+
+    Args:
+        extra_inputs: returns further inputs of the loss for a batch.
     """
     sums: dict[str, float] = {"count": 0.0}
     labels = dict[str, int]()  # number of labels of each value that the losses report
@@ -373,7 +385,7 @@ def _validation_sums(
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to ``device``; for a GPU, pin it and do not wait for the copy."""
+    """Copy a CPU tensor to ``device``; for a GPU, pin it and return before the copy is done."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()

@@ -37,11 +37,13 @@ _references: list[Trajectory] = []  # of this process, until the mesh's step is 
 def run_reference(
     config: Config, shape: MeshShape, dp: int, record: bool, device: str
 ) -> bytes | None:
-    """Run the reference's step, and hold its trajectory in this process for ``run_compared``.
+    """Run the reference's step on one rank, and keep its results in this process.
+
+    ``run_compared`` in the same process compares with them.
 
     Args:
         dp: data-parallel ranks of the mesh, whose micro-batches hold the same rows.
-        record: return the pickled routing, else None.
+        record: True to return the routing of the step, pickled; else None is returned.
     """
     train = config.train
     order = micro_batch_order(train.global_batch_size, dp, train.micro_batch_size // dp)
@@ -65,7 +67,7 @@ def run_compared(
 
     Args:
         run: function with the signature of ``run_trajectory``; default: ``run_trajectory``.
-        routing: routing to repeat, from ``run_reference``.
+        routing: pickled routing to repeat, from ``run_reference``; None: the model's own.
     """
     options: dict[str, Any] = {"forced": pickle.loads(routing)} if routing else {}
     mine = (run or run_trajectory)(config, shape, loader_rows, 1, device=device, **options)
@@ -80,7 +82,12 @@ def run_compared(
 def compare_tensors(
     kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None
 ) -> Comparison:
-    """Compare a tensor or numbers of the two runs in float64; a run may lack them (None)."""
+    """Compare a tensor or list of numbers of the mesh run with the reference's, in float64.
+
+    Args:
+        kind, name, step: fields of the result, such as ``gradient``, a parameter's name, and 0.
+        got, expected: values of the mesh run and of the reference; None if that run lacks them.
+    """
     if got is None or expected is None:
         places = ("absent", "present") if got is None else ("present", "absent")
         absent = "{} here, {} in the reference".format(*places)

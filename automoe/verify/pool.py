@@ -42,7 +42,7 @@ _WORLD_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class RankError(RuntimeError):
-    """Error of a case in which a rank raised, died or did not answer in time.
+    """Error of ``RankPool.run`` if a rank raised, died or did not answer in time.
 
     Attributes:
         rank: rank whose failure was seen first; after a timeout the lowest rank that is still busy.
@@ -59,10 +59,10 @@ class RankPool:
     """Pool of ``max_ranks`` processes that run functions as ranks of one world.
 
     Args:
-        max_ranks: largest world size; the processes start with the first case.
+        max_ranks: largest world size; the processes start with the first call of ``run``.
         device: cpu (gloo) or cuda (one GPU per rank, NCCL and gloo).
-        timeout_s: seconds after which a case counts as hanging: its ranks are killed and named. The
-            value is a safety net, far above the duration of any case.
+        timeout_s: seconds after which a call counts as hanging: its ranks are killed and named. The
+            value is a safety net, far above the duration of any call.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RankPool:
         self._pipes = []
 
     def _gather(self, pipes: Sequence[connection.Connection]) -> list[bytes]:
-        """Return one successful answer from each rank, or raise the first failure."""
+        """Return one successful pickled answer from each rank's pipe, or raise the first failure."""
         deadline = time.monotonic() + self.timeout_s
         answers: dict[int, bytes] = {}
         while len(answers) < len(pipes):
@@ -198,9 +198,13 @@ class RankPool:
 
 
 def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path) -> NoReturn:
-    """Run cases in this rank until it is killed.
+    """Run the functions that the pool sends to this rank, until it is killed.
 
     On SIGUSR1 the rank writes the stacks of its threads into ``stacks``.
+
+    Args:
+        imports: server process that imported the modules and forked this rank.
+        file: descriptor of the store file of ``torch.distributed``.
     """
     if imports.error is not None:
         raise imports.error

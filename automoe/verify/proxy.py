@@ -63,7 +63,9 @@ MAX_BLOCKED = 2 * BLOCK
 
 
 def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:
-    """Cut every mesh axis to at most 2, and model and batch to sizes a laptop runs in seconds.
+    """Return a small version of a configuration and its mesh that a laptop runs in seconds.
+
+    Every mesh axis has at most 2 ranks, and model and batch are cut.
 
     Args:
         config: a configuration that is valid with ``shape``; it is not changed.
@@ -71,7 +73,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         num_token_ids: number of ids of the tokenizer; the proxy's vocabulary holds all of them.
 
     Returns:
-        The proxy and its resolved mesh: at most 2 ranks per axis, and ``ep_shard`` derived.
+        The proxy and its resolved mesh, with ``ep_shard`` derived.
     """
     sizes = {a: min(getattr(shape, a), MAX_AXIS) for a in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
@@ -195,7 +197,7 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
 
 
 def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
-    """Keep the width of heads, and reduce their number.
+    """Return small attention settings for 8-bit products: as wide heads, and fewer of them.
 
     Enough heads stay for tp to shard at borders between blocks of 8-bit scales.
     """

@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of one tensor or number of both runs.
+    """Comparison of one tensor or number of the mesh run with that of one rank.
 
     Attributes:
         kind: kind of quantity: ``loss``, ``gradient``, ``updated parameter``, ...
@@ -267,7 +267,10 @@ def make_runnable(
 
 
 def _without_checkpoint(config: Config, device: Device) -> Config:
-    """Return ``config`` on ``device`` with random weights, its own routing and rows of text."""
+    """Return ``config`` on ``device`` with random weights, and without stored or repeated routing.
+
+    Preference pairs become plain conversations, whose cross-entropy can be compared.
+    """
     # Verification compares the cross-entropy of rows, so conversations stand for preference pairs.
     if config.data.is_preference:
         config = replace(
@@ -317,7 +320,7 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
 
 
 def too_large(config: Config, shape: MeshShape) -> bool:
-    """Return True if a laptop's CPU needs more than a minute or two for both runs."""
+    """Return True if both verification runs would take a laptop's CPU more than a minute or two."""
     train = config.train
     return (
         shape.world_size > MAX_RANKS

@@ -99,7 +99,8 @@ def run_trajectory(
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function that is called after every step, such as a validation.
-        balances: see ``optimizer_step``.
+        balances: True if expert biases and load averages are updated; None: unless routing is
+            replayed.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)

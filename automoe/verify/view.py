@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def titled_table(title: str, *columns: Column) -> Table:
-    """Return an empty table without lines, under a bold title."""
+    """Return an empty rich table without lines, under a bold title."""
     return Table(
         *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
     )
@@ -26,7 +26,11 @@ def titled_table(title: str, *columns: Column) -> Table:
 def show_start(
     console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]
 ) -> None:
-    """Print the cuts to the configuration, and the mesh, reference and step that will run."""
+    """Print what was cut from the configuration, and the mesh, reference and step that will run.
+
+    Args:
+        cuts: (key, configured value, value here) of each changed key.
+    """
     if cuts:
         if any(key.startswith(("mesh.", "train.")) for key, _, _ in cuts):
             console.print(
@@ -57,7 +61,7 @@ def show_start(
 
 
 def show_result(console: Console, result: PassResult) -> None:
-    """Print a table of one pass, and the first difference.
+    """Print a table that compares the mesh with one rank, and the first difference.
 
     Each kind of quantity has a row: how many were compared, the largest error, and the verdict.
     """
@@ -89,7 +93,7 @@ def show_result(console: Console, result: PassResult) -> None:
 
 
 def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) -> None:
-    """Print the verdict, and the mesh and reference that were compared."""
+    """Print whether all comparisons passed, and which mesh and reference were compared."""
     num_different = sum(len(result.different) for result in results)
     compared = (
         f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
@@ -118,7 +122,10 @@ def _both_views(shape: MeshShape, config: Config) -> str:
 
 
 def name_of(config: Config) -> str:
-    """Return a run's name in a comparison: its dtype, and what it multiplies or sends in 8 bits."""
+    """Return a run's name in a comparison, such as ``float64 around tensorwise 8-bit products``.
+
+    It has the dtype, and what is multiplied or sent to experts in 8 bits.
+    """
     dtype = config.train.dtype
     fp8 = config.train.fp8
     rows = ", rows to experts in 8 bits" * (config.moe.dispatch_dtype == "fp8")

@@ -215,6 +215,14 @@ NEWER: dict[str, tuple[Callable[[Path], object], str]] = {
         r"another version \(automoe 7\.1, torch 3\.5\) than this one \(automoe .*format 4, and this version reads format 3",
     ),
     "format without versions": (without_versions, "format 4, and this version reads format 3"),
+    "format with versions as text": (
+        lambda step: rewrite(step, format=5, versions="automoe 8"),
+        r"another version \(automoe 8\) .*format 5, and this version reads format 3",
+    ),
+    "format with versions as a list": (
+        lambda step: rewrite(step, format=4, versions=["8", 5]),
+        r"\['8', 5\].*format 4",
+    ),
     "key": (lambda step: rewrite(step, shards={}, versions=TOMORROW), r"automoe 7\.1, .*has shards in manifest\.json"),
     "version of the index": (
         lambda step: rewrite_index(step, lambda metadata: setattr(metadata, "version", "1.10.0")),

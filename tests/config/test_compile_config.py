@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rule_engine import check_rows
-from automoe.config.rules_kernels import compile_rows
+from automoe.config.rule_engine import Scope, check_rows, refused
+from automoe.config.rules_kernels import COMPILE
 from automoe.config.schema import Config, KernelsConfig, MeshConfig, ParallelConfig, TrainConfig
 from automoe.errors import ConfigError
 
@@ -41,16 +41,16 @@ def test_what_cannot_be_compiled_is_named(choice: dict, named: str, instead: str
     compiled = Config(**choice)
     compiled = replace(compiled, train=replace(compiled.train, compile=True))
     with pytest.raises(ConfigError) as raised:
-        check_rows(compiled, compile_rows(compiled, cut_rows))
+        check_rows(compiled, refused(Scope(compiled, cut_rows), COMPILE))
     assert raised.value.key == "train.compile" and named in str(raised.value)
     assert str(raised.value).endswith(f"Set train.compile=false, or {instead}")
     plain = Config(**choice)
-    check_rows(plain, compile_rows(plain, cut_rows))
+    check_rows(plain, refused(Scope(plain, cut_rows), COMPILE))
 
 
 def test_what_can_be_compiled() -> None:
     fine = ParallelConfig(recompute=["core_attn", "mlp", "moe", "shared_experts"])
     config = Config(train=TrainConfig(compile=True), parallel=fine)
-    check_rows(config, compile_rows(config, resolve_mesh(MeshConfig(cp=2), 2)))
+    check_rows(config, refused(Scope(config, resolve_mesh(MeshConfig(cp=2), 2)), COMPILE))
     ring = Config(train=TrainConfig(compile=True), parallel=ParallelConfig(context="ring"))
-    check_rows(ring, compile_rows(ring, resolve_mesh(MeshConfig(), 2)))  # which cuts no row
+    check_rows(ring, refused(Scope(ring, resolve_mesh(MeshConfig(), 2)), COMPILE))  # which cuts no row

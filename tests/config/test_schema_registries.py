@@ -17,7 +17,7 @@ from automoe.kernels.attention import FORCED
 from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
 from automoe.parallel.expert import DISPATCHERS
-from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
+from automoe.parallel.fsdp import COMPUTE_DTYPES, MASTER_DTYPES
 from automoe.planner.step_memory import DTYPE_BYTES
 from automoe.verify.run import TOLERANCES
 
@@ -33,7 +33,7 @@ from automoe.verify.run import TOLERANCES
         (schema.KernelsConfig, "attention", ["sdpa", "te", "flex", *FORCED]),
         (schema.ParallelConfig, "schedule", [*SINGLE, *IN_ROUNDS, "LoopedBFS", *V_SHAPED]),
         (schema.DataConfig, "kind", [*_SOURCES, *CHAT_KINDS, "benchmark"]),
-        *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),
+        *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, MASTER_DTYPES, ELEMENT_BYTES)),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (DTYPE_BYTES, TOLERANCES)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

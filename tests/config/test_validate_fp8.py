@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rule_engine import check_rows
-from automoe.config.rules_kernels import compile_rows, fp8_rows
+from automoe.config.rule_engine import Scope, check_rows, refused
+from automoe.config.rules_kernels import COMPILE, fp8_rows
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.planner.views.plan_view import print_plan
@@ -120,7 +120,7 @@ def test_what_has_no_8_bit_products(mode: str) -> None:
 def test_these_products_are_not_compiled(mode: str) -> None:
     config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(fp8=mode, compile=True))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"the products of train.fp8={mode}"):
-        check_rows(config, compile_rows(config, resolve_mesh(config.mesh, None)))
+        check_rows(config, refused(Scope(config, resolve_mesh(config.mesh, None)), COMPILE))
 
 
 @pytest.mark.parametrize("mode", MODES)

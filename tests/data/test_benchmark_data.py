@@ -15,7 +15,7 @@ from automoe.data.loader import Loader
 from automoe.data.prepare import synthetic_corpus
 from automoe.errors import ConfigError
 from automoe.hf.folder import write_settings
-from automoe.launch.prepare import missing_data
+from automoe.launch.prepare import check_data
 from automoe.observe.summary import describe_run
 from tests.support.configurations import quick_config
 
@@ -76,7 +76,11 @@ def test_what_makes_no_sense_without_text_is_refused(overrides: list[str], messa
 
 def test_large_models_ask_for_text_and_a_tokenizer_and_small_ones_do_not(tmp_path: Path) -> None:
     def missing(name: str, *overrides: str) -> str:
-        return str(missing_data(quick_config(name, list(overrides))) or "")
+        try:
+            check_data(quick_config(name, list(overrides)))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     text, tokenizer = ["data=text", f"data.path={tmp_path}"], f"data.tokenizer={tmp_path}"
     assert missing("qwen3_30b_a3b").startswith(

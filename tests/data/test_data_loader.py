@@ -175,6 +175,13 @@ def test_changed_data_is_refused(config):
         steps(config, 1, state=state)
 
 
+@pytest.mark.parametrize("state", [None, {}, {"prompts": "0123", "history": {}}])
+def test_a_checkpoint_of_a_session_or_of_rollouts_is_refused(config, state):
+    for check in ("check_state", "load_state_dict"):
+        with pytest.raises(DataError, match="of a session or of recipe=grpo.*automoe export"):
+            getattr(Loader(config, 0, 1), check)(state)
+
+
 def test_moved_data_is_not_changed_data(config, tmp_path):
     whole, _ = steps(config, 3)
     _, state = steps(config, 2)

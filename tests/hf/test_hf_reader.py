@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
+from automoe.classes.model import TransformersModel
 from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
@@ -32,7 +33,7 @@ from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts
 from automoe.verify.pool import RankPool
-from tests.support.class_models import save_class
+from tests.support.class_models import save_class, tier_config
 from tests.support.hf_models import save_small_hf
 
 
@@ -172,6 +173,22 @@ def test_quantized_tensors_are_refused(single: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     assert "quantized (F8_E4M3)" in (message := refused(single)) and name in message
+
+
+def test_integers_are_read_only_where_the_model_has_them(single: Path, tmp_path: Path) -> None:
+    """A table of experts by token id (DeepSeek-V4) is int64; a weight of int64 is nobody's."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.int64)}))
+    assert f"1 tensors are integers where the model has fractions, or the reverse: {name} is I64" in refused(single)
+    save_class("deepseek_v4", tmp_path / "v4")
+    config = tier_config(tmp_path / "v4")
+    model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
+    load_hf(model, tmp_path / "v4")
+    (table, *_) = (buffer for buffer in model.buffers() if buffer.dtype == torch.int64 and buffer.dim() == 2)
+    assert table[:3].tolist() == [[0, 1], [3, 4], [6, 7]]
+    (key, *_) = (key for key in load_file(tmp_path / "v4" / "model.safetensors") if key.endswith("tid2eid"))
+    edit(tmp_path / "v4", lambda tensors: tensors.update({key: tensors[key].float()}))
+    assert f"or the reverse: {key} is F32" in refused(tmp_path / "v4", config)
 
 
 def test_extra_tensors_that_are_known_are_passed_over_and_named(tmp_path: Path) -> None:

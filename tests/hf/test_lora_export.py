@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_mesh_cases import MESHES, config_for, world_size
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -26,7 +28,9 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import WEIGHTS_FILE, from_peft, gathered_adapters, to_peft, verify_peft
 from automoe.hf.read import load_hf
-from automoe.hf.write import to_hf
+from automoe.hf.save_plan import gather
+from automoe.hf.verify import verify_hf
+from automoe.hf.write import plan_export, to_hf
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
 from automoe.parallel.mesh import build_meshes
@@ -246,15 +250,20 @@ def fill_adapters(parts: dict[int, Decoder]) -> None:
                 local.copy_(whole[tuple(slice(at, at + n) for at, n in zip(first, local.shape, strict=True))])
 
 
-def export_both(source: Path, mesh: MeshConfig, out: Path) -> bool:
-    """On a mesh: as an adapter, and then merged; whether the base is what it was in between, and torch is silent."""
-    warned: list[logging.LogRecord] = []
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda record: warned.append(record) is None)
-    config = replace(config_for(source, mesh), lora=LORA)
+def adapted_on(source: Path, mesh: MeshConfig, lora: LoraConfig) -> dict[int, Decoder]:
+    config = replace(config_for(source, mesh), lora=lora)
     parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
     allocate(parts, torch.device("cpu"))
     load_hf(parts, source)
     fill_adapters(parts)
+    return parts
+
+
+def export_both(source: Path, mesh: MeshConfig, out: Path) -> bool:
+    """On a mesh: as an adapter, and then merged; whether the base is what it was in between, and torch is silent."""
+    warned: list[logging.LogRecord] = []
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda record: warned.append(record) is None)
+    parts = adapted_on(source, mesh, LORA)
     before = [local_shard(p).clone() for part in parts.values() for p in part.parameters()]
     to_peft(parts, out / "adapter", LORA)
     same = all(map(torch.equal, before, [local_shard(p) for part in parts.values() for p in part.parameters()]))
@@ -280,3 +289,37 @@ def test_adapters_leave_a_mesh_as_they_leave_one_process(mesh: str, tmp_path: Pa
     assert off(logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()), expected) < 1e-5
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     assert off(logits(merged), expected) < 1e-5
+
+
+WIDE = LoraConfig(rank=3)  # no other dim is 3
+
+
+def num_factors() -> int:
+    return sum(type(thing) is torch.Tensor and 3 in thing.shape for thing in gc.get_objects())
+
+
+def export_counting(source: Path, mesh: MeshConfig, out: Path) -> tuple[int, int, str]:
+    """Most factors of adapters beside the model's own during an export; their number in all; what a wrong file gives."""
+    parts = adapted_on(source, mesh, WIDE)
+    before, most = num_factors(), 0
+    for item in plan_export(parts, "keep", "plain", None):
+        gather(item, dist.get_rank())
+        most = max(most, num_factors())
+    to_hf(parts, out)
+    with (out / "model-00001-of-00002.safetensors").open("r+b") as file:  # one rank alone sees it
+        file.seek(-4, 2)
+        file.write(b"\0\0\0\0")
+    try:
+        verify_hf(parts, out)
+    except CheckpointError as error:
+        return most - before, before, str(error)
+    return most - before, before, ""
+
+
+@pytest.mark.parametrize("mesh", ["ep_shard2", pytest.param("ep2", marks=pytest.mark.exhaustive)])
+def test_an_export_gathers_the_adapters_of_a_weight_at_a_time(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "source", other_sizes={"num_hidden_layers": 4})
+    counts = ranks.run(export_counting, 2, tmp_path / "source", MESHES[mesh], tmp_path / "out")
+    for most, whole, error in counts:
+        assert most <= 8 < whole / 3  # of two weights, each beside what it is cut from
+        assert "numbers differ" in error, "every rank says so, and none waits for the other's adapters"

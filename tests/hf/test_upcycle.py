@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,6 +28,7 @@ from automoe.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from automoe.config.train_schema import LoraConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import save_plan
 from automoe.hf.families.registry import model_config_from_hf
@@ -38,6 +40,8 @@ from automoe.parallel.parallelize import build_decoder
 from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 from recipes import pretrain
+from recipes import upcycle as upcycle_recipe
+from tests.support.chat import save_tokenizer
 from tests.support.gpu import one_rank
 from tests.support.hf_models import save_small_hf
 
@@ -220,6 +224,38 @@ def test_the_recipes_target_is_looked_at_first(tmp_path: Path) -> None:
     (tmp_path / "run" / "hf" / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="run/hf is not a checkpoint directory"):
         check(config, 1, "cpu")
+
+
+ADAPTER = LoraConfig(rank=4, export="adapter", targets=["attention"])
+LATER = {
+    "data without text": {"data": DataConfig(kind="benchmark")},
+    "another tokenizer": {"data": DataConfig(tokenizer="byte")},
+    "adapters": {"lora": ADAPTER, "moe": MoEConfig(experts="loop")},
+    "averages": {"checkpoint": CheckpointConfig(export_ema=True), "optim": OptimConfig(ema_decay=0.9)},
+}
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER.keys())
+def test_the_recipe_writes_the_mixture_whatever_a_later_training_sets(tmp_path: Path, later: dict[str, Any]) -> None:
+    """The dense checkpoint's tokenizer comes along."""
+    dense, run_dir = tmp_path / "dense", tmp_path / "run"
+    save_small_hf("qwen3", dense, other_sizes={"vocab_size": 304})
+    save_tokenizer(dense, "chatml")
+    sizes = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 48}
+    asked = Config(
+        recipe="upcycle",
+        run_dir=str(run_dir),
+        mesh=MeshConfig(dp_shard=1),
+        model=ModelConfig(hf_path=str(dense), upcycle=True, **sizes),
+        **({"data": DataConfig()} | later),
+    )
+    config = settle(asked, ["data.kind=stdlib"])
+    check(config, 1, "cpu")
+    with one_rank("cpu"):
+        upcycle_recipe.main(config, resolve_mesh(config.mesh, 1), RunContext(0, 1, 0, torch.device("cpu"), run_dir))
+    assert model_config_from_hf(run_dir / "hf").num_experts == 4 and not (run_dir / "adapter").exists()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (run_dir / "hf" / name).read_bytes() == (dense / name).read_bytes()
 
 
 @pytest.mark.exhaustive

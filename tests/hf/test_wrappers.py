@@ -18,8 +18,10 @@ from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import WEIGHTS_FILE, from_peft, to_peft
+from automoe.hf.wrapper import names_in
 from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool
+from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 from tests.support.wrappers import INDEX, PROCESSOR, rename, save_wrapper, stored
 
@@ -75,6 +77,28 @@ def test_text_changes_and_all_else_is_copied(kind: str, saved: dict[str, Path], 
     assert source == export
     for name in PROCESSOR:
         assert (tmp_path / "out" / name).read_bytes() == (saved[kind] / name).read_bytes()
+
+
+@pytest.mark.one_in(3)
+def test_a_parameter_beside_the_parts_is_copied(tmp_path: Path) -> None:
+    """DeepSeek-OCR-2 has a separator between images as a parameter of the module that holds the parts."""
+    save_class("deepseek_ocr2", tmp_path / "source")
+    model = automoe.from_hf(tmp_path / "source")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    to_hf(model, tmp_path / "out")
+    before, after = stored(tmp_path / "source"), stored(tmp_path / "out")
+    (separator,) = (key for key in before if "view_sep" in key)
+    assert before.keys() == after.keys() and torch.equal(before[separator], after[separator])
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def test_the_text_model_is_found_under_mistrals_names() -> None:
+    text = ["layers.0.attention.wq_a.weight", "tok_embeddings.weight", "norm.weight", "output.weight"]
+    names = names_in(Path(), {"text_config": {"model_type": "x"}}, [*text, "vision_encoder.conv.weight"])
+    assert [names.plain(key) for key in text] == text
+    assert names.plain("vision_encoder.conv.weight") is None
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -254,7 +254,7 @@ def test_another_pass_runs_while_tokens_travel(line: str, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "deep_ep", LINES[line])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: CALLS.append("all_reduce"))
     monkeypatch.setattr(deepep, "_buffers", [])
-    dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS), TURNS.finish))  # type: ignore[arg-type]
+    dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS), TURNS.overlap))  # type: ignore[arg-type]
     ids = torch.arange(K).repeat(T, 1)
     x = torch.ones(T, H, dtype=torch.bfloat16, requires_grad=True)
 

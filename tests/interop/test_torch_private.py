@@ -13,9 +13,12 @@ import io
 import pickle
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -228,15 +231,44 @@ def test_attention_of_tensors_sharded_along_the_sequence_is_a_ring(ranks: RankPo
     assert ranks.run(ring_handlers, 1) == [True]
 
 
-def remembered() -> tuple[int, int, int]:
-    gc.unfreeze()  # the pool's ranks hide what was imported before the first case
-    mesh = init_device_mesh("cpu", (2,))
-    (distribute_tensor(torch.ones(4), mesh, [Shard(0)]) * 2).full_tensor()
-    sizes = [cached.cache_info().currsize for cached in torch_private.cached_functions()]
-    del mesh
-    torch_private.forget_meshes([])
-    left = [cached.cache_info().currsize for cached in torch_private.cached_functions()]
+@contextmanager
+def unhidden() -> Iterator[list[Any]]:
+    """A look at what the pool's ranks hide, imports before the first case; yields the caches that a rank would clear.
+
+    Caches that are there at the end are cleared after later cases too.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_work":
+        frame = frame.f_back
+    assert frame is not None
+    imported = frame.f_locals["imported"]
+    cleared = imported + torch_private.cached_functions()
+    gc.unfreeze()
+    yield cleared
+    imported[:] = torch_private.cached_functions()
     gc.freeze()
+
+
+def not_cleared() -> tuple[int, list[str]]:
+    with unhidden() as cleared:
+        caches, known = torch_private.cached_functions(), {id(cache) for cache in cleared}
+    return len(caches), [f"{cache.__module__}.{cache.__name__}" for cache in caches if id(cache) not in known]
+
+
+def test_a_rank_of_tests_clears_every_cache(ranks: RankPool) -> None:
+    """Its pool looks for the caches once, in the process that the ranks are forked from."""
+    for caches, left in ranks.run(not_cleared, 2):
+        assert caches > 0 and left == []
+
+
+def remembered() -> tuple[int, int, int]:
+    with unhidden():
+        mesh = init_device_mesh("cpu", (2,))
+        (distribute_tensor(torch.ones(4), mesh, [Shard(0)]) * 2).full_tensor()
+        sizes = [cached.cache_info().currsize for cached in torch_private.cached_functions()]
+        del mesh
+        torch_private.forget_meshes([])
+        left = [cached.cache_info().currsize for cached in torch_private.cached_functions()]
     return len(sizes), sum(sizes), sum(left)
 
 

@@ -24,6 +24,7 @@ import automoe.model.attention_masks
 import automoe.model.delta_net
 import automoe.model.rows
 import automoe.moe.balance
+import automoe.moe.experts
 import automoe.moe.router
 import automoe.optim.qk_clip
 import automoe.parallel.parallelize
@@ -40,7 +41,6 @@ from automoe.model.block import MLP
 from automoe.model.linear import Linear
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
-from automoe.moe.experts import GroupedExperts
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients
 from automoe.verify.trajectory import Batches, Trajectory
@@ -200,7 +200,7 @@ def documents_ignored_across_cp():
 
 
 def row_balance_per_cp_rank():
-    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.sequence.all_reduce(x))
+    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.tp.all_reduce(x))
 
 
 def initialised_by_rank():
@@ -345,7 +345,7 @@ def terms_of_tp_ranks_not_summed():
 
 
 def row_balance_per_tp_rank():
-    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.context.all_reduce(x))
+    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.cp.all_reduce(x))
 
 
 def tokens_of_the_first_tp_rank_believed_everywhere():
@@ -387,24 +387,21 @@ def terms_of_etp_ranks_averaged():
 def columns_of_the_first_etp_rank_believed_everywhere():
     """Every rank adds its slice of the experts' last bias to the first columns."""
 
-    def first(self, bias):
-        return F.pad(bias, (0, self.hidden_size - bias.shape[1]))
-
-    return patch.object(GroupedExperts, "_pad_to_hidden", first)
+    return patch.object(automoe.moe.experts, "global_offset", lambda bias: (0, 0))
 
 
 def output_bias_added_by_every_tp_rank():
-    def reduce_scatter(self, x, sequence):
+    def project_and_scatter(self, x, tp):
         out = F.linear(x, local_shard(self.weight))
-        return sequence.reduce_scatter(out if self.bias is None else out + local_shard(self.bias))
+        return tp.reduce_scatter(out if self.bias is None else out + local_shard(self.bias))
 
-    return patch.object(Linear, "reduce_scatter", reduce_scatter)
+    return patch.object(Linear, "project_and_scatter", project_and_scatter)
 
 
 def shared_expert_gated_by_tokens_of_the_first_tp_rank():
     def forward(self, x):
-        whole = self.sequence.all_gather(x)
-        out = self.sequence.reduce_scatter(self.down_proj(F.silu(self.gate_proj(whole)) * self.up_proj(whole)))
+        whole = self.tp.all_gather(x)
+        out = self.tp.reduce_scatter(self.down_proj(F.silu(self.gate_proj(whole)) * self.up_proj(whole)))
         return out if self.output_gate is None else self.output_gate(whole[:, : x.shape[1]]).sigmoid() * out
 
     return patch.object(MLP, "forward", forward)

@@ -55,7 +55,16 @@ from tests.support.memory import build_allocator, measure_step
 CPU = torch.device("cpu")
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
 CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
-WIDE = {"ernie4_5_moe", "minimax_m2", "glm4_moe_lite", "cohere2_moe", "qwen3_5_moe_text"}  # compute parts in float32
+CLASSES += ["gemma4_text", "deepseek_v4"]  # a soft cap of logits; experts by token id
+WIDE = {
+    "gemma4_text",
+    "llama4_text",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "glm4_moe_lite",
+    "cohere2_moe",
+    "qwen3_5_moe_text",
+}  # compute parts in float32
 MESHES = {
     "ep2_ep_shard2": MeshConfig(dp_shard=4, ep=2, ep_shard=2),
     "hsdp_ep2_ep_replicate2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2, ep_replicate=2),
@@ -185,7 +194,8 @@ def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[s
         torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("model_type", ["dbrx", "qwen2"])
+# llama4_text does not name the module of its layers
+@pytest.mark.parametrize("model_type", ["dbrx", "qwen2", "llama4_text"])
 def test_a_class_without_stacked_experts_is_computed_by_its_own_code(saved: dict[str, Path], model_type: str) -> None:
     """Whatever ``moe.experts`` says, by default too."""
     _, theirs = float64_of(tier_config(saved[model_type]))
@@ -442,7 +452,7 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
             {"num_hidden_layers": 10**9},
             "num_hidden_layers=1000000000, and a model has at least 1 and at most 10000",
         ),
-        ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
+        ("phimoe", {"lm_head_bias": True}, "no multiple of hidden states times the head"),
     ],
 )
 def test_a_class_that_does_not_serve_is_refused_by_its_part(

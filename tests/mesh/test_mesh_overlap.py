@@ -63,7 +63,7 @@ def test_an_error_of_one_pass_ends_the_other_where_it_stands(which: str) -> None
         turns.run(*passes)
     assert len(log) <= 3
     assert BACKWARD_THREAD not in [thread.name for thread in threading.enumerate()]
-    turns.check_nothing_waits()
+    turns.check_nothing_is_deferred()
     assert turns.run(steps_of(turns, log, "B", 1), steps_of(turns, log, "F", 1)) == "F"  # it can be used again
 
 
@@ -130,10 +130,10 @@ def test_deferred_work_is_done_once_in_its_order_and_none_is_forgotten() -> None
     for name in "ab":
         turns.defer(partial(log.append, name))
     with pytest.raises(AssertionError, match="2 deferred products were not computed"):
-        turns.check_nothing_waits()
-    turns.work_off()
-    turns.work_off()
-    turns.check_nothing_waits()
+        turns.check_nothing_is_deferred()
+    turns.run_deferred()
+    turns.run_deferred()
+    turns.check_nothing_is_deferred()
     assert log == ["a", "b"]
 
 

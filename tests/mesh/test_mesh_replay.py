@@ -134,12 +134,12 @@ def _with_index(change: Callable[[Any, Any], int]) -> AbstractContextManager[Any
     """Let a router read the routes of another layer: (router, forced_ids) -> number of the layer."""
 
     def make(original):
-        def replay(self, live, tokens):
+        def replay(self, live, plain, tokens):
             own = self.moe_index
             if tokens.forced_ids is not None:
                 self.moe_index = change(self, tokens.forced_ids)
             try:
-                return original(self, live, tokens)
+                return original(self, live, plain, tokens)
             finally:
                 self.moe_index = own
 
@@ -187,9 +187,9 @@ def routes_outlive_their_micro_batch():
     def make(original):
         seen = {}
 
-        def replay(self, live, tokens):
+        def replay(self, live, plain, tokens):
             first = seen.setdefault(self.moe_index, tokens.forced_ids)
-            return original(self, live, replace(tokens, forced_ids=first))
+            return original(self, live, plain, replace(tokens, forced_ids=first))
 
         return replay
 

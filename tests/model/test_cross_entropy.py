@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 import automoe.config.rules_kernels
 from automoe.comm.collectives import communicator
+from automoe.comm.process_groups import SINGLE_RANK
 from automoe.comm.tokens import IGNORE, TokenCounts, num_documents
 from automoe.config.rules_kernels import chunk_tokens
-from automoe.model.loss import LossInputs, chunk_loss, chunk_loss_fn, cross_entropy_sum, token_scores
+from automoe.model.loss import LossInputs, chunk_loss, chunk_loss_fn, cross_entropy_sum, greedy_tokens, token_scores
 from automoe.verify.pool import RankPool
 
 T, H, V = 30, 8, 21
@@ -41,6 +42,51 @@ def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: 
         torch.autograd.grad(got * scale, (x, weight)), torch.autograd.grad(expected * scale, (x, weight)), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("cap", [2.0, 30.0])
+def test_a_soft_cap_bounds_logits_before_temperature_and_choice(monkeypatch: pytest.MonkeyPatch, cap: float) -> None:
+    """Losses, single tokens' scores and their gradients are those of torch on cap * tanh(logits / cap)."""
+    monkeypatch.setattr(automoe.config.rules_kernels, "CHUNK_TOKENS", 7)
+    x, weight, labels = inputs(torch.float64, 11)
+    logits = cap * torch.tanh(x @ weight.T / cap)
+    hits = torch.zeros((), dtype=torch.int64)
+    got = cross_entropy_sum(x, weight, labels, hits=hits, soft_cap=cap)
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    assert int(hits) == int((logits.argmax(-1) == labels).sum())
+    temperature, candidates = torch.linspace(0.5, 2, T, dtype=torch.float64), torch.full((T, 3), -1)
+    trained = labels != IGNORE
+    candidates[trained] = torch.stack([(labels + shift) % V for shift in range(3)], 1)[trained]
+    sampler = temperature, candidates, torch.stack([labels.clamp_min(0), (labels.clamp_min(0) + 1) % V], 1)
+    scores = token_scores(x, weight, labels, 0, SINGLE_RANK, *sampler, wants_entropy=True, soft_cap=cap)
+    kept = torch.zeros(T, V, dtype=torch.bool).scatter_(1, candidates.clamp_min(0), trained[:, None].expand(T, 3))
+    log_p = (logits / temperature[:, None]).masked_fill(~kept & trained[:, None], -1e300).log_softmax(-1)
+    nll = -log_p.gather(1, labels.clamp_min(0)[:, None]).squeeze(1) * trained
+    entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1) * trained
+    scored = log_p.gather(1, sampler[2]) * trained[:, None]
+    for mine, theirs in [(got, expected), (scores.nll_T, nll), (scores.entropy_T, entropy), (scores.scored_TK, scored)]:
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+        each = torch.linspace(-1, 2, mine.numel(), dtype=torch.float64).view_as(mine)
+        grads = (torch.autograd.grad((one * each).sum(), (x, weight), retain_graph=True) for one in (mine, theirs))
+        for ours, torchs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, torchs, rtol=1e-11, atol=1e-13)
+    flat = 1e-6 * cap  # so small a cap makes all large logits of a token equal: the first one is taken
+    assert (
+        greedy_tokens(x, weight, soft_cap=flat).tolist() == (flat * torch.tanh(x @ weight.T / flat)).argmax(-1).tolist()
+    )
+
+
+def test_a_soft_cap_keeps_the_dtypes_of_gradients() -> None:
+    x, weight, labels = inputs(torch.bfloat16, 0)
+    loss = cross_entropy_sum(x, weight, labels, soft_cap=3.0)
+    loss.backward()
+    assert loss.dtype == torch.float32 and x.grad.dtype == weight.grad.dtype == torch.bfloat16
+    wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = F.cross_entropy(3 * torch.tanh(wide_x @ wide_weight.T / 3), labels, reduction="sum")
+    exact.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
+    for mine, theirs in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert (mine.double() - theirs).norm() < 2e-2 * theirs.norm()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_sequence_loss_and_its_gradient_are_the_formula(score: str, padding:
     x, rows = hidden_states(), make_rows(padding)
     routing = router(x, rows)
     # With the weights detached from everything but the attached loss, what is left is its gradient.
-    routing.topk_scores.backward(torch.zeros_like(routing.topk_scores))
+    routing.topk_probs.backward(torch.zeros_like(routing.topk_probs))
     got = router.weight.grad.clone()
     expected = 0.5 * sequence_loss(router, x, routing.plain_ids, rows.valid)
     [gradient] = torch.autograd.grad(expected, router.weight)
@@ -55,7 +55,7 @@ def test_the_lagged_loss_uses_last_steps_fractions_and_this_steps_shares(score: 
     router.load_fractions.copy_(fractions / fractions.sum())
     x, rows = hidden_states(), make_rows(padding=5)
     routing = router(x, rows)
-    routing.topk_scores.backward(torch.zeros_like(routing.topk_scores))
+    routing.topk_probs.backward(torch.zeros_like(routing.topk_probs))
     got = router.weight.grad.clone()
     mean_shares = shares_of(router, x)[rows.valid].mean(0)
     expected = 0.3 * E * (router.load_fractions * mean_shares).sum()

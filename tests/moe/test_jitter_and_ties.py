@@ -62,18 +62,18 @@ def test_jitter_is_for_training_alone_and_may_move_a_choice() -> None:
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(2))
     plain, noisy = make_router()(x, make_rows()), make_router(router_jitter=0.3)
     assert not torch.equal(noisy(x, make_rows()).topk_expert_ids, plain.topk_expert_ids)
-    assert torch.equal(noisy.eval()(x, make_rows()).topk_scores, plain.topk_scores)
+    assert torch.equal(noisy.eval()(x, make_rows()).topk_probs, plain.topk_probs)
 
 
 def test_bfloat16_logits_are_an_option_and_scores_stay_in_float32() -> None:
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(2)).bfloat16()
     wide, narrow = make_router()(x, make_rows()), make_router(router_dtype="bfloat16")(x, make_rows())
-    assert narrow.topk_scores.dtype == wide.topk_scores.dtype == torch.float32
-    assert not torch.equal(narrow.topk_scores, wide.topk_scores)
-    torch.testing.assert_close(narrow.topk_scores.sum(-1), torch.ones(B, S))
+    assert narrow.topk_probs.dtype == wide.topk_probs.dtype == torch.float32
+    assert not torch.equal(narrow.topk_probs, wide.topk_probs)
+    torch.testing.assert_close(narrow.topk_probs.sum(-1), torch.ones(B, S))
     assert (narrow.topk_expert_ids == wide.topk_expert_ids).double().mean() > 0.9
     double = make_router(router_dtype="bfloat16")(x.double(), make_rows())
-    assert double.topk_scores.dtype == torch.float64, "at least: float64 stays"
+    assert double.topk_probs.dtype == torch.float64, "at least: float64 stays"
 
 
 def test_exact_ties_go_to_the_lowest_index() -> None:

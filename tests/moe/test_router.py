@@ -10,7 +10,7 @@ import torch
 
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
-from automoe.moe.router import Router, expert_weights, select_experts
+from automoe.moe.router import Router, routing_probs, select_experts
 
 pytestmark = pytest.mark.usefixtures("trains")
 
@@ -90,7 +90,7 @@ def test_routing_is_that_of_the_reference(config: RouterConfig) -> None:
             chosen, weights, plain = route_one(x[b, s].tolist(), router)
             assert routing.topk_expert_ids[b, s].tolist() == chosen
             assert routing.plain_ids[b, s].tolist() == plain
-            assert routing.topk_scores[b, s].tolist() == pytest.approx(weights, rel=1e-12)
+            assert routing.topk_probs[b, s].tolist() == pytest.approx(weights, rel=1e-12)
             bias_or_groups_mattered |= chosen != plain
     assert bias_or_groups_mattered == (config.expert_bias or config.num_groups > 1)
 
@@ -102,11 +102,11 @@ def test_the_bias_selects_and_does_not_weigh() -> None:
     bias[0] = 10.0
     ids = select_experts(scores, bias, config, 2)
     assert ids.tolist() == [0, E - 1]
-    assert expert_weights(scores, ids, config).tolist() == pytest.approx([0.1, 0.9])
+    assert routing_probs(scores, ids, config).tolist() == pytest.approx([0.1, 0.9])
 
 
 def test_sigmoid_scores_that_all_vanish_give_weights_of_zero_and_not_nan() -> None:
-    weights = expert_weights(torch.zeros(E), torch.tensor([0, 1]), RouterConfig(score="sigmoid"))
+    weights = routing_probs(torch.zeros(E), torch.tensor([0, 1]), RouterConfig(score="sigmoid"))
     assert weights.tolist() == [0.0, 0.0]
 
 
@@ -115,13 +115,13 @@ def test_scores_are_computed_in_float32_from_bfloat16() -> None:
     x = hidden_states(torch.bfloat16)
     routing = router(x, make_rows())
     exact = (x.double() @ router.weight.detach().double().T).softmax(-1)
-    assert routing.topk_scores.dtype == torch.float32
-    expected = expert_weights(exact, routing.topk_expert_ids, router.config)
-    torch.testing.assert_close(routing.topk_scores.double(), expected, rtol=1e-5, atol=0)
+    assert routing.topk_probs.dtype == torch.float32
+    expected = routing_probs(exact, routing.topk_expert_ids, router.config)
+    torch.testing.assert_close(routing.topk_probs.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_float64_stays_float64() -> None:
-    assert make_router(RouterConfig())(hidden_states(), make_rows()).topk_scores.dtype == torch.float64
+    assert make_router(RouterConfig())(hidden_states(), make_rows()).topk_probs.dtype == torch.float64
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 12])
@@ -161,7 +161,7 @@ def test_forced_choices_are_taken_and_weighed_by_own_scores() -> None:
         routing.plain_ids, forced[:, :, 0, 1]
     )
     scores = (x @ router.weight.T).softmax(-1)
-    torch.testing.assert_close(routing.topk_scores, expert_weights(scores, routing.topk_expert_ids, router.config))
+    torch.testing.assert_close(routing.topk_probs, routing_probs(scores, routing.topk_expert_ids, router.config))
 
 
 def test_padding_is_not_counted_and_evaluation_counts_nothing() -> None:

@@ -102,7 +102,7 @@ def test_the_router_is_the_reference(
         ids, weights, plain, _ = routed[b][s]
         assert routing.topk_expert_ids[b, s].tolist() == ids
         assert routing.plain_ids[b, s].tolist() == plain
-        assert routing.topk_scores[b, s].tolist() == pytest.approx(weights, rel=1e-12, abs=1e-300)
+        assert routing.topk_probs[b, s].tolist() == pytest.approx(weights, rel=1e-12, abs=1e-300)
 
     valid = rows.valid.tolist()
     tokens = [(b, s) for b in range(batch) for s in range(size) if valid[b][s]]
@@ -138,7 +138,7 @@ def test_the_router_is_the_reference(
         (expert, weight, valid[b][s])
         for b, s in order
         for expert, weight in zip(
-            routing.topk_expert_ids[b, s].tolist(), routing.topk_scores[b, s].tolist(), strict=True
+            routing.topk_expert_ids[b, s].tolist(), routing.topk_probs[b, s].tolist(), strict=True
         )
     ]
     group = batch * size if by_position else size
@@ -210,7 +210,7 @@ def test_what_is_dropped_adds_nothing_and_the_rest_is_not_renormalised(
         e = int(routing.topk_expert_ids[b, s, slot])
         gate, up = gate_up[e] @ x[b, s]
         act = torch.nn.functional.silu(gate) * up
-        expected[b, s] += routing.topk_scores[b, s, slot].detach() * (down[e] @ act)
+        expected[b, s] += routing.topk_probs[b, s, slot].detach() * (down[e] @ act)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
     gone = ~routing.kept.any(-1)
     assert gone.any(), "padding at least keeps nothing"
@@ -249,8 +249,8 @@ def test_scores_of_very_low_logits_have_finite_gradients() -> None:
     x = torch.full((1, 2, 4), -1e4).requires_grad_()
     x.data[0, 1] = torch.tensor([1e4, 90.0, 0.0, -90.0])
     routing = router(x, make_rows(1, 2, 0))
-    routing.topk_scores.sum().backward()
-    assert x.grad.isfinite().all() and routing.topk_scores.isfinite().all()
+    routing.topk_probs.sum().backward()
+    assert x.grad.isfinite().all() and routing.topk_probs.isfinite().all()
     assert routing.topk_expert_ids[0, 1].tolist() == [0, 1]
 
 
@@ -274,7 +274,7 @@ def test_the_gradient_of_a_loss_is_that_of_its_formula(coef: str, formula, dropp
     router = Router(model, MoEConfig(**{coef: COEF}, **dropping), 0)
     router.weight = torch.nn.Parameter(draw_tokens((8, 8), 1, False))
     x, rows = draw_tokens((2, 6, 8), 0, False).requires_grad_(), make_rows(2, 6, 2)
-    weights = router(x, rows).topk_scores
+    weights = router(x, rows).topk_probs
     # What arrives from the weights themselves is nothing; what is left is the loss's own gradient.
     got = torch.autograd.grad(weights, [x, router.weight], torch.zeros_like(weights))
     expected = torch.autograd.grad(COEF * formula(x, router, rows), [x, router.weight])

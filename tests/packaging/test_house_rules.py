@@ -359,7 +359,7 @@ ASSIGNED_LATER = {
     "automoe.classes.activations": [
         "setattr(module, name, nn.Parameter(parameter[:num_local].clone()))", "module.forward", "layer.forward",
     ],
-    "automoe.classes.build": ["setattr(owner, other, None)", "setattr(probe, model.base_model_prefix, _Returns(hidden))"],
+    "automoe.classes.build": ["setattr(owner, other, None)", "setattr(probe, name, _Returns(hidden))"],
     "automoe.classes.expert_parallel": ["module.forward"],
     "automoe.classes.experts": ["experts.forward"],
     "automoe.classes.family": ["config.attention"],

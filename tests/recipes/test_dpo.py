@@ -44,6 +44,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.run.reference import REFERENCE_FILE, Reference, _belongs, _write, open_reference
 from automoe.run.run import Run
 from automoe.run.weights import first_weights
+from automoe.storage.sealed import read_json
 from automoe.training.context import RunContext
 from automoe.training.preference import PreferenceLoss
 from automoe.training.step import prepare_inputs
@@ -214,7 +215,10 @@ def test_the_reference_is_kept_and_known_again(
         load_hf(made.parts, folder / "reference")
         place = written.index(b"log_probs") + 20
         flipped = written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :]
-        for damaged in (flipped, written[:-40], b"", b"[]"):
+        without_seal = json.dumps(
+            {**read_json(file), "log_probs": base64.b64encode(bytes(16 * PAIRS)).decode()}
+        ).encode()
+        for damaged in (flipped, written[:-40], b"", b"[]", without_seal):
             file.write_bytes(damaged)
             assert torch.equal(made.reference().log_probs, first)
             assert "warning" in (said := capsys.readouterr().out) and "damaged" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,9 @@ def test_other_prompts_are_refused_on_a_resume(tmp_path: Path) -> None:
         second.load_state_dict(third.state_dict())
         with pytest.raises(DataError, match="the prompts are not those that the checkpoint was trained with"):
             second.load_state_dict(first.state_dict())
+        for other_recipes in ({"fingerprint": {}, "consumed_rows": 8}, None):  # of pretrain, and of a session
+            with pytest.raises(DataError, match="the prompts are not those"):
+                second.load_state_dict(other_recipes)  # type: ignore[arg-type]
 
 
 def drawn_first(rollouts: Rollouts, token: int) -> int:
@@ -272,7 +276,8 @@ def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path, capsys: pytest
             assert drawn_first(other, number) == number
             assert "answers-00000001.json: of a run with other settings" in capsys.readouterr().out
         [file] = (tmp_path / "rollouts").iterdir()
-        for content in (b"", file.read_bytes()[:20], file.read_bytes().replace(b"-1.0", b"-2.0"), b"\xff"):
+        unsealed = file.read_bytes().rpartition(b",")[0].replace(b"-1.0", b"-2.0") + b"}"
+        for content in (b"", file.read_bytes()[:20], file.read_bytes().replace(b"-1.0", b"-2.0"), unsealed, b"\xff"):
             file.write_bytes(content)
             with pytest.raises(DataError, match="answers-00000001.json cannot be read.*Remove it"):
                 drawn_first(rollouts_of(tmp_path, prompts), 5)
@@ -319,6 +324,22 @@ def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: st
     settings.recipe_args = GRPOArgs(**args)
     with pytest.raises(ConfigError, match=message):
         check_args(settings)
+
+
+def test_settings_that_it_would_ignore_are_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for section, key, value in (
+        ("train", "epochs", 2.0),
+        ("train", "rampup_batch_size", [4, 4, 8]),
+        ("train", "loss", "mine"),
+        ("checkpoint", "keep_best", 1),
+        ("moe", "record_routing", folder),
+        ("moe", "replay_routing", folder),
+    ):
+        settings = config(tmp_path)
+        setattr(getattr(settings, section), key, value)
+        with pytest.raises(ConfigError, match=re.escape(f"{section}.{key}={value}: recipe=grpo ") + ".*Leave it out"):
+            check_args(settings)
 
 
 def test_an_engine_with_other_weights_is_refused() -> None:

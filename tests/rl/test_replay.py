@@ -128,11 +128,11 @@ def test_tokens_are_forced_one_by_one_within_a_layer(config: RouterConfig) -> No
     forced[:, ::2, 1] = -1
     routing = router(x, replace(tokens, forced_ids=forced))
     assert torch.equal(routing.topk_expert_ids[:, ::2], own.topk_expert_ids[:, ::2])
-    assert torch.equal(routing.topk_scores[:, ::2], own.topk_scores[:, ::2])
+    assert torch.equal(routing.topk_probs[:, ::2], own.topk_probs[:, ::2])
     assert torch.equal(routing.topk_expert_ids[:, 1::2], forced[:, 1::2, 1, 0].long())
     assert torch.equal(routing.plain_ids, own.plain_ids)
     scores = router.score(x, None).choice
-    assert torch.equal(routing.topk_scores, router.weigh(scores, routing.topk_expert_ids))
+    assert torch.equal(routing.topk_probs, router.weigh(scores, routing.topk_expert_ids))
     lacking = sum(
         len({*forced[b, s, 1, 0].tolist()} - {*own.topk_expert_ids[b, s].tolist()})
         for b in range(2)
@@ -141,7 +141,7 @@ def test_tokens_are_forced_one_by_one_within_a_layer(config: RouterConfig) -> No
     )
     assert router.load.totals[-2:].tolist() == [2 * int(valid[:, 1::2].sum()), lacking] and lacking
     beyond = router(x, replace(tokens, forced_ids=forced[:, :, :1]))  # as a module for multi-token prediction
-    assert torch.equal(beyond.topk_expert_ids, own.topk_expert_ids) and beyond.replayed is None
+    assert torch.equal(beyond.topk_expert_ids, own.topk_expert_ids) and beyond.differing is None
 
 
 # ---------------------------------------------------------------- classes of transformers

@@ -294,6 +294,24 @@ def test_a_mesh_of_another_size_is_refused(ranks: RankPool, tmp_path: Path) -> N
     assert "2 ranks" in said or "mesh.dp_shard=2" in said, said
 
 
+def open_with(run_dir: str, settings: list[str]) -> list[str]:
+    messages = []
+    for setting in settings:
+        with pytest.raises(ConfigError) as caught:
+            open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}", setting])
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_folders_of_routes_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """A session writes and reads none."""
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "rank-0.npz").touch()
+    settings = [f"moe.{name}={tmp_path}" for name in ("record_routing", "replay_routing")]
+    for messages in ranks.run(open_with, 2, str(tmp_path / "run"), settings):
+        assert messages == [f"{setting}: a session takes routes with its samples. Leave it out" for setting in settings]
+
+
 def refused_losses_and_counts(run_dir: str) -> list[str]:
     session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
 
@@ -419,10 +437,13 @@ def test_a_script_opens_a_session_alone_and_under_torchrun(tmp_path: Path, numbe
         start += ["-m", "torch.distributed.run", f"--nproc-per-node={number}", "--standalone"]
     settings = [*SMALL, f"mesh.dp_shard={number}", f"run_dir={tmp_path}/run"]
     environment = os.environ | {"PYTHONPATH": str(Path(automoe.__file__).parents[1])}
+    (tmp_path / "scratch").mkdir()
+    environment["TMPDIR"] = str(tmp_path / "scratch")
     done = subprocess.run(
         [*start, "script.py", *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout.count("loss ") == number, done.stderr
+    assert number > 1 or [*(tmp_path / "scratch").iterdir()] == []
 
 
 def test_a_config_is_taken_as_it_is(ranks: RankPool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,11 @@ def test_what_is_no_object_or_was_changed_is_an_error(text: bytes) -> None:
 def test_what_others_wrote_is_read(tmp_path: Path) -> None:
     assert unsealed(b'{"a": 1}\n') == {"a": 1}
     replace_json(tmp_path / "a.json", CONTENT)
+    assert read_json(tmp_path / "a.json") == CONTENT == read_json(tmp_path / "a.json", must_be_sealed=True)
+    (tmp_path / "a.json").write_text(json.dumps(CONTENT))
     assert read_json(tmp_path / "a.json") == CONTENT
+    with pytest.raises(ValueError, match="has no crc32"):
+        read_json(tmp_path / "a.json", must_be_sealed=True)
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         replace_json(tmp_path / "folder", CONTENT)

@@ -49,6 +49,19 @@ AUDIO: dict[str, Any] = dict(
     d_model=16, hidden_size=16, encoder_layers=1, num_hidden_layers=1, encoder_attention_heads=2, num_attention_heads=2,
     encoder_ffn_dim=16, num_mel_bins=16, output_dim=32, downsample_hidden_size=8, max_source_positions=64, n_window=4,
 )  # fmt: skip
+INKLING2: dict[str, Any] = dict(
+    unpadded_vocab_size=290, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, d_rel=4,
+    rel_extent=16, sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+)  # fmt: skip
+SMALL_SAM: dict[str, Any] = dict(
+    sam_config=dict(
+        hidden_size=16, output_channels=8, num_hidden_layers=1, num_attention_heads=2, image_size=64, mlp_dim=16,
+        global_attn_indexes=[0], downsample_channels=[8, 16],
+    ),
+    encoder_config=dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+    ),
+)  # fmt: skip
 WINDOWS: dict[str, Any] = dict(
     sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
 )  # fmt: skip
@@ -62,6 +75,7 @@ MORE: dict[str, dict[str, Any]] = {
     "afmoe": WINDOWS | dict(num_dense_layers=1),
     "axk1": MLA,
     "axk2": MLA | INDEXER,
+    "beam": WINDOWS | DENSE_FIRST | dict(n_group=1, topk_group=1),
     "bailing_hybrid": KIMI_DELTA | dict(num_mtp_layers=0),
     "cohere2_moe": WINDOWS,
     "dbrx": dict(
@@ -69,16 +83,25 @@ MORE: dict[str, dict[str, Any]] = {
         ffn_config=dict(ffn_hidden_size=16, moe_num_experts=8, moe_top_k=2, hidden_size=32),
     ),
     "deepseek_ocr2_text": DENSE_FIRST,
+    "deepseek_ocr2_vision": SMALL_SAM,
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "deepseek_v32": MLA | INDEXER,
+    "deepseek_v4": dict(
+        num_key_value_heads=1, q_lora_rank=16, qk_rope_head_dim=4, o_groups=2, o_lora_rank=8, index_n_heads=2,
+        index_head_dim=8, index_topk=2, sliding_window=8, hc_mult=2, num_nextn_predict_layers=0, num_hidden_layers=4,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        mlp_layer_types=["hash_moe", "hash_moe", "moe", "moe"],
+        compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+    ),
     "dots1": dict(n_shared_experts=1, n_group=1, topk_group=1),
     "dots3_note_text": MLA | INDEXER | dict(sliding_window=8),
     "exaone_moe": WINDOWS | DENSE_FIRST,
     "flint": WINDOWS | dict(num_hidden_layers=4, mlp_only_layers=[0], layer_types=["full_attention", *WINDOWS["layer_types"]]),
     "gemma4_text": dict(
         enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8,
-        final_logit_softcapping=30.0,
+        final_logit_softcapping=30.0, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "glm4_moe_lite": MLA,
     "glm4v_moe_text": dict(
@@ -98,6 +121,8 @@ MORE: dict[str, dict[str, Any]] = {
     "hy_v4": dict(index_topk=8),
     "hy_v4_vl_text": dict(index_topk=8),
     "inkling_text": dict(sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
+    "inkling2_text": INKLING2,
+    "inkling2_loop_text": INKLING2,
     "jamba": dict(
         num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
     ),
@@ -116,7 +141,17 @@ MORE: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], index_block_size=4,
         index_topk_blocks=2, rotary_dim=4,
     ),
+    "llama4_text": dict(
+        head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, interleave_moe_layer_step=2, num_hidden_layers=4,
+    ),
     "mistral4": MLA | dict(head_dim=12),
+    "mistral_large4_text": MLA | INDEXER,
+    "mistral_large4_vision": dict(num_attention_heads=2),
+    "muse_spark_audio": dict(
+        patch_sizes=[4], hidden_sizes=[16], depths=[1], num_hidden_layers=1, out_hidden_size=32
+    ),
+    "muse_spark_text": dict(sliding_window=8, moe_hidden_size=16, layer_types=WINDOWS["layer_types"]),
+    "muse_spark_vision": dict(num_attention_heads=2),
     "nemotron_h": dict(chunk_size=8),
     "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0, lm_head_bias=False),
     "qwen3_omni_moe_text": dict(
@@ -126,6 +161,8 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA_NET,
     "step3p5": dict(sliding_window=8) | DENSE_FIRST,
     "step3p5_vision": dict(num_attention_heads=2),
+    "unlimited_ocr_text": DENSE_FIRST | dict(sliding_window=8),
+    "unlimited_ocr_vision": SMALL_SAM,
     "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
 }  # fmt: skip
 
@@ -141,7 +178,7 @@ def hf_class_config(model_type: str, **more: Any) -> Any:
     text_type = getattr(kind.sub_configs["text_config"], "model_type", None) or "deepseek_v3"
     text = SIZES | MORE.get(text_type, {}) | {"model_type": text_type} | more
     beside = {
-        name: sizes | MORE.get(getattr(kind.sub_configs[name], "model_type", None) or "", {})
+        name: sizes | MORE.get(getattr(kind.sub_configs[name], "model_type", None) or f"{model_type}_vision", {})
         for name, sizes in (("vision_config", VISION), ("audio_config", AUDIO))
         if name in kind.sub_configs
     }
@@ -160,7 +197,7 @@ def kinds_of_layers(config: Any) -> tuple[set[frozenset[str]], dict[str, int]]:
         model = loading_class(config, whole=True).from_config(config)
     kinds, sizes = set(), {}
     for layer in decoder_layers(model):
-        if "Vision" in type(layer).__name__ or "Audio" in type(layer).__name__:
+        if any(word in type(layer).__name__ for word in ("Vision", "Audio", "Pixtral")):
             continue
         kind = set()
         for module in layer.modules():
@@ -202,6 +239,10 @@ def save_class(model_type: str, folder: Path, **more: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer in model.buffers():
+            if buffer.dtype == torch.int64 and buffer.dim() == 2:  # experts by token id, different ones for a token
+                ids = torch.arange(len(buffer)).unsqueeze(1) * 3 + torch.arange(buffer.shape[1])
+                buffer.copy_(ids % SIZES["num_experts"])
     model.save_pretrained(folder)
     return model
 

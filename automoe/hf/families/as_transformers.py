@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 from automoe.config.hub import local_folder
@@ -66,13 +67,13 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
 
 
 def config_of_class(hf: HFConfig, path: str) -> Any:
-    """Return the text model's configuration for a class without a family in automoe.
+    """Return transformers' configuration of the text model of a class without a family here.
 
     Returns:
-        None if ``transformers`` does not know the class.
+        None if ``transformers`` does not know the ``model_type``.
 
     Raises:
-        ConfigError: as ``as_transformers``, or a wrapper's configuration has no text model.
+        ConfigError: the class refuses a value, or a wrapper's configuration has no text model.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -92,7 +93,12 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
 
 @contextmanager
 def _made_by(make: type, path: str) -> Iterator[None]:
-    """Silence a class of transformers, and turn the error of a value into a ``ConfigError``."""
+    """Silence warnings while ``make`` reads a config.json; turn its errors into ConfigError.
+
+    Args:
+        make: configuration class of transformers.
+        path: checkpoint, for the message.
+    """
     with without_warnings():
         try:
             yield
@@ -111,7 +117,11 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
-    """Raise ``ConfigError`` for sizes of the whole or text model that no machine could build."""
+    """Raise ``ConfigError`` for an absurd number of layers, or an integer of 64 bits or more.
+
+    Args:
+        hf: content of config.json, whose text model is checked too.
+    """
     for part in (hf, hf.get("text_config")):
         for key, size in part.items() if isinstance(part, dict) else ():
             if key in _LAYERS and isinstance(size, int) and not 0 < size <= _MOST_LAYERS:
@@ -143,6 +153,7 @@ def without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
+@cache
 def kept_in_float32(architecture: str) -> re.Pattern[str]:
     """Return the pattern of the keys that ``transformers`` keeps in float32 in a bfloat16 model."""
     import transformers
@@ -153,14 +164,22 @@ def kept_in_float32(architecture: str) -> re.Pattern[str]:
 
 
 def not_computed(path: object, content: str) -> ConfigError:
-    """Return the error for a valid ``config.json`` whose model this decoder does not compute."""
+    """Return the error for a valid ``config.json`` whose model this decoder does not compute.
+
+    Args:
+        content: what config.json has, such as ``index_topk=0, and a query sees at least 1 key``.
+    """
     return ConfigError(
         "model.hf_path", path, f"its config.json has {content}", "Choose another checkpoint"
     )
 
 
 def damaged(path: object, content: str) -> ConfigError:
-    """Return the error for a ``config.json`` that describes no model."""
+    """Return the error for a ``config.json`` that describes no model.
+
+    Args:
+        content: what config.json has, such as ``no hidden_size, which a llama model needs``.
+    """
     return ConfigError(
         "model.hf_path",
         path,

@@ -11,7 +11,10 @@ from automoe.hf.families.family import Field, rope_parameters
 
 
 def _read_topk(topk: int, theirs: Any) -> int:
-    """Return ``index_topk``; refuse 0, which stands for attention without an indexer here."""
+    """Return ``topk`` (``index_topk``) if it is at least 1; else raise ``ConfigError``.
+
+    In our configuration 0 stands for attention without an indexer.
+    """
     if topk < 1:
         raise not_computed(
             theirs.name_or_path, f"index_topk={topk}, and a query sees at least 1 key"

@@ -43,13 +43,13 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 @dataclass(frozen=True)
 class Field:
-    """One key of ``config.json`` and the conversion of its value.
+    """One key of ``config.json`` and the conversion of its value to and from ``ModelConfig``.
 
     Attributes:
         key: name of the key.
         default: value if neither config.json nor the class of transformers gives one.
-        read: function of their value and transformers' configuration object; returns our value.
-        write: function of our value and our ``ModelConfig``; returns their value.
+        read: function (value in config.json, transformers' configuration object) -> our value.
+        write: function (our value, our ``ModelConfig``) -> value in config.json.
     """
 
     key: str
@@ -104,7 +104,7 @@ class Family(Tier):
     least: dict[str, int] = field(default_factory=dict)
 
     def of(self, model: ModelConfig) -> Family:
-        """Return the family with what depends on the checkpoint of ``model``."""
+        """Return this family; a subclass may adapt it to the checkpoint of ``model``."""
         return self
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
@@ -199,7 +199,7 @@ class Family(Tier):
         return hf
 
     def _check_stated(self, config: ModelConfig, hf: HFConfig) -> None:
-        """Raise ``ConfigError`` if the fields of ``hf`` say something else than ``config``."""
+        """Raise ``ConfigError`` if reading the written ``hf`` would not give ``config`` again."""
         stated = deepcopy(config)
         theirs = SimpleNamespace(name_or_path=self.model_type, **hf)
         for ours, spec in self._fields():
@@ -277,7 +277,7 @@ def _readable(content: str, path: str) -> Iterator[None]:
 
 
 def rope_parameters(config: ModelConfig) -> HFConfig:
-    """Return the rotary numbers in the spelling of models published since ``transformers`` 5."""
+    """Return the rotary settings as transformers 5 writes them under the key ``rope_parameters``."""
     written = _write_rope(config.rope, None)
     kind = written["rope_scaling"] or {"rope_type": "default"}
     partial = config.rope.partial_rotary_factor
@@ -289,7 +289,7 @@ def rope_parameters(config: ModelConfig) -> HFConfig:
 
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
-    """Return the rotary keys in the published spelling.
+    """Return config.json's rotary keys in the published spelling: ``rope_theta``, ``rope_scaling``.
 
     Older readers take the default theta if they find ``rope_parameters`` alone.
     """
@@ -317,9 +317,9 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
 
 
 def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield the dotted keys that a checkpoint of ``family`` states and whose values differ.
+    """Yield the dotted ``ModelConfig`` keys whose values differ between ``ours`` and ``theirs``.
 
-    Keys that no layer uses are left out.
+    Only keys that a checkpoint of ``family`` states and that some layer uses are compared.
     """
     scaling = {"yarn": (*_YARN, "factor", "truncate", "attention_factor"), "llama3": _LLAMA3}
     names = ["theta", "interleaved", "partial_rotary_factor", "scaling"]
@@ -350,11 +350,13 @@ def _set_value(config: ModelConfig, key: str, value: Any) -> None:
 
 
 def layer_types(other: str, default: Any = REQUIRED) -> Field:
-    """Return the field that reads and writes ``layer_types`` as the interval of full attention.
+    """Return the field that converts ``layer_types`` to and from the interval of full attention.
 
-    All other layers are of the kind ``other``; if it is empty, there are none. Reading raises
-    ``ConfigError`` if layers with full attention have no regular interval, or if a layer is of a
-    third kind.
+    With the interval N, every N-th layer has full attention. Reading raises ``ConfigError`` if the
+    interval is irregular or a layer is of a third kind.
+
+    Args:
+        other: kind of all other layers, such as ``linear_attention``; empty if there are none.
     """
 
     def kinds(interval: int, num_layers: int) -> list[str]:
@@ -381,7 +383,10 @@ def layer_types(other: str, default: Any = REQUIRED) -> Field:
 
 
 def named(words: str) -> dict[str, Field | str]:
-    """Return fields from words ``ours=theirs``; without ``=`` the key has our name, less its group."""
+    """Return a family's ``fields`` from words ``OUR_KEY=THEIR_KEY``, separated by spaces.
+
+    A word without ``=``, such as ``attention.head_dim``, stands for ``head_dim`` in config.json.
+    """
     pairs = (word.partition("=") for word in words.split())
     return {ours: theirs or ours.rpartition(".")[2] for ours, _, theirs in pairs}
 

@@ -42,7 +42,11 @@ def _kinds(dense: int, num_layers: int) -> list[str]:
 
 
 def _read_leading_dense(kinds: list[str], theirs: Any) -> int:
-    """Return the number of layers without experts; refuse a model in which they are not first."""
+    """Return the number of dense layers; raise ``ConfigError`` unless they come before all others.
+
+    Args:
+        kinds: ``mlp_layer_types``: dense or sparse, per layer.
+    """
     dense = kinds.count("dense")
     if kinds != _kinds(dense, theirs.num_hidden_layers):
         raise not_computed(

@@ -32,6 +32,10 @@ from automoe.hf.keys import FUSED, KeyMap
 def _read_leading_dense(listed: list[int], theirs: Any) -> int:
     """Return the number of layers without experts, which must come before all others here.
 
+    Args:
+        listed: ``mlp_only_layers``, the indices of some of them.
+        theirs: transformers' configuration object.
+
     Raises:
         ConfigError: layers without experts follow layers with experts.
     """
@@ -48,7 +52,7 @@ def _read_leading_dense(listed: list[int], theirs: Any) -> int:
 
 
 def _num_shared(width: int, theirs: Any) -> int:
-    """Return the shared FFN's width in expert widths; 1 if that is not a whole number."""
+    """Return the shared FFN's width in widths of a routed expert; 1 if it is no multiple."""
     count, rest = divmod(width, theirs.moe_intermediate_size)
     return 1 if rest else count
 

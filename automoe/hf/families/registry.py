@@ -83,7 +83,7 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family that ``config`` names."""
+    """Return the declaration of the family that ``config`` names."""
     family = known_families().get(config.family) or look_up("model.family", config.family)
     return family.of(config)
 
@@ -129,7 +129,8 @@ def check_model(folder: Path) -> None:
     Of a family that automoe does not know, the number of layers and the quantization are checked.
 
     Raises:
-        ConfigError, CheckpointError: as ``model_config_from_hf``.
+        ConfigError: config.json is missing or wrong, or its model has other sizes than the files.
+        CheckpointError: a file is damaged, or its quantization is not read.
     """
     hf = read_hf_config(folder)
     if str(text_config(hf).get("model_type")) in known_families():
@@ -147,7 +148,10 @@ def check_model(folder: Path) -> None:
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
-    """Check a model without a family: each layer needs a tensor in its files, if all files exist."""
+    """Raise ``ConfigError`` for a model without a family with more layers than stored tensors.
+
+    Nothing is checked while files are missing.
+    """
     theirs = config_of_class(hf, str(folder))
     tensors = complete_headers(folder)
     if theirs is None or not tensors:
@@ -158,10 +162,10 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
-    """Return ``model_config_from_hf(path)``; a class is built in a child process with limits.
+    """Return a checkpoint's configuration; build an undeclared class in a limited child process.
 
     Raises:
-        DataError: the class takes too long or too much memory.
+        DataError: the class of transformers takes too long or too much memory.
         ConfigError, CheckpointError: as ``model_config_from_hf``.
     """
     if str(text_config(read_hf_config(path)).get("model_type")) in known_families():

@@ -16,9 +16,9 @@ from automoe.moe.dispatch.wire import arrived, encode_rows
 class AllGatherDispatcher:
     """Dispatcher that gathers tokens and routing, and reduce-scatters the local experts' outputs.
 
-    Each call has one host sync, for the number of rows to compute. Without the sync, memory and
-    element-wise work would be needed for every choice of all ranks: P times the average number of
-    rows.
+    Each call has one host sync, for the number of (token, expert) pairs to compute. Without the
+    sync, memory and element-wise work would be needed for every choice of all P ranks: P times the
+    average.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
@@ -27,14 +27,14 @@ class AllGatherDispatcher:
         self.first_expert = ep.rank * self.num_local
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         if self.ep.in_8_bits:
             lines_AW = self.ep.all_gather(encode_rows(x_TH))
             x_AH = arrived(x_TH, lines_AW, self.ep.reduce_scatter)
         else:
             x_AH = self.ep.all_gather(x_TH)
-        weights_AK = self.ep.all_gather(weights_TK)
+        probs_AK = self.ep.all_gather(probs_TK)
         topk_ids_AK = self.ep.all_gather(topk_ids_TK)
 
         local_ids_AK = topk_ids_AK - self.first_expert
@@ -50,6 +50,6 @@ class AllGatherDispatcher:
             return experts(self.ep.wait(x_AH), *routing)
 
         partial_AH = run_choices(
-            x_AH, local_ids_AK, weights_AK, wait_and_run, self.num_local, num_rows
+            x_AH, local_ids_AK, probs_AK, wait_and_run, self.num_local, num_rows
         )
         return self.ep.reduce_scatter(partial_AH)

@@ -19,32 +19,36 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 class AllToAllDispatcher:
     """Dispatcher that sends each chosen (token, expert) pair and its weight to the expert's rank.
 
-    Each call has one host sync, for the number of rows to receive, or none if ``rows_per_expert``
-    gives that number.
+    Each call has one host sync, for the number of pairs to receive, or none if the caller gives
+    ``rows_per_expert``, an equal number for every expert.
     """
 
     num_experts: int
     ep: DispatchGroup
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
         order_M = order_M[: sum(sent)]  # dropped choices come last
         token_idx_M = order_M // topk_ids_TK.shape[1]
-        weights_M1 = weights_TK.flatten()[order_M].unsqueeze(1)
-        exchange = RowExchange(self.ep, x_TH, token_idx_M, weights_M1, counts_2P, sent, received)
+        probs_M1 = probs_TK.flatten()[order_M].unsqueeze(1)
+        exchange = RowExchange(self.ep, x_TH, token_idx_M, probs_M1, counts_2P, sent, received)
         out_RH = run_received(exchange, counts_PL, experts)
         out_MH = self.ep.all_to_all(out_RH, sent, received)
         return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
     def _sizes(self, counts_E: Tensor, rows_per_expert: int | None):
-        """Return how many rows the ranks exchange.
+        """Exchange how many (token, expert) pairs ("rows") each rank sends to each other rank.
+
+        Args:
+            counts_E: this rank's rows for each expert of all ranks.
+            rows_per_expert: that number if it is equal for all experts; None: it is exchanged.
 
         Returns:
-            [P, L] rows from each rank for each expert of this rank; [2, P] rows sent to and
-            received from each rank; the same two lines as lists.
+            [P, L] rows from each of P ranks for each of this rank's L experts; [2, P] rows sent to
+            and received from each rank; both lines of this tensor as lists.
         """
         num_ranks = self.ep.num_ranks
         if rows_per_expert is not None:

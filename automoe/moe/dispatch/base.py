@@ -5,7 +5,7 @@ dispatcher is an object with one signature:
 
     x_TH            this rank's tokens
     topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
-    weights_TK      routing weights
+    probs_TK      routing weights
     experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
     rows_per_expert number of choices that every expert gets from every rank, if known (padding to
                     capacity): sizes then need no host sync. Default: None
@@ -69,12 +69,14 @@ def group_ends(counts_E: Tensor) -> Tensor:
 def regroup_by_expert(counts_PE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the order that takes rows sorted by (rank, expert) to (expert, rank), and its inverse.
 
+    Rows are (token, expert) pairs that other ranks sent.
+
     Args:
         counts_PE: [P, E] int64, rows from each of P ranks for each of this rank's E experts.
         num_rows: sum of the counts, passed in so that the host need not wait for the sum.
 
     Returns:
-        Two [num_rows] int64: the row to read at each new place, and the inverse order.
+        Two [num_rows] int64: the row to read at each new position, and the inverse order.
     """
     num_ranks, num_experts = counts_PE.shape
     expert_of_row = torch.arange(num_experts, device=counts_PE.device).repeat(num_ranks)
@@ -86,7 +88,7 @@ def regroup_by_expert(counts_PE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 
 
 class _SumToTokens(torch.autograd.Function):
-    """``sum_rows`` with a gradient, for which it keeps only the index.
+    """Autograd function of ``sum_to_tokens``, which saves only the index for the backward.
 
     A row whose index is no token's is left out of the sum; its gradient is arbitrary.
     """
@@ -104,9 +106,10 @@ class _SumToTokens(torch.autograd.Function):
 
 
 def sum_to_tokens(rows_MH: Tensor, token_idx_M: Tensor, num_tokens: int) -> Tensor:
-    """Sum rows [M, H] by their tokens ``token_idx`` [M]: [num_tokens, H].
+    """Sum expert outputs [M, H] by the tokens they belong to: [num_tokens, H], differentiable.
 
-    A row whose index is ``num_tokens`` has no token. Only the index is saved for the backward.
+    Args:
+        token_idx_M: token of each row; ``num_tokens`` marks a row without a token.
     """
     return _SumToTokens.apply(rows_MH, token_idx_M, num_tokens)
 
@@ -114,17 +117,17 @@ def sum_to_tokens(rows_MH: Tensor, token_idx_M: Tensor, num_tokens: int) -> Tens
 def run_choices(
     x_TH: Tensor,
     topk_ids_TK: Tensor,
-    weights_TK: Tensor,
+    probs_TK: Tensor,
     experts: RunExperts,
     num_experts: int,
     num_rows: int | None = None,
 ) -> Tensor:
-    """Return each token's weighted sum over the experts that it chose here: [T, H].
-
-    Only choices among the ``num_experts`` experts of this rank count.
+    """Return each token's weighted sum over its chosen experts that this rank holds: [T, H].
 
     Args:
-        topk_ids_TK: expert ids; an id of ``num_experts`` or more is a choice of none of them.
+        topk_ids_TK: expert ids; an id of ``num_experts`` or more is a choice of no expert here.
+        experts: function that runs the experts on rows sorted by expert.
+        num_experts: number of experts of this rank.
         num_rows: number of choices of these experts; None: choices are counted, which makes the
             host wait.
     """
@@ -133,7 +136,7 @@ def run_choices(
         num_rows = int(counts_E.sum())
     order_M = order_M[:num_rows]
     token_idx_M = order_M // topk_ids_TK.shape[1]
-    probs_M = weights_TK.flatten()[order_M]
+    probs_M = probs_TK.flatten()[order_M]
     rows_MH = experts(x_TH, token_idx_M, group_ends(counts_E), probs_M)
     return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
 
@@ -143,18 +146,18 @@ class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
     If ``moe`` drops choices without padding, choices may be of no expert (id ``num_experts``), and
-    leaving them out costs one host sync per call. Rows are rounded to 8 bits if the other
-    dispatchers send them so: the mesh changes no number.
+    leaving them out costs one host sync per call. Tokens are rounded to 8 bits if dispatchers
+    between ranks would send them so: results do not depend on the mesh.
     """
 
     num_experts: int
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         drops = self.moe.capacity_factor > 0 and not self.moe.pad_to_capacity
         num_rows = None if drops else topk_ids_TK.numel()
         if self.moe.dispatch_dtype == "fp8":
             x_TH = rounded_to_8_bits(x_TH)
-        return run_choices(x_TH, topk_ids_TK, weights_TK, experts, self.num_experts, num_rows)
+        return run_choices(x_TH, topk_ids_TK, probs_TK, experts, self.num_experts, num_rows)

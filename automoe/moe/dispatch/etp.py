@@ -19,18 +19,18 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 @dataclass
 class ExpertTensorDispatcher:
-    """Wrapper of ``dispatcher`` whose experts are sharded over the etp group.
+    """Wrapper of ``dispatcher`` for experts whose width is sharded over the etp group.
 
-    Each call has one more host sync, for the sizes. The all-gather and reduce-scatter of unequal
-    parts are made of all-to-alls, which take unequal sizes in every backend (gloo's own all-gather
-    and reduce-scatter would need padding).
+    It gathers the tokens of the group and reduce-scatters the outputs. Each call has one more host
+    sync, for the sizes. Both collectives are made of all-to-alls, which take unequal sizes in every
+    backend (gloo's own all-gather and reduce-scatter would need padding).
     """
 
     dispatcher: Dispatcher
     etp: DispatchGroup
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
         num_ranks = self.etp.num_ranks
 
@@ -54,4 +54,4 @@ class ExpertTensorDispatcher:
             terms = self.etp.all_to_all(out_GH, sent, sizes)
             return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
 
-        return self.dispatcher(x_TH, topk_ids_TK, weights_TK, spread, rows_per_expert)
+        return self.dispatcher(x_TH, topk_ids_TK, probs_TK, spread, rows_per_expert)

@@ -5,7 +5,7 @@ exchanges with the ranks at its own place in the other nodes, so that all networ
 work. With routing limited to G groups of experts, one group per node, a token is sent to at most G
 nodes, where plain all-to-all sends one copy per choice. Results come back the same way: one partial
 sum per token and rank, then one per token and node. Shapes: T tokens, K top-k, H hidden, E experts,
-P ranks of a level, M copies sent, R copies and B lines received, C = 2 K words of a copy.
+P ranks of a level, M copies sent, R copies and B lines received, C = 2 K metadata of a copy.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from automoe.moe.dispatch.rows import RowExchange
 
 
 class HierarchicalDispatcher:
-    """Dispatcher over two levels of ranks.
+    """Dispatcher over two levels of ranks: first across nodes, then within a node.
 
-    Each level has one host sync, for the sizes, or none if ``rows_per_expert`` gives them.
+    Each level has one host sync, for the sizes, or none if the caller gives ``rows_per_expert``.
 
     Args:
         levels: the group across nodes, then the group within the node; either may be left out.
-            Each part of a level has an equal number of consecutive experts.
+            Each rank of a level has an equal number of consecutive experts.
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
@@ -43,11 +43,17 @@ class HierarchicalDispatcher:
         self.inner = HierarchicalDispatcher(per_part, inner) if inner else None
 
     def __call__(
-        self, x_TH, topk_ids_TK, weights_TK, experts: RunExperts, rows_per_expert=None
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        """Dispatch between the parts of the first level, then within a part over the other levels.
+        """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
-        Ids outside 0 ... E - 1 are dropped.
+        Tokens go over the first level's group, then over the other levels. Expert ids outside 0 ...
+        E - 1 are dropped.
+
+        Args:
+            experts: function that runs this rank's experts.
+            rows_per_expert: choices of each expert on this rank if all are equal; None: sizes are
+                exchanged.
         """
         group = self.group
         num_parts = group.num_ranks
@@ -74,22 +80,22 @@ class HierarchicalDispatcher:
             choices = sum(received)
             rows_per_expert *= num_parts
         token_idx_M = order_M[: sum(sent)] // top_k
-        words_TC = torch.cat((weights_TK, topk_ids_TK.to(weights_TK.dtype)), dim=1)
-        words_MC = words_TC[token_idx_M]
-        exchange = RowExchange(group, x_TH, token_idx_M, words_MC, counts_2P, sent, received)
-        x_BH, words_RC = exchange.wait()
-        ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
+        meta_TC = torch.cat((probs_TK, topk_ids_TK.to(probs_TK.dtype)), dim=1)
+        meta_MC = meta_TC[token_idx_M]
+        exchange = RowExchange(group, x_TH, token_idx_M, meta_MC, counts_2P, sent, received)
+        x_BH, meta_RC = exchange.wait()
+        ids_RK = meta_RC[:, top_k:].to(torch.int64) - group.rank * num_local
         ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
-        # A line of words counts as a token without a choice.
+        # A line of metadata counts as a token without a choice.
         ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
             0, exchange.into.row_M, ids_RK
         )
-        weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
-            0, exchange.into.row_M, words_RC[:, :top_k]
+        probs_BK = meta_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
+            0, exchange.into.row_M, meta_RC[:, :top_k]
         )
         if self.inner is not None:
-            out_BH = self.inner(x_BH, ids_BK, weights_BK, experts, rows_per_expert)
+            out_BH = self.inner(x_BH, ids_BK, probs_BK, experts, rows_per_expert)
         else:
-            out_BH = run_choices(x_BH, ids_BK, weights_BK, experts, num_local, choices)
+            out_BH = run_choices(x_BH, ids_BK, probs_BK, experts, num_local, choices)
         out_BH = group.all_to_all(out_BH, exchange.out.splits, exchange.into.splits)
         return sum_to_tokens(out_BH, exchange.source_B, x_TH.shape[0])

@@ -6,7 +6,7 @@ second time keep their numbers. Experts read the decoded rows, and keep the line
 pass (``keep_encoded``). The gradient of the rounding is the identity: gradients, and the experts'
 results, travel in the dtype of the rows.
 
-Shapes: T rows, B encoded lines, H hidden, W words of 8 bytes of a line, S scales of a row.
+Shapes: T rows, B encoded lines, H hidden, W int64 of a line, S scales of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCALE_BYTES = 4
 
 
 def encode_rows(x_TH: Tensor) -> Tensor:
-    """Quantize rows to lines of codes and scales: int64 [T, W].
+    """Quantize tokens to 8 bits for sending: codes and scales as int64 [T, W].
 
     A block of 128 columns that holds a non-finite number becomes NaN.
     """
@@ -40,13 +40,17 @@ def encode_rows(x_TH: Tensor) -> Tensor:
 
 
 def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [B, H] of encoded rows in ``dtype``, rounded only in float16."""
+    """Return the tokens [B, H] of encoded lines in ``dtype``, rounded only in float16.
+
+    Args:
+        hidden: number H of columns.
+    """
     codes, scales = _parts(lines_BW, hidden)
     return scaled(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return views of the bytes of lines that hold codes, and of those that hold scales."""
+    """Return two views of encoded lines: the bytes of codes and the bytes of scales."""
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
     lines = lines_BW.view(torch.uint8)
@@ -54,7 +58,7 @@ def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
 
 
 def scaled(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes times the scales of their 128 columns: [B, H] in ``dtype``."""
+    """Return 8-bit codes times the scale of each block of 128 columns: [B, H] in ``dtype``."""
     x_BH = codes_BH.to(dtype)
     scales_BS = scales_BS.to(dtype)
     whole = x_BH.shape[1] // SIDE
@@ -64,12 +68,12 @@ def scaled(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
-    """Return rows as experts on another rank would read them, with an unchanged gradient."""
+    """Return x as 8-bit dispatch delivers it to another rank; the gradient is unchanged."""
     return arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
 
 
 def arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Decode received lines, which ranks encoded from their rows x: [B, H], differentiable in x.
+    """Decode received lines to tokens [B, H], differentiably in the x that this rank sent.
 
     ``send_back`` maps the gradient of the result to the gradient of x.
     """
@@ -77,9 +81,9 @@ def arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
-    """Return ``x``; in a ``discard_scope``, operations on it save ``lines`` for their backward.
+    """Return ``x``; in a ``discard_scope``, operations on it save ``lines`` in its place.
 
-    The backward then decodes the lines again.
+    ``lines`` are x encoded in 8 bits. The backward decodes them again.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH

@@ -29,7 +29,7 @@ SWEEP_FILE = "sweep.json"
 
 
 class Trackers:
-    """All trackers of a run behind one interface, in the process that records the run (rank 0)."""
+    """All experiment trackers of a run (such as W&B) as one object, on the recording rank."""
 
     def __init__(self, opened: dict[str, Tracker], config: Config, warn: Warn) -> None:
         self._open = opened
@@ -40,11 +40,11 @@ class Trackers:
             self.places |= tracker.places
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of a step's record (keys of ``metrics.jsonl``)."""
+        """Send the numbers of a step's record (keys of ``metrics.jsonl``) to all trackers."""
         self._each(lambda tracker: tracker.log(record["step"], _numbers(record)))
 
     def catch_up(self, run_dir: Path) -> None:
-        """Send what the trackers lack of the run's record: steps, and the samples of these steps."""
+        """Send steps and samples of the run's record that the trackers lack, e.g. after a kill."""
         samples = {entry["step"]: entry["samples"] for entry in read_jsonl(run_dir / SAMPLES_FILE)}
         records = read_metrics(run_dir)
 
@@ -67,11 +67,11 @@ class Trackers:
         self._each(send)
 
     def texts(self, step: int, name: str, rows: Texts) -> None:
-        """Send a table of texts, such as answers to the prompts of ``observe.samples``."""
+        """Send a table of texts to all trackers, such as answers to ``observe.samples``."""
         self._each(lambda tracker: tracker.texts(step, name, rows))
 
     def rewind(self, step: int) -> None:
-        """Tell the trackers that the run returns to the end of ``step``."""
+        """Tell all trackers that training returns to the end of ``step``, to repeat later steps."""
         self._each(lambda tracker: tracker.rewind(step))
 
     def finish(self, outcome: Outcome) -> None:
@@ -147,7 +147,7 @@ def make_trackers(
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record, which has those that are not finite as strings."""
+    """Return the numbers of a step's record as floats; "NaN" and "Infinity" are converted."""
     names = ("NaN", "Infinity", "-Infinity")
     return {
         key: float(value)

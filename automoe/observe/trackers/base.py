@@ -19,10 +19,10 @@ WITHOUT = "training goes on without it"
 
 @dataclass(frozen=True)
 class About:
-    """Description of a run that a tracker receives.
+    """Description of a run that an experiment tracker receives when it starts.
 
     Attributes:
-        config: plain dictionaries, without values from the environment.
+        config: the configuration as plain dictionaries, without values from the environment.
         resume_step: last step of the existing record that is kept; None: a new run.
         earlier: this tracker's id of the run from an earlier start; "" if there is none.
         warn: function that shows a line to the user.
@@ -39,10 +39,13 @@ class About:
 
 
 class Tracker:
-    """An open tracker; if a method raises, the tracker is dropped and training goes on.
+    """Base class of an open experiment tracker.
+
+    If a method raises, the tracker is dropped and training goes on.
 
     Attributes:
-        id: key under which the next start of the run finds it; "" if files in ``run_dir`` suffice.
+        id: the tracker's own id of the run, with which a later start continues it; "" if files in
+            ``run_dir`` suffice.
         places: name -> page or folder to show to the user.
     """
 
@@ -50,7 +53,7 @@ class Tracker:
     places: dict[str, str]
 
     def held(self) -> Mapping[int, float | None]:
-        """Return the steps that earlier starts left here, with their loss; None: it is not known."""
+        """Return step -> loss of the steps that earlier starts recorded; None: unknown loss."""
         return {}
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -85,5 +88,5 @@ def one_line(error: Exception, config: Config) -> str:
 
 
 def hidden(address: str) -> str:
-    """Mask logins: ``https://***@host`` for ``https://user:password@host``; and ``?token=***``."""
+    """Return a web address with logins masked: ``https://***@host``, ``?token=***``."""
     return SECRET.sub(r"\1***", LOGIN.sub("://***@", address))

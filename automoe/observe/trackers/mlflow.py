@@ -25,9 +25,10 @@ ANSWER_S = 60.0  # longest call in seconds, with its retries
 
 
 class _Answering:
-    """Client whose calls raise ``TimeoutError`` after ``ANSWER_S``; the call's thread is left.
+    """Wrapper of MLflow's client whose calls raise ``TimeoutError`` after ``ANSWER_S`` seconds.
 
-    MLflow's own timeout does not end a call if the server sends a byte now and then.
+    MLflow's own timeout does not end a call if the server sends a byte now and then. The thread of
+    such a call is left behind.
     """
 
     def __init__(self, client: Any) -> None:
@@ -52,7 +53,7 @@ class _Answering:
 
 
 class MlflowTracker(Tracker):
-    """MLflow run on a server or in a folder.
+    """Tracker that writes to an MLflow run on a server or in a folder.
 
     MLflow cannot remove points, and keeps both points of a repeated step in order.
     """
@@ -86,7 +87,7 @@ class MlflowTracker(Tracker):
 
 
 def start(config: Config, about: About) -> MlflowTracker:
-    """Start an MLflow run, or continue the earlier one.
+    """Start an MLflow run, or continue the one of an earlier start.
 
     If the server no longer has the earlier run, start a new one with a warning.
     """

@@ -18,9 +18,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker(Tracker):
-    """Writer of a TensorBoard event file.
+    """Tracker that writes a TensorBoard event file.
 
-    If the file starts with a purge step, readers ignore later steps in earlier files.
+    After a return to a checkpoint a new file starts with a purge step, from which readers ignore
+    the steps in earlier files.
     """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
@@ -33,7 +34,7 @@ class TensorBoardTracker(Tracker):
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def held(self) -> Mapping[int, float | None]:
-        """Return step -> loss of the event files of earlier starts, without steps taken back."""
+        """Return step -> loss from the event files of earlier starts, without purged steps."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         held = {}
@@ -71,7 +72,7 @@ class TensorBoardTracker(Tracker):
 
 
 def start(config: Config, about: About) -> TensorBoardTracker:
-    """Start or continue a TensorBoard record; a new run renames an earlier folder."""
+    """Open TensorBoard's folder for a resumed run; for a new run, rename an earlier folder."""
     folder = about.run_dir / FOLDER
     if about.resume_step is not None:
         return TensorBoardTracker(folder, about.resume_step)

@@ -20,9 +20,9 @@ FINISH_TIMEOUT_S = 60  # seconds to upload remaining data at the end
 
 
 class WandbTracker(Tracker):
-    """A started W&B run, with ``step`` as a metric of its own.
+    """Tracker that writes to a W&B run, with ``step`` as a metric of its own.
 
-    W&B's own step counter drops records of a repeated step.
+    W&B's own step counter would drop records of a repeated step.
     """
 
     def __init__(self, run: Any) -> None:
@@ -34,10 +34,10 @@ class WandbTracker(Tracker):
         run.define_metric("*", step_metric="step")
 
     def held(self) -> dict[int, float | None]:
-        """Return the steps that W&B has, with their losses: of its server, or of an offline run's files.
+        """Return step -> loss of the steps that W&B has, on its server or in offline files.
 
-        The server gets steps in order, and its losses are not asked for (None). W&B writes files
-        32 KiB or 15 seconds late, and what it had not written is gone at a kill.
+        The server gets steps in order, and its losses are not queried (None). W&B writes files 32
+        KiB or 15 seconds late; a kill loses what is not written.
         """
         if not self._run.offline:
             return dict.fromkeys(range(1 + int(self._run.summary.get("step", 0))))

@@ -23,7 +23,7 @@ MARK = '<meta name="generator" content="automoe plan">'
 
 
 def check_page(path: Path) -> None:
-    """Refuse a path that holds something else than a plan's page.
+    """Refuse a path at which a file lies that is not a plan's HTML page.
 
     Raises:
         ConfigError: the page would replace a file of another kind.
@@ -36,7 +36,10 @@ def check_page(path: Path) -> None:
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
-    """Write the plan's page to ``path``, which ``check_page`` has checked.
+    """Write a plan as an HTML page to ``path``, which ``check_page`` has checked.
+
+    Args:
+        args: command line of the plan, which the page shows.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -92,7 +95,7 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
 
 
 def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
-    """Return (CSS class, text) that says whether the memory of a rank suffices."""
+    """Return (CSS class, sentence for the page): whether the memory of a rank suffices."""
     limit = config.cluster.memory_bytes
     if not limit:
         return "", f"{config.cluster.name} has no limit of memory"

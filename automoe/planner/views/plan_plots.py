@@ -180,11 +180,10 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 
 
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
-    """Return when the first drawn part of a long step ends, and when the last one starts.
+    """Return the seconds between which a long step's plot is cut: (end of start, start of end).
 
     The first part ends once every rank has run a backward pass; the last part starts once a rank
-    has run its last forward pass. Returns (``end``, 0) if the whole step is drawn. Times are in
-    seconds.
+    has run its last forward pass. Returns (``end``, 0) if the whole step is drawn.
     """
     if len(spans) <= WHOLE * pp:
         return end, 0.0

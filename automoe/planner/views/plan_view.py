@@ -104,7 +104,7 @@ def _summary(config: Config, plan: Plan) -> Rows:
     yield "parameters", f"{short_number(params.total)}, {active}; {said}"
     yield (
         "batch",
-        f"{batch.rows_per_step:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
+        f"{train.global_batch_size:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
         f"{batch.num_micro_batches} micro-batches of {train.micro_batch_size} x {train.seq_len:,} on each of "
         f"{plan.mesh.dp} data-parallel ranks",
     )

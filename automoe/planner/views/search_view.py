@@ -67,7 +67,7 @@ def _lines(number: int, candidate: Candidate) -> Iterator[str]:
 
 
 def levers(config: Config) -> list[str]:
-    """Return the settings of a candidate that have only run on CPUs."""
+    """Return ``key=value`` of a candidate's settings that have only run on CPUs, not on GPUs."""
     default = Config()
     values = {key: attrgetter(key)(config) for key in NEW}
     return [
