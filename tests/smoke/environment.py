@@ -48,8 +48,7 @@ WRITERS = [
     "transformers==5.17.0",
     "torch==2.13.0",
 ]
-WRITERS += ["click", "immutables"]  # what mergekit's mixtures need of its requirements, which exclude transformers 5
-MERGEKIT = "mergekit==0.1.5"
+WRITERS += ["mergekit==0.1.5"]
 FOR_CUDA = (
     "torchvision",
     "torchaudio",
@@ -115,8 +114,6 @@ def make(
         subprocess.run([*pip, "--upgrade", *newest], check=True, stdout=sys.stderr, env=env)
     if needed == LLAMA_NEEDS:
         build_llama(temporary, pip)
-    if needed == WRITERS:
-        subprocess.run([*pip, "--no-deps", MERGEKIT], check=True, stdout=sys.stderr)
     if needed == VLLM:
         subprocess.run([*pip[:3], "uninstall", "-q", "-y", *FOR_CUDA], check=True, stdout=sys.stderr)
     temporary.rename(folder)
