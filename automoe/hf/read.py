@@ -94,9 +94,8 @@ def load_hf(
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
     buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
-    become the mean of its own. Numbers are converted to each parameter's dtype. Block-FP8, MXFP4
-    and INT4, as declared in config.json's ``quantization_config``, are dequantized while they are
-    read.
+    become the mean of its own. Numbers are converted to each parameter's dtype. Codes
+    (``automoe.hf.schemes``) are dequantized while they are read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
