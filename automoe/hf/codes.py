@@ -140,13 +140,16 @@ def _check_encodings(folder: Path, sources: Contents, scheme: Scheme) -> None:
             fit = fit and (beside.dtype, beside.shape) == ("F32", (1, 1))
         elif beside:
             rows, cols = shapes[1][-2:]
-            packed = (-(-rows // form.packed), cols)
-            fit = fit and (beside.dtype, beside.shape) in (("I8", (rows, cols)), ("I32", packed))
+            zeros = {"I8": (rows, cols)}
+            if form.packed > 1:
+                zeros["I32"] = (-(-rows // form.packed), cols)
+            fit = fit and zeros.get(beside.dtype) == beside.shape
         if not fit or shapes != (codes.shape, scales.shape):
             raise CheckpointError(
                 f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
                 f"{scales.dtype}{f' and {list(beside.shape)} {beside.dtype}' if beside else ''}, and "
-                f"{codes.encoding} needs scales {list(shapes[1])} for {form.dtype} {list(shapes[0])}. Compare config.json's quantization_config with the files"
+                f"{codes.encoding} needs scales {list(shapes[1])} for {form.dtype} {list(shapes[0])}. "
+                "Compare config.json's quantization_config with the files"
             )
 
 

@@ -22,8 +22,8 @@ _ROWS = {
     r"gpt_oss \S+experts\.\d+\.\w+_proj\.\S+": f"GPT-OSS of llm-compressor, experts one by one with split biases. {BASE}",
     r"mixtral \S+block_sparse_moe\.experts\.\d+\.\w+_proj\.\S+": "Mixtral of llm-compressor, under names that no reader "
     f"has, transformers included. {BASE}",
-    r"\w+ (\S+weight U32|\S+\.biases \S+)": "quantized by mlx-lm: `mlx_lm.convert --dequantize --hf-path DIR` writes a folder "
-    "that is read, except of the families that have another message",
+    r"\w+ (\S+weight U32|\S+\.biases \S+)": "quantized by mlx-lm. Widen it first: "
+    "mlx_lm.convert --dequantize --hf-path DIR --mlx-path OUT",
     r"\w+ \S+self_attn\.embed_q\.weight \S+": "of mlx-lm, which splits kv_b_proj into embed_q and unembed_out. "
     f"{CONVERTED}",
     r"qwen3_(next|5\w*) \S+switch_mlp\.\S+": f"of mlx-lm, whose norms hold their weights plus one. {CONVERTED}",

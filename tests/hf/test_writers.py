@@ -121,8 +121,8 @@ def absorbed(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("qwen3_moe", affine, r"quantized by mlx-lm: `mlx_lm\.convert --dequantize"),
-        ("llama_plain", affine, r"quantized by mlx-lm: `mlx_lm\.convert --dequantize"),
+        ("qwen3_moe", affine, r"quantized by mlx-lm\. Widen it first: mlx_lm\.convert --dequantize"),
+        ("llama_plain", affine, r"quantized by mlx-lm\. Widen it first: mlx_lm\.convert --dequantize"),
         ("dsv3", absorbed, r"of mlx-lm, which splits kv_b_proj.*Train the checkpoint that it was converted from"),
         ("glm4_moe_lite", absorbed, r"of mlx-lm, which splits kv_b_proj.*Train the checkpoint"),
         ("qwen3_next", stacked, r"of mlx-lm, whose norms hold their weights plus one\. Train the checkpoint"),
