@@ -6,7 +6,8 @@
 #   and those of Llama, Qwen2, Mixtral and OLMoE have a default there: 10,000 or 1,000,000, whatever the model has.
 #   Qwen3 reads rope_parameters.
 # versions: mlx-lm 0.32.2, mlx 0.32.4, transformers 5.24.0, torch 2.13.0; Python 3.11, on a CPU
-# seen (2026-11-29), for a base of 500,000 (Qwen2 and Mixtral: 10,000), the largest difference of logits over their largest:
+# seen (2026-11-29):
+#   the largest difference of logits over their largest, for a base of 500,000 (Qwen2 and Mixtral: 10,000)
 #   llama      as saved 0.8, with rope_theta at the top 0.0
 #   qwen2      as saved 0.8, with rope_theta at the top 0.0
 #   mixtral    as saved 1.0, with rope_theta at the top 0.0
