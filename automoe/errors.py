@@ -312,8 +312,8 @@ _hidden: set[str] = set()  # packages that ``without`` hides
 def without(*packages: str) -> Iterator[None]:
     """Make installed packages look absent to imports within a ``with`` block.
 
-    Packages that are imported already stay. This keeps transformers from using ``kernels``, which
-    downloads compiled code from the Hub, or bitsandbytes, which does the same.
+    Packages that are imported already stay. So transformers does not find ``kernels``, which
+    downloads compiled code from the Hub, nor bitsandbytes, which asks ``kernels`` for such code.
     """
     modules: dict[str, Any] = sys.modules  # None makes an import fail, and find_spec find nothing
     hidden = [name for name in packages if name not in modules]

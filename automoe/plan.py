@@ -139,11 +139,7 @@ class BuiltRank:
 
 
 def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
-    """Build the heaviest rank's model on the meta device, in a fake process group.
-
-    Returns:
-        The number and the bytes of its parameter shards, beside what the plan says.
-    """
+    """Build the heaviest rank's model on the meta device in a fake process group; return its size."""
     from automoe.verify.fake_world import local_shards
 
     rank = plan.mesh.groups("default", "pp")[0][plan.heaviest.pp_rank]

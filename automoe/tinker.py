@@ -162,13 +162,15 @@ class TrainingClient(_Client):
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Return a future of the result of ``forward_backward``, without computing gradients."""
-        return self._scored(False, data, loss_fn, loss_fn_config)
+        return self.forward_backward(data, loss_fn, loss_fn_config, backward=False)
 
     def forward_backward(
         self,
         data: Sequence[types.Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
+        *,
+        backward: bool = True,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Accumulate the gradients of a loss, summed over all tokens; return a future of its terms.
 
@@ -183,25 +185,17 @@ class TrainingClient(_Client):
                 ``cispo``, -sg[clip(r)] A log pi.
             loss_fn_config: bounds of clip, which are ratios: ``clip_low_threshold`` (0.8),
                 ``clip_high_threshold`` (1.2).
+            backward: False computes no gradients.
 
         Raises:
             ConfigError: there is no such loss, or it does not take an option.
             DataError: names the datum and the field.
         """
-        return self._scored(True, data, loss_fn, loss_fn_config)
-
-    def _scored(
-        self,
-        trains: bool,
-        data: Sequence[types.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
         options = _options(loss_fn, loss_fn_config)
         batch, session = _Samples(data, loss_fn), self.session
         scores: Any
         try:
-            if trains:
+            if backward:
                 scores = session.forward_backward(batch, summed, **options)
             else:
                 scores = session.log_probs(batch)
@@ -414,7 +408,7 @@ def elementwise(
 
 
 def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-    """Return the sum of the loss terms (``elementwise``) of this rank's tokens.
+    """Loss for ``Session``: return the sum of the terms (``elementwise``) of this rank's tokens.
 
     Tokens that are not trained have weights and advantages of 0. ``options`` are those of
     ``elementwise``.

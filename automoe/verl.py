@@ -104,6 +104,7 @@ class AutomoeEngine(BaseEngine):
         if self.shape.dp_replicate > 1 < self.shape.dp_shard:
             rule = "verl knows one data-parallel axis"
             raise ConfigError("mesh.dp_replicate", self.shape.dp_replicate, rule, "Set it to 1")
+        self._at = self.shape.coordinates(dist.get_rank(), "default")
         self._optimizer_config = optimizer_config
         self._saved: list[str] = []  # folders, the oldest first
         self.session: Session
@@ -142,8 +143,7 @@ class AutomoeEngine(BaseEngine):
         return self.shape.dp
 
     def get_data_parallel_rank(self) -> int:
-        at = self.shape.coordinates(dist.get_rank(), "default")
-        return at["dp_replicate"] * self.shape.dp_shard + at["dp_shard"]
+        return self._at["dp_replicate"] * self.shape.dp_shard + self._at["dp_shard"]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         if self.shape.dp == self.shape.world_size:
@@ -154,8 +154,7 @@ class AutomoeEngine(BaseEngine):
         return self.session.meshes.group(axis)
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        at = self.shape.coordinates(dist.get_rank(), "default")
-        return not (at["pp"] or at["cp"] or at["tp"])
+        return not any(self._at[axis] for axis in ("pp", "cp", "tp"))
 
     # ---------------------------------------------------------------- a step
 

@@ -90,9 +90,9 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         if not issubclass(made, transformers.GenerationMixin):  # such as one that denoises blocks
             raise ValueError(f"{made.__name__} does not generate token by token")
         one_way = not made._can_set_experts_implementation()
-        config._experts_implementation = text._experts_implementation = (
-            "eager" if one_way else experts
-        )
+        chosen = "eager" if one_way else experts
+        text._experts_implementation = chosen
+        config._experts_implementation = {"": chosen}  # not of vision, which may have one way only
         with torch.device("meta"):
             model = made(config)
         if one_way and experts != "eager" and experts_modules(model):

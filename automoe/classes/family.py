@@ -84,7 +84,7 @@ class ClassFamily(Family):
         return replace(self, architecture=model.architecture, keys=keys)
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Return the model's configuration for the trainer, derived from the class.
+        """Return the model's configuration for the trainer, from its class of ``transformers``.
 
         Args:
             hf: content of ``config.json`` in ``path``.

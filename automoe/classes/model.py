@@ -125,7 +125,10 @@ class _Narrow(TorchFunctionMode):
 
 
 def computes_in_float32(config: ModelConfig) -> bool:
-    """Return whether the class computes some values in float32 although parameters have float64."""
+    """Return whether a class of ``transformers`` computes in float32 what should be float64.
+
+    The class's model runs once with parameters in float64.
+    """
     with default_dtype(torch.float64):
         model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
     reset_buffers(model)

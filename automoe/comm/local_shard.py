@@ -25,8 +25,8 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
 def take_over(module: nn.Module, base: nn.Module) -> None:
     """Initialise ``module`` with all parameters, submodules and attributes of ``base``.
 
-    Constructors of modules that replace ``base`` in a model (``LoRALinear``,
-    ``FP8Linear``) call it; parameters keep their names and are not copied.
+    Constructors of modules that replace ``base`` in a model (``LoRALinear``, ``FP8Linear``,
+    ``LoRAExperts``) call it; parameters keep their names and are not copied.
     """
     nn.Module.__init__(module)
     for name, value in vars(base).items():

@@ -26,12 +26,10 @@ from automoe.config.convert import (
     config_to_dict,
     from_environment,
     nearest,
-    typed,
 )
 from automoe.config.frozen import is_free
 from automoe.config.jobs import BY_JOB, register_jobs
 from automoe.config.paths import checked_path
-from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rule_engine import check_rows
 from automoe.config.rules import number_rows
@@ -129,7 +127,6 @@ def compose_config(
     """
     overrides = list(overrides or [])
     raw = composed_container(config_name, overrides, config_dir)
-    load_plugins(typed("plugins", raw["plugins"]))
     config = config_from_dict(raw)
     if "run_dir" in map(key_of, overrides):
         return config

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from automoe.config.layout import with_layout
 from automoe.config.paths import PathText, checked_path
-from automoe.config.plugins import registered_names
+from automoe.config.plugins import load_plugins, registered_names
 from automoe.config.recipe_args import CLASS, SECTION, args_class, default_args
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
@@ -31,8 +31,9 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
 
     Args:
         raw: nested dictionaries, as YAML gives them.
-        trusted: convert ``recipe_args`` to the dataclass ``Args`` of the recipe, which may import
-            the recipe's code. If False, it stays a dictionary.
+        trusted: import the plugins that ``raw`` names, and convert ``recipe_args`` to the dataclass
+            ``Args`` of the recipe, which may import the recipe's code. If False, it stays a
+            dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -40,6 +41,10 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     Raises:
         ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
     """
+    if trusted:
+        load_plugins(
+            typed("plugins", raw.get("plugins", []))
+        )  # they register choices of other keys
     config = with_layout(_to_dataclass(Config, raw, ""))
     return replace(config, recipe_args=_make_args(config)) if trusted else config
 

@@ -22,7 +22,7 @@ from automoe.config.convert import (
     typed,
 )
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.plugins import load_plugins, loaded_plugins
+from automoe.config.plugins import LOADED
 from automoe.config.recipe_args import SECTION, default_args
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.config.shipped import own_recipe
@@ -111,9 +111,8 @@ def parse_config(
             "configuration", CONFIG_FILE, str(error), "Restore the file from a copy"
         ) from None
     named = typed("plugins", raw.get("plugins", []))
-    if plugins:
-        load_plugins(named)
-    elif missing := [name for name in named if name not in loaded_plugins()]:
+    missing = [name for name in named if name not in LOADED]
+    if missing and not plugins:
         raise ConfigError(
             "plugins",
             missing,

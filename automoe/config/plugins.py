@@ -55,7 +55,7 @@ _SHIPPED = {
     "kernels.attention=te": "automoe.interop.transformer_engine:attention",
     "kernels.norm=te": "automoe.interop.transformer_engine:norm",
 }
-_loaded: set[str] = set()
+LOADED: set[str] = set()  # names that ``load_plugins`` has imported in this process
 
 
 def register(key: str, name: str, value: Any) -> None:
@@ -141,9 +141,4 @@ def load_plugins(names: Iterable[str]) -> None:
                 f"cannot be imported: {error}",
                 "Install it, or start in its directory",
             ) from error
-        _loaded.add(name)
-
-
-def loaded_plugins() -> frozenset[str]:
-    """Return the names that ``load_plugins`` has imported in this process."""
-    return frozenset(_loaded)
+        LOADED.add(name)

@@ -249,7 +249,7 @@ class Loader:
         return content
 
     def describe(self) -> list[str]:
-        """Return lines for the user: conversations and their rows, the length of the run, warnings."""
+        """Return lines to print at a run's start: conversations and rows, its length, warnings."""
         lines: list[str] = []
         for source, corpus in enumerate(self.corpora):
             if corpus.chat:

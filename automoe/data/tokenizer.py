@@ -65,8 +65,8 @@ class Tokenizer:
         pad_id: id of padding, which is never trained.
         digest: name or hash of everything that determines the ids of a text.
         byte_lengths: [vocab_size] int64, UTF-8 bytes that each id stands for; 0 for special tokens.
-        special_ids: key of ``config.json`` (as in ``SPECIAL_IDS``) -> id, for ids that the
-            tokenizer's files name; exports have them. ``pad_id`` may be another id.
+        special_ids: ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` -> the id that the
+            tokenizer's files name, for exports. ``pad_id`` may differ from it.
     """
 
     vocab_size: int

@@ -256,7 +256,7 @@ class KeyMap:
 
     @property
     def in_memory(self) -> KeyMap:
-        """Key map of the same family in transformers 5's own layout.
+        """Key map of the same family in the layout of transformers 5, where experts are fused.
 
         ``save_pretrained(save_original_format=False)`` writes this layout too.
         """

@@ -312,7 +312,11 @@ def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
 
 
 def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str) -> str:
-    """Join the files of the stages, write the configuration, and load both with peft.
+    """Join the pipeline stages' adapter files, write adapter_config.json, and load both with peft.
+
+    Args:
+        folder: directory that holds the stages' files.
+        belongs: line that identifies base weights and settings, written to the file's metadata.
 
     Returns:
         A phrase with the number of values written and of matrices by group.

@@ -215,12 +215,13 @@ def to_codes(
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
-    Shapes are those of ``StoredTensor.in_file``. Codes and scales are on the CPU.
+    INT4 also stores its shape. Codes and scales are on the CPU.
 
     Args:
         numbers: the tensor in the checkpoint's layout, not transposed.
-        old_parts: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep them if
-            they still decode to ``numbers``, since several codes and scales give the same numbers.
+        old_parts: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep
+            them if they still decode to ``numbers``, since several codes and scales give the same
+            numbers.
     """
     if encoding == "plain":
         return (numbers,)

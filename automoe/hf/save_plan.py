@@ -243,7 +243,13 @@ class Transfer:
 
     @torch.no_grad()
     def compare(self, written: Catalog) -> float:
-        """Compare the numbers in ``written`` with the tensors, quantized again. Collective.
+        """Compare the numbers in the written files with the tensors that should be in them.
+        Collective.
+
+        Quantized numbers must equal the tensors' numbers after quantization.
+
+        Args:
+            written: catalog of the written directory.
 
         Returns:
             Relative quantization error (L2) over all quantized tensors; 0 if there are none.

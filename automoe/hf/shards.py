@@ -73,7 +73,9 @@ class LocalShard:
 
     @property
     def base(self) -> str:
-        """Value of ``lora.base`` that gives this packing; empty if the storage is not packed."""
+        """Packing of the storage as ``lora.base`` names it, such as ``nf4``; empty if it is not
+        packed.
+        """
         return base_of(self.local) if self.columns else ""
 
     @property

@@ -279,10 +279,11 @@ def expert_product(
 
 
 def multiply_as_torch_can(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Set transformers to loop over experts if its default, torch's product, cannot multiply them.
+    """Set transformers to loop over experts if torch's grouped product cannot multiply the experts.
 
     Args:
         hf_config: transformers' configuration object, changed in place.
+        dtype: dtype of the weights.
     """
     if config.num_moe_layers and expert_product(config, dtype) == "loop":
         hf_config._experts_implementation = "eager"

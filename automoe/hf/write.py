@@ -110,7 +110,7 @@ def source_of(config: ModelConfig) -> Catalog | None:
 def plan_export(
     parts: Parts, dtype: str, encoding: Encoding, source: Catalog | None, fused: bool = False
 ) -> list[WriteItem]:
-    """Plan the checkpoint tensors of an export of this rank's pipeline stages. Collective.
+    """Plan the checkpoint tensors of an export of this rank's pipeline stages.
 
     Args:
         dtype: ``keep``, ``bfloat16`` or ``float32``, as in ``to_hf``.

@@ -67,10 +67,10 @@ def errors_of_stages() -> Iterator[None]:
 
 
 def starts_sends_one_by_one(schedule: Any) -> bool:
-    """Return True for a schedule that starts sends one by one and waits for all after the step.
+    """Return True for a pipeline schedule that starts sends singly and waits for all after the step.
 
-    Torch 2.11 to 2.15: a subclass of ``schedules._PipelineScheduleRuntime``, as
-    ``ScheduleInterleaved1F1B`` is.
+    Other schedules batch sends with receives. Torch 2.11 to 2.15: a subclass of
+    ``schedules._PipelineScheduleRuntime``, as ``ScheduleInterleaved1F1B`` is.
     """
     return isinstance(schedule, schedules._PipelineScheduleRuntime)
 

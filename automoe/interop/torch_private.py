@@ -417,7 +417,7 @@ def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, i
 def state_dict_stager(pin_memory: bool) -> Any:
     """Return torch's stager, which copies a state dict to CPU memory and reuses that memory.
 
-    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. torch 2.11
+    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. Torch 2.11
     to 2.15: ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory,
     share_memory)``.
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
-from automoe.config.convert import config_from_dict, typed
+from automoe.config.convert import config_from_dict
 from automoe.config.frozen import flat
-from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, export_name
 from automoe.errors import ConfigError, LaunchError, TrainingError
 from automoe.launch import run_dir as runs
@@ -126,7 +125,6 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
             raise ConfigError(
                 "config_name", config_name, "a Config is composed already", "Leave config_name out"
             )
-        load_plugins(typed("plugins", config.plugins))
         return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
         overrides = [f"{key}={override_text(value)}" for key, value in flat(config).items()]

@@ -213,8 +213,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
         named: keys that the command line sets.
 
     Raises:
-        ConfigError: the checkpoint's embeddings are scaled already or stand in a wrapper, or
-            ``asked`` does not make the rows that they were trained on longer.
+        ConfigError: the checkpoint's embeddings are scaled already, its ``config.json`` nests the
+            text model in a multimodal one, or ``asked`` does not make its rows longer.
     """
     from automoe.hf.families.registry import family_of, read_hf_config
 

@@ -71,11 +71,11 @@ class Standing:
     """Position of a rank: its main thread's place in the code, and its unfinished collectives.
 
     Attributes:
-        place: place of the main thread, as ``describe_place`` returns it.
+        place: place of the main thread in the code: ``module of the model: file:line in function``.
         communicates: True if the main thread is in a function of torch.distributed, or was there
             until the timeout.
         pending: unfinished collectives, oldest first.
-        asked: id of the question that this position answers.
+        asked: id of another rank's request for positions, which this one answers.
         saving: place of the thread that saves in the background; None without such a thread.
     """
 

@@ -44,10 +44,9 @@ from automoe.config.compose import (
     short_keys,
     swept_keys,
 )
-from automoe.config.convert import config_from_dict, typed
+from automoe.config.convert import config_from_dict
 from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, resolved
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, without
 from automoe.launch import run_dir as runs
@@ -364,7 +363,6 @@ class Sweep:
         try:
             raw = resolved_container(composed, task) | {"run_dir": str(self.directory / name)}
             try:
-                load_plugins(typed("plugins", raw["plugins"]))
                 config = settle(config_from_dict(raw), task)
                 shape, device = check_here(config)
                 check_alone(device, num_jobs)

@@ -210,7 +210,8 @@ def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
 def _watch(watch: stuck.StuckWatch, report: bool) -> None:
     """Watch the run directory, and end this process soon after any rank has failed.
 
-    This runs in a thread, so it also ends a rank whose collective its peers will never join.
+    This runs in a thread, so it also ends a rank whose collective its peers will never join. The
+    process writes ``report.html`` before it ends if ``report``.
     """
     pause = look_every_s(watch.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", watch.num_ranks)))
     while not (watch.run_dir / runs.ERROR_FILE).exists():

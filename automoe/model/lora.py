@@ -21,7 +21,7 @@ from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
 
 
 class Lora(Adapter):
@@ -40,7 +40,7 @@ class Lora(Adapter):
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
     def forward(self, x_BSI: Tensor, features: Features) -> Tensor:
-        """Return the adapter's output [B, S, O] for x, or only its output ``features``."""
+        """Return the adapter's output [B, S, O] for x; only the output features ``features`` if given."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
         return F.linear(low_BSr, take_features(b_Or, features))
@@ -62,7 +62,7 @@ def adapt(
 ) -> None:
     """Freeze the parameters that ``lora`` or ``train.freeze`` exclude, and add adapters on meta.
 
-    Linear layers with adapters are replaced by ``LoRALinear``; ``GroupedExperts`` get them as ``lora``.
+    Modules with adapters are replaced by ``LoRALinear`` and ``LoRAExperts``.
 
     Args:
         part: decoder, or a pipeline stage of it, on the meta device.
@@ -89,7 +89,7 @@ def adapt(
 
 
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
-    """Add adapters to the modules of one layer, also to experts with quantized matrices alone.
+    """Replace the modules of one layer that have adapters, and experts with quantized matrices.
 
     Modules of foreign classes stay, and the model adds the adapters' outputs to theirs.
 
@@ -114,7 +114,7 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
             adapter = Lora(*options, *reversed(owned[0].shape))
         adapter.to("meta", dtype)
         if isinstance(base, GroupedExperts):
-            base.lora = adapter
+            part.set_submodule(name, LoRAExperts(base, adapter))
         elif isinstance(base, Linear):
             part.set_submodule(name, LoRALinear(base, adapter))
         else:

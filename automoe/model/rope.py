@@ -28,7 +28,12 @@ def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return the attention temperature 0.1 m ln(s) + 1 (YaRN, eq. 22, with DeepSeek's factor m)."""
+    """Return YaRN's attention temperature 0.1 m ln(s) + 1 (eq. 22).
+
+    Args:
+        factor: s, by which YaRN stretches the context.
+        mscale: m, DeepSeek's weight of the logarithm.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

@@ -128,8 +128,6 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden
         self.backend = make_expert_backend(self)
-        # Adapters, which take the backend's place: they multiply by the weights, quantized or not, too.
-        self.lora: nn.Module | None = None
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
@@ -153,5 +151,4 @@ class GroupedExperts(nn.Module):
             # zeros for the columns that other etp ranks hold: the ranks' outputs are summed
             first = global_offset(self.down_proj_bias)[1]
             weights = weights._replace(down_proj_bias=F.pad(bias, (first, missing - first)))
-        compute = self.backend if self.lora is None else self.lora
-        return compute(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
+        return self.backend(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.local_shard import global_offset, local_shard
+from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import LoraConfig
 from automoe.kernels.activation import Activation
 from automoe.kernels.counter_random import uniform_at
 from automoe.moe.expert_weights import ExpertWeights
+from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import UNSCALED, GroupedProducts, LoopProducts, grouped_mm_experts
 
 # A [..., r, I] and B [..., O, r] of an adapter for this rank's shard of a weight, and their scale
@@ -114,3 +115,16 @@ class ExpertLora(Adapter):
         return grouped_mm_experts(
             *rows, weights, activation, *products, adapters=adapters, scale=self.scale
         )
+
+
+class LoRAExperts(GroupedExperts):
+    """Experts that take the place of ``base``: frozen weights, maybe quantized, and adapters.
+
+    Args:
+        lora: the adapters, which replace the backend: they multiply by the frozen weights, too.
+    """
+
+    def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
+        take_over(self, base)
+        self.lora = lora
+        self.backend = lora.__call__  # no module, whose parameters would get a second name

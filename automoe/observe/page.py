@@ -21,7 +21,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
-    """Return a PNG as the templates take it: base64 data, caption, and whether it is wide."""
+    """Return a PNG as HTML templates take it: caption, CSS width, base64, whether it is wide."""
     # CSS width from the PNG header: equally scaled pictures have text of equal size.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)
     return {

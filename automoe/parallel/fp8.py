@@ -75,7 +75,7 @@ def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
 
 
 def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
-    """Return the products of one layer's routed experts in 8 bits.
+    """Return the expert backend of one layer that multiplies in 8 bits (``train.fp8``).
 
     Raises:
         BackendError: the GPU has no 8-bit products of this kind.

@@ -313,13 +313,10 @@ def _attention_bytes(
 
 
 def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
-    """Return the bytes of attention's output as it is after the exchange of heads for positions.
+    """Return the bytes of attention's output after it went from heads back to positions.
 
-    The output projection keeps this copy in addition to the attention kernel's own.
-
-    Args:
-        width: output elements per token.
-        again: attention is recomputed; nothing is added then.
+    The projection keeps it besides the kernel's own copy; nothing is added if attention is
+    recomputed (``again``).
     """
     return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
 
@@ -330,8 +327,7 @@ def _latent_bytes(
     """Return the bytes that multi-head latent attention keeps, except mask and log-sum-exp.
 
     Args:
-        recompute: modules of the layer that are recomputed.
-        by_math: ``kernels.attention=math``, which counts queries, keys and values elsewhere.
+        by_math: ``kernels.attention=math``, whose queries, keys and values are counted elsewhere.
     """
     again = "core_attn" in recompute
     size, heads, tokens, kv_tokens = (
@@ -384,7 +380,6 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
     the output that is projected is kept in the activation dtype.
 
     Args:
-        heads: number of heads on the rank.
         qk: width of a head's queries and keys.
         value: width of a head's values.
     """
@@ -404,14 +399,10 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
 def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:
     """Return the bytes that a gated delta net (linear attention) keeps for its backward pass.
 
-    Outside the delta rule these are the convolution's padded input, its output and the silu of the
-    output; the rule's result as the norm reads it, its normed value, the gate before and after
-    silu, and their product. Inside the rule everything is at least float32: six [C, C] matrices per
-    chunk of C positions, the right-hand side and the solution of the linear system, ten tensors of
-    the keys' size, and one state per chunk.
-
-    Args:
-        again: the layer's attention is recomputed.
+    Outside the delta rule these are the convolution's padded input and output, its silu, the rule's
+    result, its normed value, the gate before and after silu, and their product. Inside, in at least
+    float32: six [C, C] matrices per chunk of C positions, both sides of the linear system, ten
+    tensors of the keys' size, and one state per chunk.
     """
     size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads

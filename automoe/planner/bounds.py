@@ -86,8 +86,7 @@ class Family(NamedTuple):
 class Space:
     """Times and bytes of a model's layers for all families of a search, each computed once.
 
-    Args:
-        rungs: tried values of ``parallel.recompute``.
+    ``rungs`` are the tried values of ``parallel.recompute``.
     """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
@@ -110,8 +109,8 @@ class Space:
         """Time the layers of ``families`` with the first ``rungs`` choices of recomputation.
 
         Returns:
-            One record per family and choice, family by family: the choice's number, and the fields
-            ``COLUMN`` and ``LAYER``. Records without objects pass quickly between processes.
+            Records of the fields ``rung``, ``COLUMN`` and ``LAYER``: the choices of the first
+            family, then those of the next one.
         """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
@@ -142,11 +141,7 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return seconds and bytes of ``layer`` in the order of ``LAYER``, for each of ``kinds``.
-
-        Args:
-            kinds: properties of the layer with each choice of recomputation.
-        """
+        """Return the values ``LAYER`` of ``layer`` with each choice of recomputation, one of ``kinds``."""
         place = self._place(family)
         config, mesh, batch = place.config, place.mesh, place.batch
         load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
@@ -160,8 +155,8 @@ class Space:
                 passes, stage = plain, Stage(Passes(Pass(), Pass()))
                 if kind.routed:
                     shared = plain.forward.parts.get("shared_experts", 0.0)
-                    experts = self._experts(place, family, layer, shared, arrives)
-                    passes = Passes(*map(add, plain, experts))
+                    routed = self._experts(place, family, layer, shared, arrives)
+                    passes = Passes(*map(add, plain, routed))
                 add_layer(place, stage, layer, 1, passes)
                 timed[arrives] = passes.forward, stage
             forward, stage = timed[arrives]
@@ -195,9 +190,11 @@ class Space:
     def _experts(
         self, place: Place, family: Family, layer: int, shared: float, arrives: bool
     ) -> Passes:
-        """Return the passes of the routed experts of ``layer``, beside the others' seconds ``shared``.
+        """Return the passes of ``layer``'s routed experts, computed once for equal numbers of tokens.
 
-        They depend on the number of a rank's tokens, not on how rows are cut into them.
+        Args:
+            shared: forward seconds of the shared experts, beside which tokens are sent.
+            arrives: the backward pass dispatches tokens once more.
         """
         cut = family._replace(cp=1, micro_batch_size=1, context="")
         key = place.tokens, cut, layer, arrives
@@ -225,11 +222,7 @@ class Space:
 
 
 class Layout:
-    """A pipeline schedule on ``pp`` ranks with its FSDP policy; it bounds time and memory of steps.
-
-    Args:
-        settings: values of ``parallel``, such as ``schedule`` and ``stages_per_rank``.
-    """
+    """A pipeline schedule on ``pp`` ranks with its FSDP policy; it bounds time and memory of steps."""
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
         self.pp = pp
@@ -248,12 +241,9 @@ class Layout:
         self.has_head = np.array([[len(self.sizes) - 1 in stages] for stages in self.held])
 
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
-        """Return the number of micro-batches of a step for each record of ``columns``.
+        """Return the micro-batches of a step for each record of ``columns``.
 
-        It is 0 where the ranks or the rows of the global batch do not divide.
-
-        Args:
-            ranks: number of all ranks.
+        It is 0 where the ranks, ``ranks`` in all, or the rows of the global batch do not divide.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
         unit = np.maximum(dp, 1) * columns["micro"]
@@ -265,11 +255,7 @@ class Layout:
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, count: int) -> Array:
-        """Return a lower bound of the seconds of a step, for each record of ``columns``.
-
-        Args:
-            count: micro-batches of a step.
-        """
+        """Return for each record of ``columns`` the least seconds of a step of ``count`` micro-batches."""
         parallel = self.parallel
         forward, head = columns["forward"].T, columns["head"][:, 0]
         whole = forward + columns["backward"].T
@@ -290,13 +276,9 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes of the fullest rank, for each record of ``columns``.
+        """Return for each record of ``columns`` the least bytes of the fullest of all ``ranks``.
 
-        It is the memory at the end of a forward pass.
-
-        Args:
-            count: micro-batches of a step.
-            ranks: number of all ranks.
+        The moment is the end of a forward pass, in a step of ``count`` micro-batches.
         """
         parallel, optim = self.parallel, self.config.optim
         wide, compute, reduced = DTYPE_BYTES[self.config.train.dtype]
@@ -315,9 +297,9 @@ class Layout:
         """Return what the schedule overlaps and holds in a step of ``count`` micro-batches.
 
         Returns:
-            The number of micro-batches after which all rounds are alike; and for each pipeline rank
-            the number of overlapped pairs of passes, the layers of each kind whose activations it
-            holds at its fullest moment, and the layers of each kind that then have gradients.
+            The micro-batches after which rounds repeat; for each rank the overlapped pairs of
+            passes; and at its fullest moment, by kind, its layers with activations and those with
+            gradients.
         """
         schedule = self.parallel.schedule
         if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:

@@ -66,10 +66,7 @@ Links = dict[str, dict[float, float]]
 
 @dataclass(frozen=True)
 class Bench:
-    """The device that ``automoe plan calibrate=true`` measures, and the sizes of its problems.
-
-    Sizes are so large that the overhead of launches is negligible on a GPU.
-    """
+    """Device to calibrate, with problems so large that launch overhead is negligible on a GPU."""
 
     device: str  # "cpu" or "cuda"
     dtype: str
@@ -410,13 +407,11 @@ def fit_link(seconds: dict[float, float]) -> list[float]:
 def cluster_values(
     bench: Bench, alone: dict[str, Any], links: list[Links], name: str, gpus: int
 ) -> dict[str, Any]:
-    """Return the measured fields of ``ClusterConfig``, with the time model's constants beside them.
+    """Return the measured fields of ``ClusterConfig``, with constants relative to these speeds.
 
     Args:
         alone: result of ``measure_alone``.
         links: result of ``measure_links`` of every rank; empty for one rank.
-        name: name of the cluster file.
-        gpus: number of GPUs, or of CPU ranks, per node.
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()

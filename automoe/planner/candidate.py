@@ -89,14 +89,11 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
-    """Return the tried values of ``parallel.recompute``, from nothing to ``full``.
-
-    Each frees more memory and takes more time than the one before. Values that a rule refuses are
-    left out.
+    """Return the legal values of ``parallel.recompute``, each frees more memory than the last.
 
     Args:
-        fixed: configuration keys that the user chose; if ``RECOMPUTE_KEYS`` is among them, only the
-            configured value is returned.
+        fixed: keys that the user chose; if ``RECOMPUTE_KEYS`` is among them, only the configured
+            value is returned.
     """
     if RECOMPUTE_KEYS & set(fixed):
         return [config.parallel.recompute]

@@ -143,9 +143,7 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
 
 
 def most_kept(config: Config, steps_between: float) -> int:
-    """Return the largest number of complete checkpoints that a run has on disk at the same time.
-
-    It follows from the ``checkpoint`` keys that say which old ones are deleted; 0 if none is saved.
+    """Return the largest number of complete checkpoints on disk at a time; 0 if none is saved.
 
     Args:
         steps_between: training steps between two saves.

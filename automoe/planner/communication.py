@@ -74,9 +74,7 @@ def link_name(kind: str, size: int, stride: int) -> str:
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
     """Return a collective's cost from the measured ``cluster.links``; None if it is not there.
 
-    Args:
-        kind: collective, such as ``all_gather``.
-        sent: bytes that a rank sends.
+    ``sent`` are the bytes that a rank sends, ``kind`` is such as ``all_gather``.
     """
     link = machine.links.get(link_name(kind, group.size, group.stride))
     if link is None or group.nodes > 1:

@@ -98,11 +98,10 @@ def local_time(place: Place, layer: int) -> Passes:
 
 
 def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -> None:
-    """Add the predicted times of the routed experts of ``layer`` to ``passes``, in place.
+    """Add the times of the routed experts of ``layer`` to ``passes``, the result of ``local_time``.
 
     Args:
-        passes: times of the rest of the layer; shared experts among them may hide all-to-alls.
-        arrives_again: the backward pass dispatches tokens once more, for recomputation.
+        arrives_again: the backward pass dispatches tokens once more.
     """
     _products(place, layer, passes, experts=True)
     _routing(place, passes, arrives_again)
@@ -286,11 +285,7 @@ def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     """Add the cp collectives of keys and values, and of their gradients in the backward pass.
 
-    ``parallel.context=gather`` all-gathers and reduce-scatters; a ring passes them on in both
-    passes.
-
-    Args:
-        attending: seconds of attention, which hide a part of a ring's transfers.
+    ``attending`` are the seconds of attention, which hide a part of a ring's transfers.
     """
     attention = place.config.model.attention
     mesh = place.mesh
@@ -342,10 +337,9 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _routing(place: Place, passes: Passes, run_again: bool) -> None:
-    """Add the time of router scores, permutation, dispatch to experts and combine to ``passes``.
+    """Add the time of routing, permutation, dispatch and combine to ``passes``.
 
-    Args:
-        run_again: the backward pass dispatches tokens once more, for recomputation.
+    ``run_again``: the backward pass dispatches tokens once more.
     """
     config = place.config
     mesh = place.mesh
@@ -392,13 +386,7 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
 
 
 def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
-    """Return the all-to-all ``cost`` less the seconds that the shared experts' computation hides.
-
-    It is unchanged without ``moe.overlap_shared_experts``.
-
-    Args:
-        forward: forward pass of the layer, which has the seconds of its shared experts.
-    """
+    """Return the all-to-all ``cost`` less the seconds that the shared experts' ``forward`` hides."""
     if not (place.config.moe.overlap_shared_experts and place.config.model.shared_width):
         return cost
     computing = forward.parts.get("shared_experts", 0.0)
@@ -409,12 +397,8 @@ def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
 def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cost]:
     """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of row counts.
 
-    Dispatch sends tokens with their routing weights to experts; combine brings rows back in the
-    precision of activations. Row counts are exchanged only in the forward pass.
-
-    Args:
-        chosen: (token, expert) rows that the rank receives.
-        sent: bytes of a dispatched row.
+    Dispatch sends ``chosen`` rows of ``sent`` bytes with their routing weights, and combine brings
+    rows in the precision of activations back. Counts are exchanged only in the forward pass.
     """
     machine = place.machine
     group = place.group("ep")
@@ -448,11 +432,8 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
     """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    Tokens are dispatched to the experts again, but their outputs are not combined again.
-
-    Args:
-        forward: times of the layer's forward pass.
-        again: recomputed modules; ``full``: the whole layer.
+    ``again`` are the recomputed modules. Tokens are dispatched to the experts again, but their
+    outputs are not combined again.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})

@@ -118,12 +118,7 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
 ) -> Iterator[RankMemory]:
-    """Yield the memory at each moment of a step without a pipeline, micro-batch after micro-batch.
-
-    Args:
-        stage: bytes of the whole model, which is one stage.
-        params: all parameters of the rank.
-    """
+    """Yield the memory at each moment of a step without a pipeline; ``stage`` is the whole model."""
     parallel = config.parallel
     sizes = Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
@@ -246,11 +241,9 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield a rank's actions as (kind, stage, stage of the forward pass that runs beside it or None).
+    """Yield a rank's actions as (kind, stage, stage of a forward pass beside it or None).
 
-    Args:
-        order: the rank's actions, one or two at a time.
-        local: index among the rank's stages, by number of the stage; these are yielded.
+    ``local`` has the yielded index of each stage.
     """
     for entry in order:
         for kind, stage, _ in reversed(entry):
@@ -267,11 +260,10 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients:
 
 
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
-    """Return the scratch bytes of Muon at its peak: an exchange between ranks, or an iteration.
+    """Return the bytes that Muon allocates at its peak, which is an exchange or an iteration.
 
-    An exchange holds four copies of a round of matrices: updates, orthogonalised matrices, and the
-    send and receive buffers. An iteration holds updates and whole matrices; for the matrices of one
-    shape it holds two more copies and two Gram matrices.
+    An exchange holds four copies of a round of matrices. An iteration holds updates and whole
+    matrices, and for those of one shape two more copies and two Gram matrices.
     """
     if config.optim.algorithm != "muon":
         return 0

@@ -39,7 +39,7 @@ class Pass:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
     def __add__(self, other: Pass) -> Pass:
-        """Return the sum of two passes, such as those of a layer's attention and of its experts."""
+        """Return a pass that does the work of both."""
         parts, sent = dict(self.parts), dict(self.communication)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + seconds

@@ -94,11 +94,9 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
-    """Return the bytes of the channels that all-to-alls of ``axis`` open between GPUs of a node.
+    """Return the bytes of the channels that all-to-alls of ``axis`` open within a node.
 
-    Args:
-        view: ``default`` or ``moe``, the mesh view that has the axis.
-        node: GPUs per node.
+    ``view`` is the mesh view that has the axis, ``node`` the number of GPUs per node.
     """
     near = min(getattr(mesh, axis), max(1, node // mesh.stride(view, axis)))
     return ALL_TO_ALL_PEER * (near - 1)

@@ -110,11 +110,10 @@ def simulate(
 def _steps(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, overlap: bool
 ) -> list[tuple[int, Entry, Input, Input | None]]:
-    """Return the schedule's actions of all ranks, each after the actions whose results it needs.
+    """Return the entries of all ranks, each after those whose results it needs.
 
     Returns:
-        Tuples of the rank, its entry (one action, or two that run together), and for each of its
-        actions the input that it waits for (``Input``); None instead of a second action's.
+        (rank, entry of one or two actions, input of the first action, of the second one or None).
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank
@@ -165,16 +164,11 @@ def stretch(
     border: float = 0.0,
     overlap: bool = False,
 ) -> float:
-    """Return a pipeline step's time relative to the work of its busiest rank; 1: no waiting.
+    """Return a pipeline step's time relative to the work of its busiest rank; 1: no rank waits.
 
-    With many micro-batches, only the first rounds are simulated and the repeating rounds are
-    extrapolated. All rounds are simulated if they have more than ``pp`` micro-batches (``pp`` is
-    not a divisor) or if the order has no repeating rounds. For the cache, times are rounded to
-    1/``GRAIN`` of the largest stage's time; this changes the waiting time of ranks, not their work.
-
-    Args:
-        border: seconds to send one hidden state or its gradient between two ranks.
-        overlap: paired actions hide their all-to-alls behind each other.
+    With many micro-batches, only the first rounds are simulated and the others extrapolated, unless
+    the order has no rounds that repeat. Times are rounded to 1/``GRAIN`` of the largest stage's, so
+    that a cache knows similar stages; this changes the waiting time of ranks, not their work.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(

@@ -115,9 +115,8 @@ def search(
 class Queue:
     """Best-first queue of a mesh search, ordered by an upper bound of tokens/s.
 
-    It holds four kinds of entries, each more exact than the one before: meshes; columns, which are
-    meshes with expert settings and recomputation; candidates, which are columns with a pipeline
-    that may fit in memory; and timed candidates.
+    Its entries are meshes; then columns, a mesh with settings of experts and recomputation; then
+    candidates, a column with a pipeline that may fit in memory. Only candidates are timed.
     """
 
     def __init__(
@@ -256,10 +255,7 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield ``waiting`` candidates with their predicted tokens/s.
-
-        Left out are those without a legal mesh, those whose mesh has a result, and those too large.
-        """
+        """Yield ``waiting`` candidates with their exact speeds, if they are legal, and new of their mesh."""
         limit = self.config.cluster.memory_bytes or np.inf
         for _, num_bytes, number, rung, family in waiting:
             layout, _ = self.layouts[number]
@@ -293,10 +289,10 @@ class Queue:
 
 
 def in_halves(work: Callable[[Sequence[T]], Result], items: Sequence[T]) -> list[Result]:
-    """Apply ``work`` to ``items``, half of them in a forked process if they are many.
+    """Apply ``work`` to ``items``, the second half of many in a forked process.
 
     Returns:
-        One result if this process did all of it, else that of the first and of the second half.
+        One result for all items, or one for each half.
     """
     half = len(items) // 2
     if half < FORKED or (os.cpu_count() or 1) == 1 or "fork" not in get_all_start_methods():
@@ -388,12 +384,9 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Yield every mesh of ``world_size`` ranks that a search looks at.
+    """Yield every mesh of ``world_size`` ranks; axes that the user ``fixed`` keep their size.
 
-    tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
-
-    Args:
-        fixed: keys that the user chose, such as ``mesh.tp``.
+    tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless they are fixed.
     """
     node = config.cluster.gpus_per_node
     limits = dict.fromkeys(("cp", "dp_shard", "ep_shard"), world_size)

@@ -155,13 +155,10 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 def _find(
     question: Question, config: Config, look: Callable[[Config, int], Search]
 ) -> tuple[Config, Search]:
-    """Search until ``question`` is answered, on more ranks or with larger values each time.
-
-    Args:
-        look: search of a configuration on a number of ranks.
+    """Call ``look`` on more ranks, or with larger values, until ``question`` is answered.
 
     Returns:
-        The configuration that was searched last with success, and the result.
+        The last configuration that has a result, and the result.
     """
     if question.kind == "fewest_gpus":
         least = min(least_ranks(config), MAX_GPUS)

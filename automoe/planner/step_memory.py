@@ -317,11 +317,9 @@ def plan_stage(
     before: int,
     last: bool,
 ) -> StagePlan:
-    """Compute the bytes of one pipeline stage.
+    """Compute the bytes of the pipeline stage that stores ``params`` and runs ``layers``.
 
     Args:
-        layers: numbers of the stage's layers.
-        params: all parameters that the stage stores.
         before: hidden states from the previous stage; 0 for the first stage.
         last: the stage has the output head.
     """

@@ -244,8 +244,7 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     """Simulate a step for its plot.
 
     Returns:
-        The actions of all pipeline ranks with start and end, and for each stage the share of its
-        backward pass that recomputation takes.
+        The actions of all pipeline ranks, and recomputation's share of each stage's backward pass.
     """
     batch = plan_batch(config, mesh)
     place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
@@ -270,10 +269,7 @@ def _border(place: Place) -> Cost:
 def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, float]]:
     """Return exposed seconds, bytes sent, and bytes that leave the node, each by mesh axis.
 
-    Args:
-        stages: stages of one pipeline rank.
-        count: number of micro-batches in the step.
-        border: cost of sending one hidden state to the next rank.
+    They are of a step of ``count`` micro-batches on the rank that has ``stages``.
     """
     total = dict.fromkeys(AXES, NOTHING) | {
         "pp": border * (count * sum(sum(stage.states) for stage in stages))

@@ -162,12 +162,12 @@ def head_workspace_bytes(
     on_cpu: bool = False,
     in_place: bool = False,
 ) -> float:
-    """Return the peak bytes of the chunked cross-entropy of the output head.
+    """Return the peak bytes of the output head's cross-entropy, which runs in chunks of tokens.
 
     The hidden states, their normed values and their gradient are always counted. The largest of
     three moments is added: a wide (at least float32) chunk of logits with the chunk before it and
-    the wide gradient of a trained head; this gradient with a chunk's contribution or its stored
-    copy; both gradients in the backward pass, as kept and scaled.
+    the gradient of a trained head; this gradient with a chunk's contribution; both gradients in the
+    backward pass.
 
     Args:
         tokens: tokens of the micro-batch on this rank; each tp rank processes the tokens of all tp

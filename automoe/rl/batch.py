@@ -89,8 +89,7 @@ class Sample:
         for name, value in values.items():
             tensor = _tensor(name, value, torch.float64)
             if tensor.dim():
-                before = tensor.new_zeros(len(prompt), *tensor.shape[1:])
-                tensor = torch.cat((before, tensor))
+                tensor = pad(tensor, (0, 0) * (tensor.dim() - 1) + (len(prompt), 0))
             padded[name] = tensor
         mask = [False] * len(prompt) + [True] * len(answer)
         return cls([*prompt, *answer], mask, padded, routes)

@@ -53,7 +53,7 @@ class Answer:
 
     @classmethod
     def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
-        """Return the answer from the three values that ``as_json`` returns."""
+        """Return the answer from tokens, log-probabilities and encoded routes of ``as_json``."""
         if routes is not None:
             shape, text = routes
             lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)

@@ -327,7 +327,7 @@ class Session:
 
     def count(self, batch: Batch) -> Counts:
         """Return the divisors of a loss over ``batch``: its trained tokens and its samples."""
-        trained = [sum(bool(trained_token) for trained_token in sample.mask) for sample in batch]
+        trained = [int(torch.as_tensor(sample.mask).sum()) for sample in batch]
         return Counts(sum(trained), sum(number > 0 for number in trained))
 
     def zero_grad(self) -> None:

@@ -54,7 +54,11 @@ class Reference:
     device: torch.device
 
     def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
-        """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
+        """Return the input ``reference`` of ``PreferenceLoss``: the log-probabilities of each row's
+        pair.
+
+        They are 0 where a row has no pair.
+        """
         assert batch.pairs is not None
         values = torch.where(
             (batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0
@@ -189,9 +193,10 @@ def _compute(
     context: RunContext,
     splits: list[Split],
 ) -> torch.Tensor | None:
-    """Return the log-probabilities [N, 2] of the splits' pairs; None if the run should stop.
+    """Run the model on all pairs; return their log-probabilities [N, 2]; None if the run should stop.
 
-    Pairs outside the splits have zeros.
+    Args:
+        splits: parts of the data, training and validation. Pairs outside of them have zeros.
     """
     collector = _Collector()
     before = runner.loss

@@ -58,7 +58,8 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
     """Write recorded routing to one file, atomically.
 
     Args:
-        seen: for each layer, (rows, index, choices) of each micro-batch.
+        seen: for each layer, a tuple of each micro-batch: its rows in the step, the tokens' indices
+            and the chosen experts.
     """
     layers = []
     # a pipeline may run two layers' micro-batches in different orders

@@ -140,7 +140,7 @@ class Sampler:
 
 
 def stop_tokens(config: Config) -> list[int]:
-    """Return the tokens that end an answer: the EOS tokens of an export's generation settings."""
+    """Return the ids of the tokens that end an answer: EOS tokens of an export's generation settings."""
     with tempfile.TemporaryDirectory() as scratch:
         chat = chat_template_of(config)
         write_settings(Path(scratch), config.model, torch.float32, tokenizer_of(config), chat=chat)

@@ -69,7 +69,7 @@ class SlowRanks:
         self._marks.append(self._now())
 
     def report(self) -> dict[str, float]:
-        """Return this rank's seconds under its own key, and 0 under every other rank's key.
+        """Return this rank's seconds for the matrix product under its own key, and 0 under all others.
 
         The result is empty in a step without a timing. Call this method after the host has waited
         for the device since ``begin_step``.

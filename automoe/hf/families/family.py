@@ -60,7 +60,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Family(Tier):
-    """A model family as data.
+    """Declaration of a model family: its keys in ``config.json``, tensor names and limits.
 
     Attributes:
         model_type: name of the family in ``config.json`` and in ``ModelConfig.family``.
@@ -84,7 +84,7 @@ class Family(Tier):
         known_as: other model_types of the same architecture.
         whole_heads: True if transformers requires the number of heads to divide the hidden size,
             even with head_dim set.
-        least: smallest values that transformers computes in a layer with experts.
+        least: smallest values of dotted keys with which transformers computes layers with experts.
     """
 
     model_type: str
@@ -108,7 +108,13 @@ class Family(Tier):
         return self
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Return our configuration of the model in a ``config.json``, as ``transformers`` reads it.
+        """Return our configuration of the model that a ``config.json`` describes.
+
+        Absent keys have the defaults of transformers' configuration class.
+
+        Args:
+            hf: content of config.json.
+            path: its folder, for errors and as ``hf_path`` of the result.
 
         Raises:
             ConfigError: a key is missing, or has a value that this decoder does not compute.

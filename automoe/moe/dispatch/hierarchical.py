@@ -80,6 +80,7 @@ class HierarchicalDispatcher:
             choices = sum(received)
             rows_per_expert *= num_parts
         token_idx_M = order_M[: sum(sent)] // top_k
+        # Expert ids travel as floats: float32 holds them exactly up to 2^24.
         meta_TC = torch.cat((probs_TK, topk_ids_TK.to(probs_TK.dtype)), dim=1)
         meta_MC = meta_TC[token_idx_M]
         exchange = RowExchange(group, x_TH, token_idx_M, meta_MC, counts_2P, sent, received)

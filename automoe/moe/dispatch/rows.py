@@ -6,6 +6,9 @@ a row:
 
     rows for rank 0 | lines with their metadata | rows for rank 1 | lines with their metadata ...
 
+With 2 rows for rank 0, 3 for rank 1, one metadata per row and 2 per line these are 2 + 1 and 3 + 2
+lines: rows in lines 0, 1 and 3, 4, 5; metadata at 4, 5 and 12, 13, 14, counted in metadata.
+
 Rows thus keep their width and alignment, rows and metadata are separated without a copy, float32
 weights beside bfloat16 rows lose no bit, and the gradient of the metadata comes back the same way. If
 the group sends rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``), and gradients
@@ -78,12 +81,6 @@ class Layout:
 
 def _flat(lines_BH: Tensor, dtype: torch.dtype) -> Tensor:
     return lines_BH.view(-1).view(dtype)
-
-
-def _packed(rows_TW: Tensor, meta_MC: Tensor, source_B: Tensor, slot_MC: Tensor) -> Tensor:
-    lines_BW = rows_TW.index_select(0, source_B.clamp(max=rows_TW.shape[0] - 1))
-    _flat(lines_BW, meta_MC.dtype)[slot_MC] = meta_MC
-    return lines_BW
 
 
 class _Arrived(torch.autograd.Function):
@@ -163,7 +160,8 @@ class RowExchange:
         self.source_B[self.out.row_M] = token_idx_M
         rows_TW = encode_rows(x_TH) if group.in_8_bits else x_TH.detach()
         width = rows_TW.shape[1] * rows_TW.element_size() // meta_MC.element_size()
-        lines = _packed(rows_TW, meta_MC.detach(), self.source_B, self.out.slots(width))
+        lines = rows_TW.index_select(0, self.source_B.clamp(max=num_tokens - 1))
+        _flat(lines, meta_MC.dtype)[self.out.slots(width)] = meta_MC.detach()
         self._sent = x_TH, meta_MC
         self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 

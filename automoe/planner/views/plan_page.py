@@ -36,10 +36,7 @@ def check_page(path: Path) -> None:
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
-    """Write a plan as an HTML page to ``path``, which ``check_page`` has checked.
-
-    Args:
-        args: command line of the plan, which the page shows.
+    """Write a plan's HTML page to ``path``, which ``check_page`` has checked.
 
     Raises:
         ConfigError: the file cannot be written.
