@@ -23,7 +23,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/pip install --quiet 'torch==2.13.0' 'numpy==2.4.6' 'transformers==5.24.0' 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4'
+venv/bin/pip install --quiet 'torch==2.13.0' 'numpy==2.4.6' 'transformers==5.24.0' 'mlx-lm==0.32.2' 'mlx==0.32.4' 'mlx-cpu==0.32.4'
 cat > check.py <<'PY'
 import json
 from pathlib import Path
