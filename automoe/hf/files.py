@@ -13,7 +13,7 @@ import torch
 
 from automoe.errors import CheckpointError
 from automoe.hf.headers import BITS, SINGLE_FILE, Contents, StoredTensor, coded_shapes
-from automoe.hf.keys import INDEX_FILE, Encoding, Shape
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
 from automoe.storage.files import write_text
 
 DTYPES = {
@@ -24,6 +24,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
+    "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
 }
@@ -89,12 +90,13 @@ def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") ->
     if encoding == "plain":
         name = _DTYPE_NAMES[dtype]
         return StoredTensor("", name, shape, 0, math.prod(shape) * BITS[name] // 8)
+    block = (1, GROUP) if encoding == "int4" else FP8_BLOCK
     dtypes = {
         "fp8": (torch.float8_e4m3fn, torch.float32),
         "int4": (torch.int32, torch.bfloat16),
         "mxfp4": (torch.uint8, torch.uint8),
     }
-    codes, scales = map(stored_as, coded_shapes(shape, encoding), dtypes[encoding])
+    codes, scales = map(stored_as, coded_shapes(shape, encoding, block), dtypes[encoding])
     return codes._replace(scales=scales, encoding=encoding)
 
 

@@ -20,7 +20,8 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.families.as_transformers import damaged
-from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, SCALE_SUFFIX, Encoding, Shape
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
+from automoe.hf.schemes import FORMATS
 from automoe.model.params import count_params
 from automoe.storage.files import explained, named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
@@ -42,13 +43,7 @@ BITS = dict.fromkeys(
 BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
 BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 _LFS_MARK = b"version https://git-lfs.github.com"
-# For each encoding: suffixes of the names of codes and of scales, and the fewest dims of codes.
-ENDS = {
-    "fp8": ("", SCALE_SUFFIX, 2),
-    "mxfp4": ("_blocks", "_scales", 3),
-    "int4": ("_packed", "_scale", 2),
-}
-SHAPE = "_shape"  # suffix of the tensor that holds the two sizes of an INT4 matrix
+SHAPE = "_shape"  # suffix of the tensor that holds the two sizes of a packed matrix
 
 
 class StoredTensor(NamedTuple):
@@ -59,7 +54,8 @@ class StoredTensor(NamedTuple):
         dtype: dtype in the spelling of safetensors (``BF16``).
         shape: shape of the stored numbers or codes.
         start, num_bytes: byte range in the file.
-        scales: scales of quantized codes; None if not quantized.
+        scales: scales of quantized codes; None if not quantized. Its own ``scales`` is the third
+            tensor of ``automoe.hf.schemes.Format``.
         encoding: rule that turns codes and scales into numbers.
     """
 
@@ -77,10 +73,10 @@ class StoredTensor(NamedTuple):
     @property
     def full_shape(self) -> Shape:
         """Shape of the dequantized tensor."""
-        if self.encoding == "int4":
-            return *self.shape[:-1], 8 * self.shape[-1]
-        if self.encoding != "mxfp4":
+        if self.encoding == "plain":
             return self.shape
+        if self.encoding != "mxfp4":
+            return *self.shape[:-1], FORMATS[self.encoding].packed * self.shape[-1]
         *lead, rows, groups, half = self.shape
         return *lead, 2 * groups * half, rows
 
@@ -99,7 +95,7 @@ class StoredTensor(NamedTuple):
         """
         if self.scales is None:
             return {key: self}
-        codes, scales, _ = ENDS[self.encoding]
+        codes, scales, *_ = FORMATS[self.encoding]
         parts = {key + codes: self, key + scales: self.scales}
         if self.encoding == "int4":
             parts[key + SHAPE] = StoredTensor("", "I64", (len(self.shape),), 0, 8 * len(self.shape))
@@ -129,19 +125,17 @@ def coded_shapes(
 ) -> tuple[Shape, Shape]:
     """Return the shapes of the codes and of the scales that store a tensor [..., R, C].
 
-    MXFP4 stores it transposed, as [..., C, R / 32, 16]; INT4 has eight codes in a word.
+    MXFP4 of GPT-OSS stores it transposed, as [..., C, R / 32, 16].
 
     Args:
-        block: rows and columns that share a scale in block-FP8.
+        block: rows and columns that share a scale, except in MXFP4 of GPT-OSS.
     """
     *lead, rows, cols = shape
-    if encoding == "fp8":
-        return shape, (*lead, -(-rows // block[0]), -(-cols // block[1]))
-    if encoding == "int4":
-        groups = cols // GROUP
-        return (*lead, rows, groups * GROUP // 8), (*lead, rows, groups)
-    scales = (*lead, cols, rows // GROUP)
-    return (*scales, GROUP // 2), scales
+    if encoding == "mxfp4":
+        scales = (*lead, cols, rows // GROUP)
+        return (*scales, GROUP // 2), scales
+    codes = (*lead, rows, cols // FORMATS[encoding].packed)
+    return codes, (*lead, -(-rows // block[0]), -(-cols // block[1]))
 
 
 @contextmanager

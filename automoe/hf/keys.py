@@ -24,7 +24,9 @@ FP8_BLOCK = (BLOCK, BLOCK)  # rows and columns under one scale
 GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes
 # Settings of compressed-tensors for the weights of a Kimi checkpoint.
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-Encoding = Literal["plain", "fp8", "mxfp4", "int4"]  # rules that turn codes and scales into numbers
+WrittenEncoding = Literal["plain", "fp8", "mxfp4", "int4"]
+# Rules that turn codes and scales into numbers (``automoe.hf.schemes``).
+Encoding = WrittenEncoding | Literal["float8", "int8", "int8_packed", "mxfp4_rows", "nvfp4"]
 SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of its scales
 ROUTER, SHARED_GATE = "mlp.router.weight", "mlp.shared_experts.output_gate.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -228,7 +230,19 @@ class KeyMap:
                 return layout
         if any(key.endswith(f".{GATE_UP}") for key in keys):
             return self.in_memory
+        if any(".switch_mlp." in key for key in keys):
+            return self.stacked
         return self.per_expert if keys else self
+
+    @property
+    def stacked(self) -> KeyMap:
+        """Key map of the same family as mlx-lm 0.32 saves it: a tensor for gates, ups and downs each."""
+        block, _, _ = self.per_expert.row(DOWN).partition("experts.")
+        stack = f"{block}switch_mlp"
+        rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I H]"}
+        return replace(
+            self, rows={**self.per_expert.rows, **rows, DOWN: f"{stack}.down_proj.weight"}
+        )
 
     @property
     def per_expert(self) -> KeyMap:
@@ -268,12 +282,15 @@ class KeyMap:
         letters = SPECS[name].shape.split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]
-        if (1, 2) not in order:
+        if (1, 2) not in order and len(keys) == 1:
             return pieces
-        # Ranks have a part of I, which lies in two places.
+        # Ranks have a part of I, which lies in two places of a tensor, or in two tensors.
         size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))
+        step = shape[2] if len(keys) == 1 else 0
         return [
-            pieces[0]._replace(start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * shape[2], 0))
+            pieces[i % len(keys)]._replace(
+                start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * step, 0)
+            )
             for i in (0, 1)
         ]
 
@@ -357,7 +374,7 @@ def quantization_config(
     name = encoding.upper()
     publisher = {"mxfp4": "gpt_oss", "int4": "deepseek_v3"}.get(encoding)
     if publisher is None:
-        kinds = ", ".join(get_args(Encoding))
+        kinds = ", ".join(get_args(WrittenEncoding))
         raise ConfigError("encoding", encoding, f"must be one of {kinds}", "Use plain")
     if not config.num_moe_layers:
         rule = f"{name} stores experts, and no layer has any"

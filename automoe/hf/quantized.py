@@ -1,6 +1,6 @@
-"""Codecs of block-FP8 (DeepSeek-V3), MXFP4 (GPT-OSS) and INT4 (Kimi), with one scale per block.
+"""Codecs of quantized tensors, with one scale per block (``automoe.hf.schemes``).
 
-``dequantize_fp8`` works on a rectangle of a matrix and takes the rectangle's position, because
+``dequantize`` works on a rectangle of a matrix and takes the rectangle's position, because
 blocks are counted from the matrix' first element and a shard may begin inside a block. The other
 functions take whole matrices, or rows of whole groups. A number is float32(code) times
 float32(scale), rounded once to float32; the caller converts it further. So a value does not depend
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from automoe.hf.keys import FP8_BLOCK, GROUP, Encoding
+from automoe.hf.schemes import FORMATS
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
 
 # Magnitudes at which the next code of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) begins: the midpoints of
@@ -39,25 +40,68 @@ def dequantize_fp8(
         start: row and column of the rectangle's first element in the whole matrix.
         block: rows and columns of a block.
     """
-    num_rows, num_cols = codes.shape
+    return dequantize("fp8", codes, scales, start, block)
+
+
+def dequantize(
+    encoding: Encoding,
+    codes: Tensor,
+    scales: Tensor,
+    start: tuple[int, int],
+    block: tuple[int, int],
+    beside: Tensor | None = None,
+) -> Tensor:
+    """Return a rectangle of a quantized matrix in float32.
+
+    Args:
+        codes: codes of the rectangle, as stored.
+        scales: scales of the blocks that the rectangle touches, [row blocks, column blocks].
+        start: row and column of the rectangle's first element in the whole matrix.
+        block: rows and columns of a block.
+        beside: divisor of the scales of NVFP4 [1, 1], or codes of zero, shaped like the scales.
+    """
+    num_rows = codes.shape[0]
     rows = torch.arange(start[0], start[0] + num_rows).div_(block[0], rounding_mode="floor")
-    by_row = scales.to(torch.float32)[rows - start[0] // block[0]]
-    bits = codes.view(torch.int8)
-    # NaN is set explicitly: the conversion below would turn it into 480.
-    if bits.numel() and int((bits & 0x7F).max()) == 0x7F:
-        numbers = codes.to(torch.float32)
-    else:
-        # The seven bits below the sign, read as exponent and mantissa of float16, give the number
-        # over 256. This is ten times faster on a CPU than torch's conversion, and as exact.
-        half = bits.to(torch.int16).mul_(128).bitwise_and_(-16385)
-        numbers = half.view(torch.float16).to(torch.float32)
-        by_row = by_row * 256
+    rows -= start[0] // block[0]
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    by_row = scales.to(torch.float32)
+    zeros = None
+    if beside is not None and encoding == "nvfp4":
+        by_row = by_row / beside
+    elif beside is not None:
+        zeros = beside.to(torch.float32)[rows]
+    by_row = by_row[rows]
+    numbers, factor = _widened(encoding, codes)
+    if factor != 1:
+        by_row = by_row * factor
+    num_cols = numbers.shape[1]
     for begin, end in _spans(start[1], num_cols, block[1]):
         first = (start[1] + begin) // block[1] - start[1] // block[1]
         count = max(1, (end - begin) // block[1])
         part = numbers[:, begin:end].unflatten(1, (count, -1))
+        if zeros is not None:
+            part.sub_(zeros[:, first : first + count, None])
         part.mul_(by_row[:, first : first + count, None])
     return numbers
+
+
+def _widened(encoding: Encoding, codes: Tensor) -> tuple[Tensor, int]:
+    """Return the numbers of codes in float32, [R, C] over a factor, and the factor."""
+    if encoding in ("mxfp4", "mxfp4_rows", "nvfp4"):
+        return _from_e2m1(codes), 1
+    if encoding in ("int4", "int8_packed"):
+        return unpack_integers(codes, FORMATS[encoding].packed), 1
+    if encoding == "int8":
+        return codes.to(torch.float32), 1
+    bits = codes.view(torch.int8)
+    # NaN is set explicitly: the conversion below would turn it into 480.
+    if bits.numel() and int((bits & 0x7F).max()) == 0x7F:
+        return codes.to(torch.float32), 1
+    # The seven bits below the sign, read as exponent and mantissa of float16, give the number
+    # over 256. This is ten times faster on a CPU than torch's conversion, and as exact.
+    half = bits.to(torch.int16).mul_(128).bitwise_and_(-16385)
+    return half.view(torch.float16).to(torch.float32), 256
 
 
 def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
@@ -92,17 +136,19 @@ def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
         codes: [R, 16 * G] uint8, two numbers a byte, the earlier one in the low bits.
         scales: [R, G] uint8, exponents with bias 127 (e8m0).
     """
-    num_rows, num_groups = scales.shape
+    return dequantize("mxfp4", codes, scales, (0, 0), (1, GROUP))
+
+
+def _from_e2m1(codes: Tensor) -> Tensor:
     byte = codes.to(torch.int16)
     half = torch.empty((*codes.shape, 2), dtype=torch.int16)
     # The three bits below the sign, read as last exponent bits and first mantissa bit of float16,
     # give the number over 2**14.
     half[..., 0] = (byte & 0x07) * 0x200 + (byte & 0x08) * 0x1000
     half[..., 1] = (byte & 0x70) * 0x20 + (byte & 0x80) * 0x100
-    numbers = half.view(torch.float16).to(torch.float32).view(num_rows, num_groups, GROUP)
+    numbers = half.view(torch.float16).to(torch.float32).flatten(1)
     numbers.mul_(2.0**14)
-    numbers.mul_(scales.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1))
-    return numbers.view(num_rows, -1)
+    return numbers
 
 
 def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
@@ -115,10 +161,15 @@ def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
             its code less 8.
         scales: [R, G], any float dtype.
     """
+    return dequantize("int4", codes, scales, (0, 0), (1, GROUP))
+
+
+def unpack_integers(codes: Tensor, packed: int) -> Tensor:
+    """Return the signed numbers of int32 words [R, words] in float32, 4 or 8 of each word."""
     byte = codes.contiguous().view(torch.uint8)
-    halves = torch.stack((byte & 0xF, byte >> 4), dim=-1)
-    numbers = (halves.view(torch.int8) - 8).to(torch.float32).view(*scales.shape, GROUP)
-    return numbers.mul_(scales.to(torch.float32).unsqueeze(-1)).view(codes.shape[0], -1)
+    if packed == 8:
+        byte = torch.stack((byte & 0xF, byte >> 4), dim=-1).flatten(1)
+    return byte.to(torch.float32) - (1 << 32 // packed - 1)
 
 
 def quantize_mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:

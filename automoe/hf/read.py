@@ -30,7 +30,8 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import EMBEDDING, HEAD, StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece
-from automoe.hf.quantized import CODECS, GROUP, dequantize_fp8
+from automoe.hf.quantized import dequantize, unpack_integers
+from automoe.hf.schemes import FORMATS
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
@@ -93,9 +94,8 @@ def load_hf(
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
     buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
-    become the mean of its own. Numbers are converted to each parameter's dtype. Block-FP8, MXFP4
-    and INT4, as declared in config.json's ``quantization_config``, are dequantized while they are
-    read.
+    become the mean of its own. Numbers are converted to each parameter's dtype. Codes
+    (``automoe.hf.schemes``) are dequantized while they are read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
@@ -232,13 +232,11 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Byte range of each stored row that holds the columns, whole groups of 32 in 4-bit codes."""
+        """Byte range of each stored row that holds the columns, in whole words of codes."""
         left, right = self.cols
-        if self.source.encoding in CODECS:
-            half = GROUP // 2
-            return left // GROUP * half, -(-right // GROUP) * half
         size = DTYPES[self.source.dtype].itemsize
-        return left * size, right * size
+        packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
+        return left // packed * size, -(-right // packed) * size
 
     @property
     def fetched(self) -> Span:
@@ -270,7 +268,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     if shard.base and source.encoding != "fp8":
         raise CheckpointError(
             f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
-            f"{source.dtype}. Set lora.base=nf4 or weights"
+            f"{source.dtype} ({source.encoding}). Set lora.base=nf4 or weights"
         )
     spans = [(part.start, part.stop) for part in overlap[0]]
     place = piece.in_stored_order(shard.local[overlap[1]])
@@ -393,18 +391,28 @@ class Reader:
         if scales is None:
             return data
         left, right = item.cols
-        fp8 = item.source.encoding == "fp8"
-        height, width = self.catalog.block if fp8 else (1, GROUP)
-        first = begin // height
+        block = height, width = self.catalog.block
+        first, last = begin // height, -(-end // height)
         blocks = item._replace(source=scales, cols=(left // width, -(-right // width)))
-        scale = self._rows(blocks, matrix, first, -(-end // height))
-        if not fp8:
-            start = left % GROUP
-            _, dequantize = CODECS[item.source.encoding]
-            return dequantize(data, scale)[:, start : start + right - left]
+        scale = self._rows(blocks, matrix, first, last)
         if item.shard.base:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
-        return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
+        packed = FORMATS[item.source.encoding].packed
+        beside = None
+        if third := scales.scales:
+            blocks = blocks._replace(source=third)
+            if third.shape == (1, 1):
+                beside = self._rows(blocks._replace(cols=(0, 1)), matrix, 0, 1)
+            elif third.dtype == "I32":  # packed along rows
+                words = self._rows(blocks, matrix, first // packed, -(-last // packed))
+                beside = unpack_integers(words.T, packed).T[first % packed :]
+            else:
+                beside = self._rows(blocks, matrix, first, last)
+        start = left % packed
+        numbers = dequantize(
+            item.source.encoding, data, scale, (begin, left - start), block, beside
+        )
+        return numbers[:, start : start + right - left]
 
     def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return the stored numbers or codes of rows of a matrix, [rows, columns]."""

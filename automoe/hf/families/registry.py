@@ -143,7 +143,7 @@ def check_model(folder: Path) -> None:
         for name, stored in complete_headers(folder).items()
         if stored.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
-    check_writer(folder, hf, "", weights)
+    check_writer(folder, "", weights)
     decodable(folder, hf, weights)
 
 
@@ -215,7 +215,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
     tensors = complete_headers(folder)
-    check_writer(folder, whole, config.family, tensors)
+    check_writer(folder, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, tensors)
     text, _ = split(tensors, names, config, family.keys)
