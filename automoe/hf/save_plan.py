@@ -295,8 +295,8 @@ def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[T
     new, old = item.target, source and source.sources.get(item.key)
     old_parts = []
     if source and old and old.scales and new.scales and new.encoding != "fp8":
-        kept = (old.encoding, *old.scales[1:3], old.scales.scales)
-        if kept == (new.encoding, *new.scales[1:3], None):
+        old_form = (old.encoding, *old.scales[1:3], old.scales.scales)
+        if old_form == (new.encoding, *new.scales[1:3], None):
             for part in (old, old.scales):
                 old_parts.append(bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape))
     return to_codes(tensor, new.encoding, old_parts)
