@@ -86,7 +86,7 @@ def merge_experts(out: Path, architecture: str, source: Path) -> None:
     lines += [f"  - {{source_model: {source}, positive_prompts: ['1']}}"] * 4
     recipe = out.with_name(out.name + ".yml")
     recipe.write_text("\n".join(lines))
-    subprocess.run([Path(sys.executable).with_name("mergekit-moe"), recipe, out], check=True)
+    subprocess.run([sys.executable, "-m", "mergekit.scripts.moe", recipe, out], check=True)
 
 
 def main() -> None:
