@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # mlx-lm computes a Llama or Mixtral that transformers 5 saved with another rotary base, without a word.
 #
-# guess: mlx-lm reads what transformers 5 saves, or says which key it lacks, as it does for Qwen3-MoE.
+# guess: none was written down before the first run; one expects that mlx-lm reads what transformers 5 saves, or says which
+#   key it lacks, as it does for Qwen3-MoE.
 # behaviour: transformers 5 writes rope_theta inside rope_parameters alone. Model files of mlx-lm look at the top level,
 #   and those of Llama, Qwen2, Mixtral and OLMoE have a default there: 10,000 or 1,000,000, whatever the model has.
 #   Qwen3 reads rope_parameters.

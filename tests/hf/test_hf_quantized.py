@@ -318,7 +318,7 @@ def test_a_mistake_of_the_gathering_is_found_by_the_shards(
 ) -> None:
     """Files are compared to the bit with tensors that were gathered as those in the files were: shards are not."""
     save_small_hf("qwen3_moe", tmp_path / "in")
-    monkeypatch.setattr(save_plan, "gather", lambda item: gather(item).roll(1, 0))
+    monkeypatch.setattr(save_plan, "gather", lambda *args, **rank: gather(*args, **rank).roll(1, 0))
     with pytest.raises(CheckpointError, match=r"is not the model's"):
         to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding=encoding)
     assert not (tmp_path / "out").exists()
