@@ -83,9 +83,8 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
                     )
                 read_with.add(base + beside_end)
                 scales = scales._replace(scales=_of_blocks(beside))
-            if (
-                codes_end == "_packed"
-            ):  # the sizes of a matrix stand beside its codes, and follow from them
+            # The sizes of a matrix stand beside packed codes, and follow from them.
+            if codes_end == "_packed":
                 read_with.add(base + SHAPE)
             sources[base] = StoredTensor(*data[:5], scales, encoding)
         elif name not in read_with:

@@ -464,8 +464,7 @@ def recorded_choices(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
 
     Yields:
         A function that returns the choices so far: [B, S, L, 2, K] int64, with sequences in the
-            order
-        of the forward passes; the dim of size 2 holds chosen and plain top-k.
+        order of the forward passes; the dim of size 2 holds chosen and plain top-k.
     """
     seen: dict[int, list[Tensor]] = {}
 

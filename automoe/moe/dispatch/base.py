@@ -5,7 +5,7 @@ dispatcher is an object with one signature:
 
     x_TH            this rank's tokens
     topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
-    probs_TK      routing weights
+    probs_TK        routing weights
     experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
     rows_per_expert number of choices that every expert gets from every rank, if known (padding to
                     capacity): sizes then need no host sync. Default: None
