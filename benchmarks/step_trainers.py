@@ -22,7 +22,7 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, Op
 from automoe.model.causal_lm import Unit
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
-from automoe.moe.router import expert_weights, gate_ids, score_experts
+from automoe.moe.router import gate_ids, routing_probs, score_experts
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.build import build_backend
 from automoe.parallel.expert import expert_parallel_style
@@ -302,7 +302,7 @@ def _forced_choices(routing: list[str], config: Config) -> Callable[..., Any]:
         ids = gate_ids("balanced", index % config.train.seq_len, model.num_experts, ids.shape[-1])
         ids = ids.flatten(0, 1)
         scores = score_experts(logits.float(), model.router)
-        return logits, expert_weights(scores.choice, ids, model.router).to(weights.dtype), ids
+        return logits, routing_probs(scores.choice, ids, model.router).to(weights.dtype), ids
 
     return hook
 

@@ -93,9 +93,9 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     events: list[str] = []
     real_read, real_write = save_plan._read, save_plan.write_files
 
-    def read(job, *args):
+    def read(job, *args, **named):
         events.append(f"read {job.key}")
-        region = real_read(job, *args)
+        region = real_read(job, *args, **named)
         assert region.numel() == torch.Size(job.target.shape).numel()
         return region
 

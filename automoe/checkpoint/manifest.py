@@ -15,7 +15,7 @@ from automoe import __version__
 from automoe.checkpoint.steps import MANIFEST, digest_of
 from automoe.comm.agreement import Ranks
 from automoe.config.convert import config_to_dict
-from automoe.config.frozen import GOES_ON, TENSORS, describe, flat
+from automoe.config.frozen import GOES_ON, TENSORS, flat
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.storage.files import checksum, read_file, write_durably
@@ -176,13 +176,14 @@ def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
     keys = [
         key for key in sorted(then | now) if key.startswith("model.") and key != "model.hf_path"
     ]
-    changed = {}
-    for key in (*keys, *TENSORS):
-        if then.get(key) != now.get(key):
-            changed[key] = then.get(key), now.get(key)
+    changed = [
+        f"{key} was {then.get(key)}, is {now.get(key)}"
+        for key in (*keys, *TENSORS)
+        if then.get(key) != now.get(key)
+    ]
     if changed:
         raise CheckpointError(
-            f"{step_dir} is of another model or optimizer: {describe(changed, most=len(changed))}. Set them back, or "
+            f"{step_dir} is of another model or optimizer: {'; '.join(changed)}. Set them back, or "
             "begin in a new run_dir with checkpoint.resume=auto, or here with checkpoint.resume=never"
         )
 

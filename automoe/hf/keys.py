@@ -282,7 +282,7 @@ class KeyMap:
         letters = SPECS[name].shape.split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]
-        if (1, 2) not in order and len(keys) == 1:
+        if (1, 2) not in order and len(keys) < 2:
             return pieces
         # Ranks have a part of I, which lies in two places of a tensor, or in two tensors.
         size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))

@@ -27,7 +27,7 @@ from tests.support.wrappers import INDEX, save_wrapper
 Tensors = dict[str, torch.Tensor]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
-NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
+NO_GROUPS = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
 
 
 def other_shape(tensors: Tensors, matrix: str) -> None:
@@ -50,7 +50,7 @@ DAMAGES: dict[str, tuple[object, Callable[[Tensors, str], object], str]] = {
     "no quantization_config": (None, nothing, "quantized .*no quantization_config that says how"),
     "another method": ({"quant_method": "mxfp4"}, nothing, "their scales are missing"),
     "an unknown method": ({"quant_method": "gptq", "bits": 4}, nothing, "quant_method=gptq"),
-    "a form that has a name": (NVFP4, nothing, "NVFP4 of compressed-tensors"),
+    "a form without groups": (NO_GROUPS, nothing, r"groups with format, type and num_bits of \[\]"),
     "a method without its blocks": ({"quant_method": "fp8"}, nothing, "weight_block_size=None"),
     "scales of another shape": (FP8, other_shape, r"needs scales \[2, 1\]"),
     "scales for other blocks": (FP8 | {"weight_block_size": [16, 16]}, nothing, "needs scales"),

@@ -245,7 +245,7 @@ def test_other_parts_that_are_quantized(source: Path) -> None:
         check_catalog(source, model_config_from_hf(source))
     hf["quantization_config"] = {"quant_method": "compressed-tensors"}
     (source / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(CheckpointError, match="quantization_config of compressed-tensors has config_groups=0"):
+    with pytest.raises(CheckpointError, match=r"quantization_config of compressed-tensors has groups .* of \[\]"):
         check_catalog(source, model_config_from_hf(source))
 
 

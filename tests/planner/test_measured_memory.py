@@ -26,7 +26,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.planner.memory import plan_memory
-from automoe.planner.step_memory import LayerPlan, RankMemory, StagePlan
+from automoe.planner.step_memory import LayerPlan, StagePlan
 from automoe.planner.workspace import Workspace
 from automoe.verify.pool import RankPool
 from tests.planner.memory_cases import CASES, case
@@ -90,8 +90,13 @@ def field_scaled(made: type, name: str, factor: float) -> Iterator[None]:
 
 @contextmanager
 def part_scaled(name: str, factor: float) -> Iterator[None]:
-    parts = RankMemory.parts.fget
-    with patch.object(RankMemory, "parts", property(lambda rank: parts(rank) | {name: factor * parts(rank)[name]})):
+    original = automoe.planner.step_memory._parts_of
+
+    def changed(rank: object) -> list[float]:
+        parts = zip(automoe.planner.step_memory.PARTS, original(rank), strict=True)
+        return [factor * part if each == name else part for each, part in parts]
+
+    with patch.object(automoe.planner.step_memory, "_parts_of", changed):
         yield
 
 

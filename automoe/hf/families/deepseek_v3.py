@@ -20,11 +20,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
-    """Return ``dims`` (``qk_rope_head_dim``) after checking that transformers rotates as many.
-
-    Args:
-        theirs: transformers' configuration object.
-    """
+    """Return ``dims`` (``qk_rope_head_dim``), checked against transformers' configuration object."""
     angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
     if angles != dims:
         raise not_computed(
