@@ -110,6 +110,9 @@ class RoutedCall(OwnCode):
     def route(self, *args, **kwargs) -> Tensor:
         """Return [T, H], the weighted sum of each token's experts on all ranks.
 
+        Arguments are those of the forward of the class's experts module: tokens [T, H], expert ids
+        [T, K], their weights [T, K].
+
         Raises:
             ConfigError: the arguments are not tokens, chosen experts and their weights; on the CPU,
                 a choice is no expert.

@@ -385,10 +385,13 @@ class TransformersModel(CausalLM):
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return a length of sequences, at least ``seq_len``, in which all spans take effect.
+        """Return how long a trial sequence must be for windows and blocks of the class to matter.
 
-        It holds two documents, each twice as long as the longest block, window or rate of the
-        configuration, if they have room for that in ``_ROW`` positions.
+        It holds two documents, each twice as long as the longest attention window, block or
+        compression rate of the configuration, but at most 2,048 positions.
+
+        Args:
+            seq_len: the least result.
         """
         return max(seq_len, min(4 * longest_span(self._class[0].config.to_dict()), _ROW))
 

@@ -45,7 +45,7 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[int]]:
-    """Return for each pipeline rank the numbers of the stages that it holds, in order."""
+    """Return for each of ``pp`` pipeline ranks the numbers of the stages that it holds, in order."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(pp * stages_per_rank):
         held[rank_of_stage(stage, pp, schedule)].append(stage)
@@ -90,7 +90,7 @@ def _ordered(
 
 
 def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> str:
-    """Return the requirement of ``schedule`` that these numbers break, as text, or ''."""
+    """Return why ``schedule`` cannot run with ``pp`` ranks and these numbers, as text, or ''."""
     per_rank = f"runs exactly 1 stage a rank; there are {stages_per_rank}"
     if schedule in SINGLE and stages_per_rank != 1:
         return f"{schedule} {per_rank}"
@@ -116,6 +116,10 @@ def _in_turn(
     Interleaved1F1B takes rounds of up to ``pp`` micro-batches through its stages in turn (arXiv
     2104.04473, section 2.2). InterleavedZeroBubble does so, starts fewer forwards, and delays
     each weight half by ``rank`` backward passes (ZB1P of arXiv 2401.10241).
+
+    Args:
+        merged: let a forward and a backward pass run at the same time as one entry, where the
+            schedule has whole backward passes.
     """
     total = num_micro_batches * stages_per_rank
     size = num_micro_batches // max(1, num_micro_batches // pp)  # micro-batches of a round

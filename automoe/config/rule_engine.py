@@ -163,9 +163,14 @@ class Comparison(NamedTuple):
         return [near, *(self._divisor(see, axes[0]) if alone else [])]
 
     def _divisor(self, see: Scope, key: str) -> list[str]:
-        """Return ``[key=N]``, where N is the nearest value of ``key`` with which b divides a.
+        """Return the remedy ``[key=N]`` of a rule that one number divides another; [] if none helps.
 
-        A new size of a mesh axis also divides its present size. The list may be empty.
+        N is the value nearest to the present one with which the rule holds. A new size of a mesh
+        axis also divides its present size.
+
+        Args:
+            see: the configuration's values.
+            key: configuration key to change, a factor of the divisor.
         """
         number, _, unit = self.number.partition(" % ")
         value = see(key)

@@ -198,11 +198,13 @@ class Transfer:
         max_shard_bytes: int = 5 << 30,
         advance: Callable[[int], None] = lambda num_bytes: None,
     ) -> Written:
-        """Write safetensors files, with an index if there are several files. Collective.
+        """Write this transfer's tensors to ``folder`` as safetensors files. Collective.
+
+        Several files get an index. Returns numbers of tensors, files and bytes.
 
         Args:
             max_shard_bytes: largest file, unless one tensor alone is larger.
-            advance: callback that receives the number of bytes of each read.
+            advance: callback that receives the bytes of each tensor part that was read.
         """
         source, ranks = self.source, self.ranks
         names, beside = (source.names, source.beside) if source else (ALONE, {})

@@ -95,6 +95,10 @@ def upcycled(
 ) -> tuple[ModelConfig, KeyMap]:
     """Return the mixture that the dense model at ``path`` becomes, and the dense key map.
 
+    Args:
+        granularity: number of equal parts into which each dense FFN is cut; an expert is one part.
+        seed: of the routers' random weights, which are drawn when the model is loaded.
+
     Raises:
         ConfigError: with these sizes the mixture would not compute the same function, or the family
             has no mixture counterpart.

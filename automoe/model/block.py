@@ -105,10 +105,14 @@ class Block(nn.Module):
     def forward(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
     ) -> Tensor:
-        """Call ``run`` under the layer's wrappers, such as recomputation.
+        """Return the layer's output [B, s, H], computed by ``run`` under the layer's wrappers.
 
         Args:
-            embedded_BsH: the further argument of ``MTPBlock.run``; nothing in other layers.
+            x_BsH: hidden states at the s positions of this tp rank.
+            setup: angles, masks and kernel of attention, for all S positions.
+            tokens: per-token tensors at the s positions.
+            embedded_BsH: in a module for multi-token prediction, the embeddings of the tokens that
+                it is given; nothing in other layers.
         """
         return self.call(self, x_BsH, setup, tokens, *embedded_BsH)
 

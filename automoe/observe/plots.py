@@ -273,7 +273,7 @@ def _legend(axis: Axes) -> None:
 
 @rc_context(RC)
 def draw_sweep(directory: Path, jobs: Records) -> Path:
-    """Write ``sweep.png``: the training loss of all jobs, and their measured and predicted numbers.
+    """Write ``sweep.png``: losses of all jobs, and measured and predicted speed and memory.
 
     Meshes of one configuration train alike, so their loss curves should coincide; only speeds
     differ.

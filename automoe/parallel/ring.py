@@ -54,7 +54,13 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
         """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv].
 
-        S are this rank's positions; keys and values of the other ranks come around the ring.
+        S are this rank's positions, N heads of queries, G of keys; keys and values of the other
+        ranks come around the ring.
+
+        Args:
+            mask: document ids [B, R] of whole sequences (on a CPU); None: causality alone.
+            scale: factor of the products of queries and keys.
+            sinks: must be None; a ring has no attention sinks.
         """
         assert sinks is None, "a ring has no sinks"
         value_dim = v.shape[-1]
@@ -77,7 +83,13 @@ def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
         """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv].
 
-        S are this rank's positions; keys and values of the other ranks come around the ring.
+        S are this rank's positions, N heads of queries, G of keys; keys and values of the other
+        ranks come around the ring.
+
+        Args:
+            mask: document ids [B, R] of whole sequences (on a CPU); None: causality alone.
+            scale: factor of the products of queries and keys.
+            sinks: must be None; a ring has no attention sinks.
         """
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"

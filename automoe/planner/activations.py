@@ -369,7 +369,7 @@ def _latent_bytes(
 
 
 def score_numbers(load: TokenLoad, heads: int) -> float:
-    """Return the number of attention scores: queries of the rank times keys of their sequences."""
+    """Return the number of attention scores of ``heads`` heads: queries of a rank times their keys."""
     return heads * load.window_numbers / load.head_ranks
 
 
@@ -403,6 +403,9 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     result, its normed value, the gate before and after silu, and their product. Inside, in at least
     float32: six [C, C] matrices per chunk of C positions, both sides of the linear system, ten
     tensors of the keys' size, and one state per chunk.
+
+    Args:
+        again: the rule is computed again in the backward pass, so only its arguments are kept.
     """
     size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads

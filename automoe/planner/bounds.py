@@ -53,7 +53,10 @@ WAITING = np.dtype(
 
 
 class Family(NamedTuple):
-    """Mesh axes and settings on which the time of a layer depends."""
+    """Mesh axes and settings on which the time of a layer depends.
+
+    Candidates of a search that share them share their layers' times, which are computed once.
+    """
 
     tp: int
     cp: int

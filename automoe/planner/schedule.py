@@ -71,7 +71,9 @@ def simulate(
     """Simulate a pipeline schedule, and return the seconds from its first start to its last end.
 
     Args:
+        schedule: name of the schedule, such as ``1F1B``.
         stages: times of all stages, in the order of the model.
+        pp: number of pipeline ranks.
         border: seconds to send one hidden state or its gradient between two ranks.
         overlap: paired actions hide their all-to-alls behind each other.
         spans: list that receives every action; each rank's actions are in order.

@@ -331,13 +331,13 @@ def too_large(config: Config, shape: MeshShape) -> bool:
 
 
 def passes(config: Config) -> list[Config]:
-    """Return the configurations to compare: one in float64, then ``config`` itself.
+    """Return the configurations in which a mesh is compared with one rank, in order.
 
-    The first uses float64, without 8-bit products and with torch's rotary embedding and loss. With
-    ``train.fp8``, the second uses float64 around the 8-bit products, where no order of sums moves a
-    code to its neighbour. The last is ``config`` itself, unless its dtype is float64. CUDA has no
-    float64 around 8-bit products; there the second is the first in float32, if ``train.dtype`` is
-    bfloat16. A class of ``transformers`` has the first only, and a model with indexers those in
+    First ``config`` in float64, without 8-bit products and with torch's rotary embedding and loss.
+    With ``train.fp8`` then float64 around the 8-bit products, so that rounding cannot change an
+    8-bit number. Last ``config`` itself, unless its dtype is float64. On CUDA, which has no float64
+    around 8-bit products, the second is the first in float32, if ``train.dtype`` is bfloat16. For a
+    class of ``transformers`` only the first is returned, for a model with indexers those in
     float64.
     """
     on_cuda = config.launch.device == "cuda"

@@ -19,12 +19,12 @@ from automoe.hf.families.family import (
 )
 
 
-def _read_turning(dims: int, theirs: Any) -> int:
-    """Return ``dims`` (``qk_rope_head_dim``), checked against transformers' configuration object."""
-    angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
+def _read_turning(dims: int, hf: Any) -> int:
+    """Return ``dims`` (``qk_rope_head_dim``), checked against transformers' configuration ``hf``."""
+    angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(
-            theirs.name_or_path, f"head_dim={angles}, and here it must be qk_rope_head_dim={dims}"
+            hf.name_or_path, f"head_dim={angles}, and here it must be qk_rope_head_dim={dims}"
         )
     return dims
 

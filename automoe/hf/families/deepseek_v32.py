@@ -10,14 +10,14 @@ from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Field, rope_parameters
 
 
-def _read_topk(topk: int, theirs: Any) -> int:
+def _read_topk(topk: int, hf_config: Any) -> int:
     """Return ``topk`` (``index_topk``) if it is at least 1; else raise ``ConfigError``.
 
     In our configuration 0 stands for attention without an indexer.
     """
     if topk < 1:
         raise not_computed(
-            theirs.name_or_path, f"index_topk={topk}, and a query sees at least 1 key"
+            hf_config.name_or_path, f"index_topk={topk}, and a query sees at least 1 key"
         )
     return topk
 

@@ -73,8 +73,10 @@ class Family(Tier):
             neither config.json nor transformers has is accepted. These keys are also written.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
-        unread: keys of the published files that change nothing here, with their value (or a
-            function) without a source. Some readers refuse files without them (mistral.rs).
+        unread: keys of published config.json files that change nothing here, and without which some
+            readers refuse a file (mistral.rs). An export copies them from its source checkpoint;
+            without a source it writes this value, or that of this function of the model's
+            configuration.
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.

@@ -41,16 +41,16 @@ def _kinds(dense: int, num_layers: int) -> list[str]:
     return ["dense"] * dense + ["sparse"] * (num_layers - dense)
 
 
-def _read_leading_dense(kinds: list[str], theirs: Any) -> int:
+def _read_leading_dense(kinds: list[str], hf_config: Any) -> int:
     """Return the number of dense layers; raise ``ConfigError`` unless they come before all others.
 
     Args:
         kinds: ``mlp_layer_types``: dense or sparse, per layer.
     """
     dense = kinds.count("dense")
-    if kinds != _kinds(dense, theirs.num_hidden_layers):
+    if kinds != _kinds(dense, hf_config.num_hidden_layers):
         raise not_computed(
-            theirs.name_or_path,
+            hf_config.name_or_path,
             f"mlp_layer_types={kinds}, and layers without experts here come before all others",
         )
     return dense

@@ -35,7 +35,9 @@ FAMILY = Family(
             # 0 if no layer has a window, whatever config.json says. Written back as 128, since
             # transformers makes a mask of this size even then.
             "sliding_window",
-            read=lambda keys, theirs: (keys or 0) * ("sliding_attention" in theirs.layer_types),
+            read=lambda keys, hf_config: (
+                (keys or 0) * ("sliding_attention" in hf_config.layer_types)
+            ),
             write=lambda keys, config: keys or 128,
         ),
     },

@@ -13,13 +13,13 @@ from automoe.hf.families.family import GQA, SOFTMAX_ROUTER, Family, Field, named
 _WHOLE = "the query heads of an olmoe model are together as wide as its hidden size"
 
 
-def _read_head_dim(size: int | None, theirs: Any) -> int:
+def _read_head_dim(size: int | None, hf_config: Any) -> int:
     """Return the head dim; refuse query heads that are not ``hidden_size`` wide together."""
-    heads = theirs.num_attention_heads
-    size = size or theirs.hidden_size // heads
-    if size * heads != theirs.hidden_size:
-        said = f"{heads} heads of head_dim={size} in a hidden_size of {theirs.hidden_size}"
-        raise not_computed(theirs.name_or_path, f"{said}, and {_WHOLE}")
+    heads = hf_config.num_attention_heads
+    size = size or hf_config.hidden_size // heads
+    if size * heads != hf_config.hidden_size:
+        said = f"{heads} heads of head_dim={size} in a hidden_size of {hf_config.hidden_size}"
+        raise not_computed(hf_config.name_or_path, f"{said}, and {_WHOLE}")
     return size
 
 

@@ -29,31 +29,34 @@ from automoe.hf.families.family import (
 from automoe.hf.keys import FUSED, KeyMap
 
 
-def _read_leading_dense(listed: list[int], theirs: Any) -> int:
+def _read_leading_dense(listed: list[int], hf_config: Any) -> int:
     """Return the number of layers without experts, which must come before all others here.
 
     Args:
         listed: ``mlp_only_layers``, the indices of some of them.
-        theirs: transformers' configuration object.
+        hf_config: transformers' configuration object.
 
     Raises:
         ConfigError: layers without experts follow layers with experts.
     """
-    step = theirs.decoder_sparse_step
+    step = hf_config.decoder_sparse_step
     dense = [
-        layer for layer in range(theirs.num_hidden_layers) if layer in listed or (layer + 1) % step
+        layer
+        for layer in range(hf_config.num_hidden_layers)
+        if layer in listed or (layer + 1) % step
     ]
     if dense != list(range(len(dense))):
         said = f"mlp_only_layers={listed} and decoder_sparse_step={step}"
         raise not_computed(
-            theirs.name_or_path, f"{said}, and layers without experts here come before all others"
+            hf_config.name_or_path,
+            f"{said}, and layers without experts here come before all others",
         )
     return len(dense)
 
 
-def _num_shared(width: int, theirs: Any) -> int:
+def _num_shared(width: int, hf_config: Any) -> int:
     """Return the shared FFN's width in widths of a routed expert; 1 if it is no multiple."""
-    count, rest = divmod(width, theirs.moe_intermediate_size)
+    count, rest = divmod(width, hf_config.moe_intermediate_size)
     return 1 if rest else count
 
 
@@ -68,7 +71,7 @@ _SHARED_EXPERTS = {
     "num_shared_experts": Field("shared_expert_intermediate_size", read=_num_shared),
     "shared_intermediate_size": Field(
         "shared_expert_intermediate_size",
-        read=lambda width, theirs: width if width % theirs.moe_intermediate_size else 0,
+        read=lambda width, hf_config: width if width % hf_config.moe_intermediate_size else 0,
         write=lambda width, config: config.shared_width,
     ),
 }
