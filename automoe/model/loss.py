@@ -46,6 +46,7 @@ def chunk_loss(
         vocab: the ranks that hold the other rows of the head.
         wanted: whether the gradient is computed, in the dtype of x; else it is None.
         hits: int64 scalar to which the number of labels that are the likeliest token is added.
+        soft_cap: bound of the logits (``cap_logits``); 0: none.
         in_kernels: use Triton kernels (``kernels.loss=triton``).
     """
     trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
@@ -410,6 +411,7 @@ def greedy_tokens(
         weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
             ``first_id``.
         vocab: the ranks that hold the other rows.
+        soft_cap: bound of the logits (``cap_logits``); 0: none.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     logits_NV, _ = cap_logits(x_NH @ weight_VH.T, soft_cap)  # large ones may become equal
