@@ -166,10 +166,10 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def class_params(path: str) -> tuple[Param, ...]:
-    """Return the parameters and saved buffers of the model that ``build_causal_lm`` builds.
+    """Return the parameters and saved buffers of the class for the checkpoint folder ``path``.
 
     Raises:
-        ConfigError: ``build_causal_lm`` cannot build the class.
+        ConfigError: ``build_causal_lm`` cannot build the class that its config.json names.
     """
     return _class_params(path, (local_folder(path) / "config.json").read_bytes())
 

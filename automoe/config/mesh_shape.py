@@ -122,14 +122,16 @@ class MeshShape:
 
 
 def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
-    """Fill in the axes that are -1 and check the folding equation.
+    """Fill in the axes that are -1, and check that both meshes have the same ranks.
+
+    Both views cover the same ranks of a pipeline stage: the products of their axes must be equal.
 
     Args:
         mesh: axis sizes as configured; ``dp_shard`` and ``ep_shard`` may be -1.
         num_ranks: ranks to fill when an axis is derived; ignored when ``dp_shard`` is given.
 
     Raises:
-        ConfigError: an axis is below one, or the folding equation does not hold; the message
+        ConfigError: an axis is below one, or the products differ; the message
             names the nearest valid sizes.
     """
     chosen = preset_choice(mesh, num_ranks)

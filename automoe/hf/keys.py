@@ -138,10 +138,12 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
 
 def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piece:
-    """Return the piece of a tensor of ours that is stored whole as the HuggingFace tensor ``key``.
+    """Describe a tensor of ours that is stored whole as the HuggingFace tensor ``key``.
 
     Args:
-        dims: for each stored dim, our dims that it runs over; default: the same dims.
+        shape: shape of our tensor.
+        dims: for each stored dim, our dims that are flattened into it, such as ((0, 1), (2,));
+            default: the same dims.
     """
     dims = dims or tuple((dim,) for dim in range(len(shape)))
     full = tuple(prod(shape[dim] for dim in group) for group in dims)

@@ -192,7 +192,10 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
 
 
 def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
-    """Return a line that identifies an adapter's base weights and settings. Collective."""
+    """Return text saved with an adapter, by which a load knows its base weights and settings.
+
+    Collective over ``ranks``.
+    """
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
 

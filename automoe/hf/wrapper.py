@@ -113,7 +113,9 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map of tensor names that fits files with the tensors ``keys``.
+    """Return the map between names in files that hold the tensors ``keys`` and our text model's.
+
+    They differ in multimodal checkpoints, where the text model's names have a prefix.
 
     Args:
         hf: content of config.json.

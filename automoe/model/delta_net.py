@@ -240,9 +240,10 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
     def _own_features(self, cp: Communicator) -> Features:
-        """Return the convolution's channels (queries, keys and values) of this tp rank's heads.
+        """Return the ranges of the convolution's channels (queries, keys, values) of this rank.
 
-        If ``cp`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
+        They are those of this tp rank's heads; if ``cp`` has several ranks, which exchange positions
+        for heads, only of the heads that this rank then has.
         """
         ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:

@@ -237,7 +237,10 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Autograd function of ``token_scores``; its backward recomputes the logits."""
+    """Autograd function: log p(label) of each token, entropy and further log-probabilities.
+
+    Its backward pass recomputes the logits, which it does not keep.
+    """
 
     @staticmethod
     def forward(

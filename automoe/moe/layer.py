@@ -82,7 +82,12 @@ class MoE(nn.Module):
         return y_BSH if shared is None else y_BSH + shared()
 
     def run_experts(self, x_BSH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
-        """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
+        """Dispatch tokens, run their experts and combine the results: [B, S, H].
+
+        Args:
+            routing: the experts that each token chose, and its routing weights.
+            tokens: per-token tensors such as document ids; capacity counts what is no padding.
+        """
         x_TH, ids_TK, probs_TK = (
             x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_probs)
         )

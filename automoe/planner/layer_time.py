@@ -65,6 +65,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     """Return the predicted times of ``layer``'s forward and backward pass for one micro-batch.
 
     Args:
+        place: what the time depends on: configuration, mesh, GPU and sizes of the micro-batch.
         again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
     """
     passes = local_time(place, layer)
@@ -337,9 +338,11 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _routing(place: Place, passes: Passes, run_again: bool) -> None:
-    """Add the time of routing, permutation, dispatch and combine to ``passes``.
+    """Add the time of an MoE layer's routing, permutation, dispatch and combine to ``passes``.
 
-    ``run_again``: the backward pass dispatches tokens once more.
+    Args:
+        place: what the time depends on: configuration, mesh, GPU and sizes of the micro-batch.
+        run_again: whether the backward pass dispatches tokens once more.
     """
     config = place.config
     mesh = place.mesh

@@ -94,7 +94,7 @@ def key_of(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """What a layer's time depends on: configuration, mesh, machine and micro-batches."""
+    """What the time of a layer on one rank depends on: configuration, mesh, GPU and micro-batch."""
 
     config: Config
     mesh: MeshShape

@@ -153,7 +153,7 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def _write(scratch: Path, path: Path, raw: bytes, flushed: bool = False) -> None:
-    """Write ``raw`` to the file ``scratch``, and rename it to ``path``."""
+    """Write ``raw`` to the file ``scratch``, ``flushed`` by fsync if wanted; rename it to ``path``."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with named(path, len(raw)):
         with os.fdopen(open_regular(scratch, flags), "wb") as file:

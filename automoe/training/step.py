@@ -267,7 +267,10 @@ def reason_to_skip(
 
 
 def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
-    """Append the loss of a taken step to ``recent``; drop losses outside the window."""
+    """Append the loss of a taken step to ``recent``, and keep the last ``train.spike_window`` losses.
+
+    Spikes of the loss are judged by them; without ``train.spike_factor`` none are kept.
+    """
     if train.spike_factor:
         recent.append(loss)
         del recent[: -train.spike_window]

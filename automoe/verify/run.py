@@ -441,7 +441,7 @@ def verify_pass(
 
 
 def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
-    """Return the rows of step 0 that training on this configuration would read."""
+    """Return the rows that data-parallel rank ``dp_rank`` reads in the first step (``step`` is 0)."""
     from automoe.data.loader import Loader
 
     assert step == 0

@@ -177,10 +177,12 @@ class RowExchange:
 
 
 def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) -> Tensor:
-    """Run this rank's experts on the tokens that arrive: output [R, H], in order of arrival.
+    """Wait for tokens, run this rank's experts on them, and return outputs in order of arrival.
+
+    The experts multiply each output by its routing weight. The result is [R, H].
 
     Args:
-        exchange: its metadata are one routing weight per token.
+        exchange: the all-to-all, already started, of the tokens and their routing weights.
         counts_PE: tokens from each of P ranks for each of this rank's E experts.
         experts: function that runs the experts on rows sorted by expert.
     """
