@@ -217,13 +217,17 @@ def kinds_of_layers(config: Any) -> tuple[set[frozenset[str]], dict[str, int]]:
     return kinds, sizes
 
 
+# What a class's default lacks, which has no experts by itself.
+WITH_EXPERTS = {"gemma4_text": dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=16)}
+
+
 def lacks(model_type: str) -> list[str]:
     """Return what the small model of a class lacks: kinds of layers of the default one, sizes within a row."""
     from transformers import CONFIG_MAPPING
 
     kinds, sizes = kinds_of_layers(hf_class_config(model_type))
     try:
-        whole, _ = kinds_of_layers(CONFIG_MAPPING[model_type]())
+        whole, _ = kinds_of_layers(CONFIG_MAPPING[model_type](**WITH_EXPERTS.get(model_type, {})))
     except (AttributeError, TypeError):  # the default of some classes lacks numbers
         whole = set()
     shared = frozenset.intersection(*whole) if whole else frozenset()
