@@ -63,6 +63,7 @@ class Block(nn.Module):
         hidden = config.hidden_size
         calls = backend.calls(layer)
         ranks = backend.pg_collection.tp, calls.gather
+        # Wrapped functions take the module as their first argument (``comm/calls.py``).
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)

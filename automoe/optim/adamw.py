@@ -23,7 +23,7 @@ def build_optimizer(
     seed: int = 0,
     ranks: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Build AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
+    """Build AdamW (arXiv 1711.05101) or Muon, with a parameter group per device mesh and decay.
 
     With ``optim.algorithm=muon``, matrices of the layers are in groups of their own, which Muon
     updates (``automoe.optim.muon``); the call is then collective.

@@ -1,7 +1,8 @@
 """What a model is built with: communicators, implementations, wrappers of a layer's calls.
 
-Modules get these when they are built, and keep them. Two choices are elsewhere: ``Block`` takes the
-class of attention, and SDPA chooses its kernel for each call.
+Modules get these when they are built, and keep them. Elsewhere: ``Block`` takes the class of
+attention and of the feed-forward, ``parallel/expert.py`` the dispatcher, SDPA its kernel for each
+call; adapters and ``train.fp8`` replace linear layers afterwards, and adapters the expert backend.
 Collectives of tp, ep and cp are inside of what is wrapped, since modules call them. FSDP's hooks are
 outside: they surround the forward of a module, which calls what is wrapped. So weights are
 unsharded whenever a call runs again.
@@ -131,6 +132,7 @@ def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBa
     One of three multiplies: 8-bit products with scales of the layer (``train.fp8``), grouped products
     that add up weight gradients themselves (``parallel.expert_wgrad``), or the backend of
     ``moe.experts``, which is the same for all layers. The first two imply moe.experts=grouped_mm.
+    Adapters of experts replace it later (``moe/lora.py``).
     """
     if meshes is not None and config.train.fp8 != "off":
         return lambda _: fp8_experts(meshes, config)
