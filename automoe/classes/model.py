@@ -97,14 +97,22 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
             raise refused(path, problem)
         vars(module)[kind][key] = buffer
         first = values[0][place]
-        if first.dtype == torch.int64 and first.dim() == 2 and not first.any():
-            # A table of each token id's experts that waits for a checkpoint: use all experts alike.
+        if _is_expert_table(model, *place) and not first.any():
+            # It waits for a checkpoint: let token ids use all experts alike.
             experts = next(iter(experts_modules(model).values()))
             first = torch.arange(first.numel()).view_as(first) % experts.num_experts
         initial.setdefault(module, {}).setdefault(kind, {})[key] = first
     for module, kinds in initial.items():
         module.first_values = kinds.get("_parameters", {})
         module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
+
+
+def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
+    """Return whether a tensor of ``module`` is a saved int64 table of the experts of each token id."""
+    table = vars(module)[kind][key]
+    saved = kind == "_buffers" and key not in module._non_persistent_buffers_set
+    by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
+    return saved and by_token and table.dtype == torch.int64 and bool(experts_modules(model))
 
 
 def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
@@ -362,7 +370,8 @@ class TransformersModel(CausalLM):
     @property
     def head_weight(self) -> Tensor:
         head = self._class[0].get_output_embeddings()
-        return (self.embedding if head is None else head).weight[: self._head_rows]
+        weight = (self.embedding if head is None else head).weight
+        return weight if len(weight) == self._head_rows else weight[: self._head_rows]
 
     def moe_layers(self) -> Iterator[tuple[int, _MoELayer]]:
         for unit in self.units():

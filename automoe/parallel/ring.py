@@ -58,7 +58,7 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
         ranks come around the ring.
 
         Args:
-            mask: document ids [B, R] of whole sequences (on a CPU); None: causality alone.
+            mask: document ids [B, R] of whole sequences; None: causality alone.
             scale: factor of the products of queries and keys.
             sinks: must be None; a ring has no attention sinks.
         """
@@ -87,9 +87,8 @@ def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
         ranks come around the ring.
 
         Args:
-            mask: document ids [B, R] of whole sequences (on a CPU); None: causality alone.
+            mask, sinks: must be None.
             scale: factor of the products of queries and keys.
-            sinks: must be None; a ring has no attention sinks.
         """
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"

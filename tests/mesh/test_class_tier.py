@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 import automoe
-from automoe.classes.model import TransformersModel, longest_span
+from automoe.classes.model import TransformersModel, _is_expert_table, longest_span
 from automoe.comm.tokens import MicroBatch
 from automoe.comm.trace import training_pass
 from automoe.config.batch import plan_batch
@@ -203,6 +203,24 @@ def test_a_class_without_stacked_experts_is_computed_by_its_own_code(saved: dict
     with torch.no_grad():
         found = automoe.from_hf(saved[model_type], dtype=torch.float32)(tokens)
         torch.testing.assert_close(found.double(), theirs.eval()(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_of_experts_without_a_checkpoint_uses_all_alike(saved: dict[str, Path]) -> None:
+    """Other buffers of zeros, such as BERT's token types, which no file holds, keep their values."""
+    model = TransformersModel(tier_config(saved["deepseek_v4"]), MoEConfig(experts="loop"))
+    tables = [module for module in model.modules() if hasattr(module, "tid2eid")]
+    assert tables
+    for module in tables:
+        module.to_empty(device="cpu")
+        module.reset_buffers()
+        assert all(len(set(row)) == len(row) for row in module.tid2eid.tolist())
+        counts = module.tid2eid.flatten().bincount(minlength=8)
+        assert counts.max() - counts.min() <= 1
+        assert _is_expert_table(model._class[0], module, "_buffers", "tid2eid")
+        module.register_buffer("token_type_ids", torch.zeros_like(module.tid2eid), persistent=False)
+        module.register_buffer("position_ids", torch.zeros(1, 8, dtype=torch.int64))
+        for name in ("token_type_ids", "position_ids"):
+            assert not _is_expert_table(model._class[0], module, "_buffers", name)
 
 
 def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
