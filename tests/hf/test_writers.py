@@ -61,20 +61,6 @@ def mixtral_of_llm_compressor(tensors: Tensors) -> Tensors:
     return made
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "says"),
-    [
-        ("gpt_oss", blocks, r"GPT-OSS that transformers 5\.23 saved .*Name the MXFP4 checkpoint itself"),
-        ("gpt_oss", one_by_one, r"GPT-OSS of llm-compressor.* one by one.*Train the bfloat16 checkpoint"),
-        ("mixtral", mixtral_of_llm_compressor, r"Mixtral of llm-compressor.*Train the bfloat16 checkpoint"),
-    ],
-)
-def test_the_names_say_who_wrote_a_folder(tmp_path: Path, name: str, change: Any, says: str) -> None:
-    folder = rewritten(tmp_path / "model", name, change)
-    with pytest.raises(CheckpointError, match=says):
-        model_config_from_hf(folder)
-
-
 def stacked(tensors: Tensors) -> Tensors:
     """As ``mlx_lm.convert`` 0.32.2 saves experts: those of a layer stacked, gates and ups apart, one set of names."""
     names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -121,6 +107,9 @@ def absorbed(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
+        ("gpt_oss", blocks, r"GPT-OSS that transformers 5\.23 saved .*Name the MXFP4 checkpoint itself"),
+        ("gpt_oss", one_by_one, r"GPT-OSS of llm-compressor.* one by one.*Train the bfloat16 checkpoint"),
+        ("mixtral", mixtral_of_llm_compressor, r"Mixtral of llm-compressor.*Train the bfloat16 checkpoint"),
         ("qwen3_moe", affine, r"quantized by mlx-lm\. Widen it first: mlx_lm\.convert --dequantize"),
         ("llama_plain", affine, r"quantized by mlx-lm\. Widen it first: mlx_lm\.convert --dequantize"),
         ("dsv3", absorbed, r"of mlx-lm, which splits kv_b_proj.*Train the checkpoint that it was converted from"),
@@ -128,7 +117,7 @@ def absorbed(tensors: Tensors) -> Tensors:
         ("qwen3_next", stacked, r"of mlx-lm, whose norms hold their weights plus one\. Train the checkpoint"),
     ],
 )
-def test_what_mlx_lm_changes_beyond_experts_is_named(tmp_path: Path, name: str, change: Any, says: str) -> None:
+def test_the_names_say_who_wrote_a_folder(tmp_path: Path, name: str, change: Any, says: str) -> None:
     folder = rewritten(tmp_path / "model", name, change)
     with pytest.raises(CheckpointError, match=says):
         model_config_from_hf(folder)
