@@ -110,9 +110,9 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
     """Return whether a tensor of ``module`` is a saved int64 table of the experts of each token id."""
     table = vars(module)[kind][key]
-    saved = kind == "_buffers" and key not in module._non_persistent_buffers_set
+    saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
-    return saved and by_token and table.dtype == torch.int64 and bool(experts_modules(model))
+    return saved and by_token and bool(experts_modules(model))
 
 
 def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
