@@ -1,4 +1,4 @@
-"""Batch arithmetic: rows, tokens and micro-batches of a step on a mesh. No torch."""
+"""Batch arithmetic: rows (sequences), tokens and micro-batches of a step on a mesh. No torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from automoe.config.schema import Config, TrainConfig
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of one optimizer step: rows (sequences), tokens and micro-batches.
+    """Sizes of one optimizer step, from ``plan_batch``; a row is a sequence of tokens.
 
-    ``plan_batch`` makes it. Counts of experts' inputs are means, as balanced routing gives them.
+    Expert rows are (token, expert) pairs; their numbers are means, as balanced routing gives them.
+
+    Attributes:
+        tokens_per_step: tokens of all ranks.
+        rows_per_rank: rows of one data-parallel rank in a step.
+        num_micro_batches: micro-batches of a step on each data-parallel rank.
+        tokens_per_micro_batch: tokens of one rank, after cp and tp have sharded its rows.
+        expert_rows_per_rank: pairs that the experts of one rank compute in a micro-batch.
+        rows_per_expert: the same pairs, for one expert.
     """
 
     tokens_per_step: int  # over all ranks
@@ -31,8 +39,9 @@ class BatchPlan:
 def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
     """Return the rows (sequences) of the step that begins after ``consumed_rows`` trained rows.
 
-    With ``train.rampup_batch_size=[start, increment, rows]`` the batch grows from ``start`` by
-    ``increment`` at a time, evenly over so many rows, as in Megatron-Core.
+    With ``train.rampup_batch_size=[start, increment, ramp_rows]`` the batch grows from ``start``
+    rows by ``increment`` at a time, in equal intervals over the first ``ramp_rows`` rows, as in
+    Megatron-Core.
     """
     rows = train.global_batch_size
     if train.rampup_batch_size is not None:
@@ -49,7 +58,10 @@ def rows_of_run(train: TrainConfig) -> int:
 
 
 def steps_for(train: TrainConfig, rows: float) -> int:
-    """Return the number of steps, at least one, that training on ``rows`` rows takes."""
+    """Return the fewest steps, at least one, that train on ``rows`` rows (sequences) or more.
+
+    Steps of the batch ramp-up have fewer rows and are counted so.
+    """
     left, steps = max(1, ceil(rows)), 0
     for batch in _ramp(train):
         if left <= 0:
@@ -89,7 +101,9 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 
 
 def least_micro_batches(config: Config, shape: MeshShape) -> int:
-    """Return the fewest micro-batches per step and data-parallel rank that the schedule allows."""
+    """Return the fewest micro-batches that the pipeline schedule allows, per step and data-parallel
+    rank.
+    """
     schedule = config.parallel.schedule
     if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:
         return 1 + config.parallel.overlap_all_to_all
@@ -97,7 +111,8 @@ def least_micro_batches(config: Config, shape: MeshShape) -> int:
 
 
 def more_micro_batches(config: Config, shape: MeshShape) -> str:
-    """Return the settings that give a step enough micro-batches, for an error message.
+    """Return settings, for an error message, that give a step enough micro-batches for the
+    schedule.
 
     For example ``train.global_batch_size=32, or train.micro_batch_size=1``.
     """

@@ -188,13 +188,14 @@ def escaped(text: str) -> str:
 def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any]:
     """Resolve the interpolations of a configuration that Hydra composed; return dictionaries.
 
-    Text that contains environment variables becomes ``FromEnvironment``, which files show by the
-    variables' names. ``${by_job:...}`` becomes the default for this kind of training job.
+    Text with environment variables becomes ``FromEnvironment``, so that files show
+    ``${oc.env:NAME}`` instead of a variable's content. ``${by_job:A,B,...}`` becomes the default
+    for this kind of training job (random weights, fine-tuning, adapters or preferences).
 
     Args:
         composed: Hydra's ``DictConfig``.
-        overrides: with ``recipe=NAME`` among them, ``recipes/NAME.py`` of the working directory is
-            taken if it exists.
+        overrides: overrides of the command line. With ``recipe=NAME`` among them, the recipe
+            becomes the path ``recipes/NAME.py`` in the working directory if that file exists.
 
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
@@ -282,7 +283,10 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
 
 
 def _check_files(config_dir: str) -> None:
-    """Refuse YAML files of the user that are not UTF-8 or whose aliases expand beyond the limit."""
+    """Raise ``ConfigError`` for a YAML file of ``config_dir`` that cannot be read.
+
+    It is not UTF-8, for example, or its aliases expand to far more values than a configuration has.
+    """
     from yaml import YAMLError
 
     folder = Path(checked_path("--config-dir", config_dir))
@@ -377,7 +381,11 @@ def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str
 
 
 def parse_override(text: str) -> Any:
-    """Parse ``text``, such as ``mesh.ep=4``, into an ``Override`` of Hydra."""
+    """Parse ``text``, such as ``mesh.ep=4``, into Hydra's ``Override``.
+
+    Raises:
+        OverrideParseException: ``text`` is malformed.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(text)

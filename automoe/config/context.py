@@ -54,7 +54,13 @@ def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
 
 
 class Exchange(NamedTuple):
-    """Elements that a rank sends per position if cp exchanges positions for heads, by collective."""
+    """Elements per position that a cp rank sends to exchange positions for heads (Ulysses).
+
+    Attributes:
+        into: all-to-all of queries, keys and values, including the share that the rank keeps.
+        gathered: all-gather of what all heads share (MLA's rotary key), to each other rank.
+        out: all-to-all of attention's output.
+    """
 
     into: int  # the all-to-all of queries, keys and values (the share that it keeps included)
     gathered: int  # the gather of what all heads share, sent to each other rank
@@ -62,10 +68,10 @@ class Exchange(NamedTuple):
 
 
 def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) -> Exchange:
-    """Return the elements per position that a layer sends to exchange positions for heads (Ulysses).
+    """Return the elements per position that a layer sends to exchange positions for heads.
 
     Args:
-        linear: the layer is a gated delta net, which sends the input of its convolution.
+        linear: True for a gated delta net, which exchanges the input of its convolution.
         tp, cp: sizes of the mesh axes.
     """
     if linear:
@@ -92,14 +98,15 @@ def expanded_width(attention: AttentionConfig, tp: int) -> int:
 def gathers_latents(latent: int, expanded: int, device_type: str, num_bytes: int) -> bool:
     """Return True if cp ranks gather MLA's latents; False if they gather keys and values.
 
-    Gathering latents sends less, but each rank then expands the tokens of the other ranks too:
-    2 latent * expanded FLOPs per token, and twice as many backward. Gathering keys and values
-    sends their full width in the all-gather, and again in the backward's reduce-scatter.
+    Gathering latents sends less, but each rank then expands the tokens of the other ranks too: 2
+    latent * expanded FLOPs per token, and twice as many backward. Gathering keys and values sends
+    their full width in the all-gather, and again in the backward's reduce-scatter. The two costs
+    are compared by ``FLOPS_PER_BYTE``: FLOPs that take as long as sending one byte.
 
     Args:
         latent: width of a token's latent, 512 in DeepSeek-V3.
         expanded: width of a token's keys and values in this rank's heads, 32,768 in DeepSeek-V3.
-        device_type: ``cuda`` or ``cpu``, a key of ``FLOPS_PER_BYTE``.
+        device_type: ``cuda`` or ``cpu``.
         num_bytes: bytes per number.
     """
     saved = 2 * num_bytes * (expanded - latent)

@@ -29,14 +29,14 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^{}]+)\}")
 def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
 
+    An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads it
+    as text). Everything else must already have the field's type.
+
     Args:
         raw: nested dictionaries, as YAML gives them.
         trusted: import the plugins that ``raw`` names, and convert ``recipe_args`` to the dataclass
-            ``Args`` of the recipe, which may import the recipe's code. If False, it stays a
-            dictionary.
-
-    An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
-    it as text). Everything else must already have the field's type.
+            ``Args`` that the recipe declares, which may import the recipe's code. If False,
+            ``recipe_args`` stays a dictionary.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
@@ -50,7 +50,12 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
 
 
 def _make_args(config: Config) -> Any:
-    """Convert ``config.recipe_args`` to the dataclass ``Args`` of the recipe."""
+    """Convert the dictionary ``config.recipe_args`` to the recipe's own dataclass ``Args``.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or keys for a recipe without
+            ``Args``.
+    """
     cls = args_class(config.recipe)
     key = SECTION
     value = config.recipe_args

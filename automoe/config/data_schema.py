@@ -1,4 +1,4 @@
-"""Section ``data`` of the configuration: sources of text and conversations, and their reading.
+"""Section ``data`` of the configuration: sources of text and conversations, and how they are read.
 
 This module imports neither torch nor Hydra.
 """
@@ -18,7 +18,10 @@ TEMPLATE_NAMES = frozenset(
 
 
 class Shown:
-    """Settings that messages show as the dictionary of a configuration file."""
+    """Base of settings that error messages print as in YAML, e.g. ``{path: a.jsonl, weight: 2.0}``.
+
+    Fields that are None are left out.
+    """
 
     def __repr__(self) -> str:
         settings = {key: value for key, value in vars(self).items() if value is not None}
@@ -27,7 +30,11 @@ class Shown:
 
 @dataclass(repr=False)
 class SourceConfig(Shown):
-    """One of several sources of rows; null takes the value of the same key of ``data``."""
+    """One of several sources of rows, which are mixed by ``weight``.
+
+    A field that is null takes the value of the same key of ``data``, and ``format``, ``keys`` and
+    ``roles`` that of ``data.chat``.
+    """
 
     path: PathText | None = None  # as data.path
     # name of the source in metrics; null: name of the file or directory without its extension
@@ -44,7 +51,11 @@ class SourceConfig(Shown):
 
 @dataclass
 class ChatConfig:
-    """Format, rendering and training of conversations (``docs/finetune.md``)."""
+    """How conversations are read, rendered by a chat template and trained (``docs/finetune.md``).
+
+    ``keys`` and ``roles`` give the records' own names of keys and roles, where they differ from
+    ``format``'s.
+    """
 
     # keys of a record. messages: messages with role and content; sharegpt: conversations with from
     # and value; alpaca: instruction, input and output

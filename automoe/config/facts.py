@@ -1,4 +1,4 @@
-"""Sizes, counts and names that the trainer, its rules and its planner share. No torch."""
+"""Constants that the trainer, the configuration rules and the planner share. No torch."""
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # by ``train.dtype``
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale

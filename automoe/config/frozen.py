@@ -1,6 +1,6 @@
 """``run_dir/config.yaml``: the resolved configuration of a run, readable without Hydra.
 
-This module also decides which changed keys make a configuration another run.
+This module also decides with which changed keys a run may continue in its run directory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def frozen_shape(config: Config) -> MeshShape:
     """Return the mesh of a configuration whose axes are all resolved, as in ``config.yaml``.
 
     Raises:
-        ConfigError: an axis is still -1, or a preset is set.
+        ConfigError: an axis is still -1, or ``mesh.preset`` is still set.
     """
     shape = MeshShape.of(config.mesh)
     if config.mesh.preset or -1 in shape.sizes("default") + shape.sizes("moe"):
@@ -97,8 +97,9 @@ def parse_config(
 
     Args:
         text: the YAML text.
-        plugins: import the plugins that the text names, and read ``Args`` of its recipe. Set this
-            only for text that the launcher of this run wrote, never for untrusted folders.
+        plugins: import the plugins that the text names, and convert ``recipe_args``, which may
+            import the recipe. Set this only for text that the launcher of this run wrote, never for
+            untrusted folders.
         environment: values of the environment variables that the text names.
 
     Raises:

@@ -205,7 +205,7 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
 def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
     """Raise ``FileMetadataError`` if a downloaded file has another size than the Hub lists.
 
-    The list is then deleted, since it may be wrong, and so is the file.
+    Such files and the list itself, which may be wrong, are then deleted, to be downloaded again.
 
     Args:
         folder: the commit's folder in the cache.

@@ -1,9 +1,10 @@
-"""Defaults by job: a run that begins from a checkpoint takes others than one from random weights.
+"""Defaults that depend on the training job, such as a lower learning rate for fine-tuning.
 
-A configuration file writes ``${by_job:A,B,...}``: A is for random weights, and the others, of which
-the last stands for those that are not written, for the weights of a checkpoint, for adapters on
-them, for preferences, and for preferences by adapters. What a file or an override names stands in
-its place; ``optim=NAME`` names the group's values for any job, and steps name the length of a run.
+A configuration file writes ``${by_job:A,B,C,D,E}``: A for training from random weights, B for full
+fine-tuning of a checkpoint, C for adapters, D for preference training, E for preference training of
+adapters. The last value also stands for those that are left out. A value in a file or an override
+replaces all of them. With ``optim=NAME``, all keys of ``optim`` take A; with ``train.steps=N``, so
+do those of ``train``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ BY_JOB = {
 
 
 def register_jobs(named: Collection[str]) -> None:
-    """Register the OmegaConf resolver ``by_job``, which picks a default by the kind of training job.
+    """Register the OmegaConf resolver ``by_job``: a default for the kind of training job.
 
     ``${by_job:A,B,...}`` gives A for random weights, else the value for full fine-tuning, adapters,
     preferences, or preferences with adapters; the last value stands for missing ones.
 
     Args:
-        named: keys and groups that overrides set.
+        named: keys and config groups that overrides set. With ``optim`` (a group) among them, its
+            keys take A.
     """
     from omegaconf import OmegaConf
 

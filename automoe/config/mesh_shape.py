@@ -1,7 +1,8 @@
-"""Mesh arithmetic without torch: axis sizes, the folding equation, rank groups, pipeline stages.
+"""Mesh arithmetic without torch: axis sizes, parallel folding, rank groups, pipeline stages.
 
-Plans, launchers and error messages need the shape of both meshes before any process group exists.
-``automoe.parallel.mesh`` builds the DeviceMeshes from the same object, so they cannot disagree.
+Plans, launchers and error messages need both meshes, for dense layers and for experts, before any
+process group exists. ``automoe.parallel.mesh`` builds the DeviceMeshes from the same ``MeshShape``,
+so both always agree.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ VIEWS = ("default", "moe")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Axis sizes of the ``default`` and the ``moe`` mesh, two views of the same ranks.
+    """Axis sizes of two meshes of the same ranks: ``default`` for dense layers, ``moe`` for
+    experts.
 
-    In either view ranks are numbered row-major: the last axis varies fastest. ``pp`` is outermost
-    in both, so the pipeline groups are the same.
+    default: pp x dp_replicate x dp_shard x cp x tp. moe: pp x ep_replicate x ep_shard x ep x etp,
+    with etp for expert tensor parallelism. Ranks of both are numbered row-major: the last axis
+    varies fastest. ``pp`` is outermost in both, so the pipeline groups are the same.
     """
 
     pp: int
@@ -69,7 +72,11 @@ class MeshShape:
         return tuple(getattr(self, axis) for axis in self.axes(view))
 
     def active_axes(self, view: str) -> list[tuple[str, int]]:
-        """Return (axis, size) of the axes larger than one, outermost first."""
+        """Return (axis, size) of the axes larger than one, outermost first.
+
+        Args:
+            view: the mesh: 'default' or 'moe'.
+        """
         return [
             (axis, size)
             for axis, size in zip(self.axes(view), self.sizes(view), strict=True)
@@ -77,7 +84,12 @@ class MeshShape:
         ]
 
     def stride(self, view: str, axis: str) -> int:
-        """Return the difference in rank number between neighbours on ``axis``."""
+        """Return the difference in rank number between neighbours on ``axis`` of mesh ``view``.
+
+        Args:
+            view: 'default' or 'moe'.
+            axis: an axis of that mesh.
+        """
         return prod(self.sizes(view)[self.axes(view).index(axis) + 1 :])
 
     def coordinates(self, rank: int, view: str) -> dict[str, int]:
@@ -87,7 +99,12 @@ class MeshShape:
         }
 
     def groups(self, view: str, axis: str) -> list[list[int]]:
-        """Return every group of ranks that differ only on ``axis``, in rank order."""
+        """Return every group of ranks that differ only on ``axis`` of mesh ``view``, in rank order.
+
+        Args:
+            view: 'default' or 'moe'.
+            axis: an axis of that mesh.
+        """
         stride = self.stride(view, axis)
         size = getattr(self, axis)
         starts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
@@ -106,7 +123,8 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        An axis as large as the world has no group of its own unless tokens are sent over it.
+        An axis that spans the world uses the world's group; only axes that tokens are dispatched
+        over have a group of their own even then.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
@@ -117,22 +135,27 @@ class MeshShape:
         return [("world", self.world_size), *axes]
 
     def describe(self, view: str) -> str:
-        """Return the axes larger than one, e.g. ``pp2 x dp_shard2``, or ``one rank``."""
+        """Return the axes larger than one, e.g. ``pp2 x dp_shard2``, or ``one rank``.
+
+        Args:
+            view: the mesh: 'default' or 'moe'.
+        """
         return " x ".join(f"{axis}{size}" for axis, size in self.active_axes(view)) or "one rank"
 
 
 def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
     """Fill in the axes that are -1, and check that both meshes have the same ranks.
 
-    Both views cover the same ranks of a pipeline stage: the products of their axes must be equal.
+    In each pipeline stage, the axes of either mesh must have the same product.
 
     Args:
         mesh: axis sizes as configured; ``dp_shard`` and ``ep_shard`` may be -1.
-        num_ranks: ranks to fill when an axis is derived; ignored when ``dp_shard`` is given.
+        num_ranks: number of ranks of the run, from which ``dp_shard=-1`` follows; None takes it
+            from ``ep_shard`` if that is set. Ignored when ``dp_shard`` is set.
 
     Raises:
-        ConfigError: an axis is below one, or the products differ; the message
-            names the nearest valid sizes.
+        ConfigError: an axis is below one, the products differ, or nothing gives the number of
+            ranks; the message names the nearest valid sizes.
     """
     chosen = preset_choice(mesh, num_ranks)
     mesh = expand_preset(mesh, num_ranks)
@@ -154,9 +177,10 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
 
 
 def preset_choice(typed: MeshConfig, num_ranks: int | None) -> str:
-    """Return `` (mesh.preset=fsdp_ep chose ep=8 for 8 ranks)`` for an error message.
+    """Return e.g. `` (mesh.preset=fsdp_ep chose ep=8 for 8 ranks)``, to end an error message.
 
-    It names the axes above 1 that the preset of ``typed`` chose; '' without any.
+    It names the axes above 1 that the preset of ``typed``, the mesh as the user set it, chose; the
+    text is empty if there are none.
     """
     axes = vars(expand_preset(typed, num_ranks)).items()
     chosen = ", ".join(f"{a}={n}" for a, n in axes if n not in ("", 1, getattr(typed, a)))
@@ -192,9 +216,9 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int, ch
 
 
 def _smaller_axes(mesh: MeshConfig, num_ranks: int) -> str:
-    """Return settings with which ``num_ranks`` ranks fill the mesh, e.g. ``mesh.pp=1 or mesh.tp=2``.
+    """Return settings by which ``num_ranks`` ranks fill the mesh, e.g. ``mesh.pp=1 or mesh.tp=2``.
 
-    Each lowers one axis as little as possible.
+    Each setting lowers one axis, as little as possible.
     """
     choices = []
     for axis in ("pp", "dp_replicate", "cp", "tp"):
@@ -235,12 +259,18 @@ def _folding_error(
 
 
 def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
-    """Return True if attention exchanges positions for heads over cp (``ulysses`` and cp > 1)."""
+    """Return True if attention exchanges positions for heads over cp.
+
+    That is ``parallel.context=ulysses`` with cp > 1.
+    """
     return config.parallel.context == "ulysses" and mesh.cp > 1
 
 
 def exchanges_heads(config: Config, mesh: MeshShape) -> bool:
-    """Return True if some layer exchanges positions for heads over cp: attention, or delta nets."""
+    """Return True if some layer exchanges positions for heads over cp.
+
+    Attention does so with ``parallel.context=ulysses``, and a gated delta net with any.
+    """
     linear = config.model.attention.linear_num_key_heads > 0 and mesh.cp > 1
     return linear or uses_ulysses(config, mesh)
 
@@ -257,9 +287,9 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     """Return True if a single rank computes with its parameters as stored, without FSDP.
 
     FSDP would keep a second copy of each weight for compute, and copy each gradient in a reduction
-    over one rank. It is needed only if parameters are stored in another dtype than they are
-    computed in, or if several bfloat16 micro-batches are summed, which takes float32. A frozen
-    model is stored in its compute dtype, and float32 adapters do their own rounding.
+    over one rank. One rank needs FSDP only for bfloat16 training: to cast float32 master weights,
+    or to sum the bfloat16 gradients of several micro-batches in float32. LoRA does without: frozen
+    parameters are stored in the compute dtype, and adapters cast their own float32 weights.
     """
     one_batch = config.train.global_batch_size == config.train.micro_batch_size
     narrow = config.optim.master_weights == "stochastic" and one_batch
@@ -270,7 +300,11 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
 
 
 def too_many_stages(num_stages: int) -> tuple[str, str]:
-    """Return (rule, remedy) of a ``ConfigError`` for a pipeline with more stages than layers."""
+    """Return the rule and the remedy, for a ``ConfigError``, if stages outnumber the layers.
+
+    Args:
+        num_stages: pipeline stages of all ranks.
+    """
     return (
         f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
         "(mesh.pp * parallel.stages_per_rank)",
@@ -286,8 +320,8 @@ def split_layers(
     Args:
         num_layers: decoder layers in the whole model.
         num_stages: pp x stages_per_rank.
-        layers_per_stage: explicit sizes; None splits as evenly as it goes, the longer stages first,
-            because the last stage also holds the final norm and the head.
+        layers_per_stage: explicit sizes; None splits as evenly as possible, with the longer stages
+            first, because the last stage also holds the final norm and the head.
 
     Raises:
         ConfigError: there are more stages than layers, and no explicit sizes.

@@ -1,4 +1,4 @@
-"""Names in a run's record (``metrics.jsonl``), and what is computed from a loss. No torch."""
+"""Names in a run's ``metrics.jsonl``, and the perplexity of a loss. No torch."""
 
 from __future__ import annotations
 

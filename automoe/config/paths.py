@@ -1,4 +1,4 @@
-"""Paths as a user types them: a home in front, a pattern in them, or impossible."""
+"""Paths in the configuration: expand ``~`` and glob patterns, refuse impossible paths."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def user_path(key: str, text: str | Path) -> Path:
 
 
 def matches(text: str) -> list[str]:
-    """Return the paths that match ``text``: itself if it exists, else all that fit it as a glob.
+    """Return the paths that match ``text``: itself if it exists, else those that fit it as a glob.
 
-    Existing folders at its start are taken literally, even with brackets in their names.
+    Existing folders at the start of ``text`` are taken literally, even with brackets in their
+    names.
 
     Raises:
-        PermissionError: a folder on the way cannot be read, which does not mean that it is empty.
+        PermissionError: a folder in ``text`` cannot be read, in which a glob would just find
+            nothing.
     """
     path = os.path.expanduser(text)
     folder = path

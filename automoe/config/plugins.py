@@ -62,11 +62,12 @@ def register(key: str, name: str, value: Any) -> None:
     """Make ``key=name`` a valid setting that stands for ``value``.
 
     Args:
-        key: one of ``KINDS``, which says what ``value`` is.
+        key: a configuration key that takes plugins (``KINDS``), such as ``data.kind`` or
+            ``train.loss``.
         name: the new choice for ``key``.
-        value: the object, or ``"module:attribute"``, which is imported at its first use. Prefer
-            the text for modules that import torch: the configuration is checked before torch is
-            imported.
+        value: the object, of the kind that ``KINDS`` states for ``key``; or ``"module:attribute"``,
+            which is imported at its first use. Prefer the text for modules that import torch: the
+            configuration is checked before torch is imported.
 
     Raises:
         ConfigError: ``key`` takes no plugins, or ``name`` is taken.

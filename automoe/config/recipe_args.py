@@ -57,7 +57,7 @@ recipe_args.replay | recipe_args.sampler == vllm and facts.address | a server of
 
 @dataclass
 class DPOArgs:
-    """Direct preference optimisation (``docs/dpo.md``)."""
+    """Settings of recipe=dpo, direct preference optimisation (``docs/dpo.md``)."""
 
     beta: float = 0.1  # larger: the model stays closer to the weights that it started from
     # sigmoid: DPO's own; ipo: margins of mean log-probabilities, drawn to 1 / (2 beta)
@@ -70,9 +70,12 @@ class DPOArgs:
 
 @dataclass
 class GRPOArgs:
-    """Reinforcement learning from a reward function (``docs/rl.md``).
+    """Settings of recipe=grpo, reinforcement learning from a reward function (``docs/rl.md``).
 
-    Prompts are those of ``observe.samples``, answers have up to ``observe.sample_tokens`` tokens.
+    A rollout has ``samples`` answers, of up to ``observe.sample_tokens`` tokens, to each of
+    ``prompts`` prompts of ``observe.samples``. The ``sampler`` writes them; ``engine`` says where
+    vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap`` limits how far
+    its log-probabilities may differ.
     """
 
     reads_data: ClassVar[bool] = False  # no corpus is prepared
@@ -149,7 +152,11 @@ def default_args(args: Any) -> dict[str, Any]:
 
 
 def check_args(config: Config) -> None:
-    """Raise ``ConfigError`` if a number in ``recipe_args`` is not finite or its ``check`` fails."""
+    """Raise ``ConfigError`` for a number in ``recipe_args`` that is not finite.
+
+    The method ``check(config)`` of the recipe's ``Args``, if there is one, may refuse the
+    configuration too.
+    """
     args = config.recipe_args
     if not is_dataclass(args):
         return

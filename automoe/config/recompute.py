@@ -25,9 +25,11 @@ _EVERY = re.compile(r"every (\d*[1-9]\d*)")
 
 
 def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
-    """Return the names of modules that layer number ``layer`` recomputes, or {'full'}.
+    """Return the names of the modules that ``layer`` recomputes; {'full'} for the whole layer.
 
-    The configuration must be validated.
+    Args:
+        parallel: section ``parallel``, validated.
+        layer: number of the layer.
     """
     layers = parallel.recompute_layers
     if isinstance(layers, str):
@@ -86,7 +88,7 @@ parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}' 
 
 
 def recompute_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules of ``parallel.recompute`` that ``config`` breaks.
+    """Yield (key, True, rule, remedy) of each broken rule on ``parallel.recompute``.
 
     Modules and layers must exist, and recomputing them must have an effect.
     """

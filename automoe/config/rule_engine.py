@@ -1,17 +1,17 @@
-"""The engine of rules: it checks tables of strings, and derives numbers and remedies. No torch.
+"""Configuration rules as tables of text, from which errors and remedies are made. No torch.
 
-A row of a table is (condition, second condition, reason), and a remedy where none can be derived.
-It refuses a configuration in which both conditions hold, under the first key of the first one.
-A condition compares keys with words or with other keys::
+A row of a table is (condition, second condition, reason), and a remedy where none can be derived. A
+configuration in which both conditions hold is refused; the error names the first key of the first
+condition. A condition compares keys with words or with other keys::
 
     parallel.context == ring and mesh.cp > 1        train.dtype != bfloat16|float32
     not parallel.overlap_all_to_all                 train.fp8 != default
     parallel.recompute has moe                      optim.momentum outside 0|1
 
-``a % b`` holds if b does not divide a; the arithmetic and the nearest valid numbers are derived.
-Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before. ``KEY: a % b``
-is refused under KEY. Texts have values in braces, such as ``{mesh.cp * mesh.tp}``. ``facts.NAME``
-is a value that the caller computed (``Scope.knowing``).
+``a % b`` holds if b does not divide a; the error then shows the arithmetic and the nearest valid
+numbers. Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before.
+With ``KEY: a % b`` the error names KEY. Reasons and remedies may have expressions in braces, such
+as ``{mesh.cp * mesh.tp}``. ``facts.NAME`` is a value that the caller computed (``Scope.knowing``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ _GIVEN = ("model.", "mesh.", "launch.", "recipe")
 
 
 class Scope(NamedTuple):
-    """Values of the names in a rule: configuration, mesh, device, and facts computed for rules."""
+    """Values of the names that a rule may use.
+
+    Attributes:
+        config: the configuration, for keys such as ``train.dtype``.
+        mesh: the resolved mesh, or the section ``mesh``, for ``mesh.*``.
+        device: value of ``launch.device``: cpu, cuda or auto.
+        facts: computed values, for ``facts.NAME``.
+    """
 
     config: Config
     mesh: MeshShape | MeshConfig
@@ -102,7 +109,7 @@ class Comparison(NamedTuple):
     choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
-        """Return the values of the words on the right."""
+        """Return the values of the words on the right, with names looked up in ``see``."""
         return [read(see) for read in self.choice_readers]
 
     def holds(self, value: Any, choices: list[Any]) -> bool:
@@ -133,7 +140,11 @@ class Comparison(NamedTuple):
         return [name for name in names if is_key(name) and name != "launch.device"]
 
     def ways(self, see: Scope) -> list[str]:
-        """Return settings such as ``mesh.cp=1`` for a remedy; each makes the comparison false."""
+        """Return settings such as ``mesh.cp=1`` for a remedy; each makes the comparison false.
+
+        Args:
+            see: values of the present configuration.
+        """
         if self.uneven:
             return self._even(see)
         values, usual = self.values(see), _PLAIN(self.key)
@@ -163,10 +174,9 @@ class Comparison(NamedTuple):
         return [near, *(self._divisor(see, axes[0]) if alone else [])]
 
     def _divisor(self, see: Scope, key: str) -> list[str]:
-        """Return the remedy ``[key=N]`` of a rule that one number divides another; [] if none helps.
+        """Return ``[key=N]``, a remedy for ``a % b`` with which b divides a; [] if no N does that.
 
-        N is the value nearest to the present one with which the rule holds. A new size of a mesh
-        axis also divides its present size.
+        N is the value nearest to the present one. For a mesh axis, N also divides its present size.
 
         Args:
             see: the configuration's values.
@@ -182,7 +192,9 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return the sum for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``."""
+        """Return the calculation for an error, ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 =
+        2)``.
+        """
         number, _, unit = self.number.partition(" % ")
         sums = []
         for side in (unit, number):
@@ -199,7 +211,10 @@ class Comparison(NamedTuple):
 
 @cache
 def is_key(name: str) -> bool:
-    """Return True if ``name`` is a dotted config key, not a number, a property or a fact."""
+    """Return True if ``name`` is a key of the configuration.
+
+    A number, a computed property such as ``mesh.fsdp``, and ``facts.NAME`` are none.
+    """
     section, _, field = name.rpartition(".")
     if not _NAME.fullmatch(name) or name.startswith("facts."):
         return False
@@ -224,10 +239,11 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
 
 
 def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
-    """Return the function that computes a word on the right: a constant, or another key's value.
+    """Return a function that computes, from a ``Scope``, a word on the right of a comparison.
 
     Args:
-        word: ``true``, a number, a dotted key, ``default`` (of ``key``), or any text.
+        word: ``true``, a number, another dotted key, ``default`` (of ``key``), or any text.
+        key: configuration key on the left.
     """
     value: Any = _WORDS.get(word, word)
     if re.fullmatch(r"[\d.]+", word):
@@ -245,7 +261,8 @@ def table(text: str, **words: object) -> Table:
     Indented lines continue a row. A cell with several conditions (``A; B``) gives as many rows.
 
     Args:
-        words: text that replaces each word in capitals, by that word.
+        words: each name of a keyword argument is replaced by its value where ``text`` has it as a
+            word.
     """
     if words:
         text = re.sub(rf"\b({'|'.join(words)})\b", lambda match: str(words[match[1]]), text)
@@ -260,7 +277,7 @@ def table(text: str, **words: object) -> Table:
 
 
 def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of ``tables`` whose two conditions (the first two cells) both hold."""
+    """Yield the rows of ``tables`` whose two conditions (the first two cells) hold for ``see``."""
     for rows in tables:
         for row in rows:
             # The second condition comes first: it may be that a divisor of the first is not zero.
@@ -276,10 +293,15 @@ def refused(see: Scope, *tables: Table) -> Iterator[Row]:
 
 
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
-    """Return (key, True, rule, remedy) of a broken rule.
+    """Return (key, True, rule, remedy) of a broken rule, from the cells of its row in a table.
 
-    ``reason`` gets the values of the settings that it does not show. Without a ``remedy``, or before
-    one that begins with a comma, come settings that make a condition false.
+    The rule is ``reason``, followed by the values of settings in the conditions that it does not
+    show. Without a ``remedy``, or before one that begins with a comma, come settings that make a
+    condition false.
+
+    Args:
+        see: the configuration's values.
+        condition, also: the row's two conditions.
     """
     first = parsed(condition)
     key, parts = first[0].key, first + parsed(also)
@@ -308,7 +330,11 @@ def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -
 
 
 def filled(see: Scope, text: str) -> str:
-    """Replace expressions in braces, such as ``{mesh.cp * mesh.tp}``, by their values in ``text``."""
+    """Replace expressions in braces, such as ``{mesh.cp * mesh.tp}``, in ``text`` by their values.
+
+    Args:
+        see: the configuration's values.
+    """
     return _FIELD.sub(lambda match: shown(see(match[1])), text)
 
 

@@ -1,6 +1,6 @@
-"""Table-like configuration rules, and the bounds of single numbers.
+"""Rules on single settings, above all the bounds of numbers.
 
-A rule is a row: key, whether the rule is broken, the rule with its numbers, the remedy.
+A rule is (configuration key, whether it is broken, the rule with its numbers, the remedy).
 """
 
 from __future__ import annotations

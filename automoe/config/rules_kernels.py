@@ -34,7 +34,7 @@ def triton_is_interpreted() -> bool:
 
 
 def wire_row_bytes(hidden: int) -> int:
-    """Return the bytes that one token takes when sent to an expert in FP8: codes and float32 scales.
+    """Return the bytes of a token that is sent to an expert in FP8: its values and float32 scales.
 
     Args:
         hidden: width of the token's hidden state.
@@ -44,13 +44,15 @@ def wire_row_bytes(hidden: int) -> int:
 
 
 def chunk_tokens(tokens: int, hidden: int) -> int:
-    """Return how many of ``tokens`` the loss handles at once: a chunk, whose logits are in memory.
+    """Return how many of ``tokens`` the loss handles at once, to bound the memory of the logits.
 
-    A chunk has as many logits as the head has parameters, within bounds.
+    Such a chunk has about ``hidden`` tokens, within fixed bounds, and so as many logits as the head
+    has parameters. Smaller chunks would be slow: each adds the gradient of the whole head to
+    memory. Chunks are equal, because compiled code is made for one size, if fewer than twice the
+    least number of chunks divides ``tokens``; else the last one is shorter.
 
-    The gradient of the whole head is added up once a chunk, which dominates the loss's memory
-    traffic when chunks are small. Compiled code is made for one size, so chunks are equal if fewer
-    than twice the least number of chunks divides the tokens; else the last one is shorter.
+    Args:
+        hidden: width of the model's hidden state.
     """
     most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
     fewest = max(1, -(-tokens // most))
@@ -173,13 +175,16 @@ model.hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.et
 
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield the broken rules of ``kernels`` and of expert backends from other packages."""
+    """Yield (key, True, rule, remedy) of broken rules on attention, norm and expert kernels."""
     see = Scope(config, shape, device).knowing(**_heads(config, shape))
     yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
 
 
 def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
-    """Return values that rules on attention kernels read as ``facts.NAME``: head dims, key counts."""
+    """Return the values that rules on attention kernels read as ``facts.NAME``, by NAME.
+
+    They are a head's dims, numbers of keys, and whether a kernel supports them.
+    """
     attention, seq_len = config.model.attention, config.train.seq_len
     sinks = attention.sinks and config.kernels.attention != "flex"
     query, value = dims = head_dims(replace(attention, sinks=sinks))
@@ -204,7 +209,10 @@ def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
 
 
 def head_dims(attention: AttentionConfig) -> tuple[int, int]:
-    """Return (width of a head's query and key, width of its value) as attention kernels see them."""
+    """Return (width of a head's query and key, width of its value) that the attention kernel gets.
+
+    Attention sinks add a dim to both, which is padded to a multiple of 8.
+    """
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     dim = attention.head_dim
@@ -214,7 +222,7 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
 
 
 def score_dims(attention: AttentionConfig) -> tuple[int, int]:
-    """Return (width of a head's query and key, width of its value), without padding for sinks."""
+    """Return (width of a head's query and key, width of its value), without dims for sinks."""
     return head_dims(replace(attention, sinks=False))
 
 
@@ -232,7 +240,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield (description of a weight, its rows or columns per rank) for each that tp shards."""
+    """Yield (description, rows or columns on a rank) of each weight that tp shards."""
     a = model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp

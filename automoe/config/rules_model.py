@@ -194,7 +194,7 @@ moe.replay_routing: facts.replays | not facts.recorded | no recorded steps in {f
 
 
 def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the broken rules on a model's sizes and on how a mesh shards them."""
+    """Yield (key, True, rule, remedy) of broken rules on a model's sizes and their sharding."""
     yield from refused(Scope(config, shape), _WEIGHTS)
     yield from tier_of(config.model).rows(config, shape) or _decoder_rows(config, shape)
 
@@ -231,11 +231,13 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the broken rules on sharding experts over ep, etp and ep_shard."""
+    """Yield (key, True, rule, remedy) of broken rules on experts over ep, etp and ep_shard."""
     model, width = config.model, config.model.moe_intermediate_size
 
     def fewer_shards(size: int) -> str:
-        """Return mesh settings for a remedy: FSDP then splits a dim of ``size`` of an expert evenly."""
+        """Return mesh settings for a remedy, by which FSDP splits an expert's dim of ``size``
+        evenly.
+        """
         shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
         times = shape.ep_shard // shards
         if model.num_experts % (shape.ep * times) == 0:
@@ -250,7 +252,7 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def moe_rows(config: Config) -> Iterator[Row]:
-    """Yield the broken rules of routing, token dropping and the auxiliary losses."""
+    """Yield (key, True, rule, remedy) of broken rules on routing, dropping and auxiliary losses."""
     replayed, recorded = (
         folder and Path(folder).expanduser().absolute()
         for folder in (config.moe.replay_routing, config.moe.record_routing)

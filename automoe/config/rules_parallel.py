@@ -131,7 +131,11 @@ parallel.expert_wgrad == delayed | not MERGED
 
 
 def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield (key, whether broken, rule, remedy) of the rules on pipelines and merged passes."""
+    """Yield (key, whether broken, rule, remedy) of the rules on pipelines.
+
+    They include those on ``parallel.overlap_all_to_all``, which runs a forward with a backward
+    pass.
+    """
     for row in _pipeline_rows(config, shape):
         described = config.parallel.layout is not None and row[0] in _DESCRIBED
         yield (LAYOUT, *row[1:]) if described else row

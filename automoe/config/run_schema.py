@@ -13,7 +13,7 @@ from automoe.config.paths import PathText
 
 @dataclass
 class ObserveConfig:
-    """Console, report, trackers (W&B, TensorBoard, MLflow) and profiles."""
+    """Section ``observe``: console, report, trackers (W&B, TensorBoard, MLflow) and profiles."""
 
     # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
     # metrics.jsonl has every step
@@ -39,7 +39,7 @@ class ObserveConfig:
 
 @dataclass
 class LaunchConfig:
-    """How ranks are started and watched (``docs/launch.md``)."""
+    """Section ``launch``: how ranks are started and watched (``docs/launch.md``)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch can use a visible GPU
     # ranks to start if an axis of the mesh is -1; null: as many as the GPUs or CPU cores allow
@@ -65,7 +65,7 @@ class LaunchConfig:
 
 @dataclass
 class ClusterConfig:
-    """Hardware that the plan and the MFU are computed for, in bytes, bytes/s and FLOP/s."""
+    """Section ``cluster``: hardware that the plan and MFU assume, in bytes, bytes/s and FLOP/s."""
 
     name: str = "laptop"  # shown in the plan
     gpu: str = "cpu"  # name as torch reports it, to look up peak FLOP/s

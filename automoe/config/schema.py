@@ -17,11 +17,11 @@ from automoe.config.train_schema import LoraConfig, OptimConfig, TrainConfig
 
 @dataclass
 class MeshConfig:
-    """Two views of the same ranks (arXiv 2504.14960); ``pp`` is outermost in both.
+    """Two meshes over the same ranks (arXiv 2504.14960), for dense layers and for experts.
 
-    default: pp x dp_replicate x dp_shard x cp x tp; moe: pp x ep_replicate x ep_shard x ep x etp.
-    Both products are the number of ranks; ``-1`` (dp_shard, ep_shard) is derived from it. ``0`` is
-    as ``preset`` says, and 1 without one.
+    Dense layers: pp x dp_replicate x dp_shard x cp x tp; experts: pp x ep_replicate x ep_shard x ep
+    x etp. Both products are the number of ranks; ``-1`` (dp_shard, ep_shard) is derived from it.
+    ``0`` takes the size of ``preset``, or 1 without one.
     """
 
     pp: int = 0  # ranks of a pipeline; the layers are split into stages over them
@@ -87,9 +87,9 @@ class RopeConfig:
 
 @dataclass
 class AttentionConfig:
-    """Attention: grouped-query (``gqa``) or multi-head latent (``mla``).
+    """Attention: grouped-query (``gqa``) or multi-head latent (``mla``), and gated delta nets.
 
-    Comments that begin with ``gqa`` or ``mla`` are about keys of that kind alone.
+    Keys whose meaning begins with ``gqa`` or ``mla`` apply to that kind alone.
     """
 
     kind: Literal["gqa", "mla"] = "gqa"
@@ -246,7 +246,7 @@ class ModelConfig:
 
 @dataclass
 class MoEConfig:
-    """How MoE layers run and are balanced; no key changes the format of a checkpoint."""
+    """Section ``moe``: how MoE layers run and are balanced. No key changes a checkpoint's format."""
 
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
     # once per node of cluster.gpus_per_node ranks; deepep: needs CUDA and the package DeepEP
@@ -293,7 +293,7 @@ class MoEConfig:
 
 @dataclass
 class ParallelConfig:
-    """Pipeline schedule, FSDP, context parallelism and activation recomputation."""
+    """Section ``parallel``: pipeline schedule, FSDP, context parallelism, recomputation."""
 
     # order of a rank's passes with mesh.pp > 1 (docs/pipelines.md)
     schedule: Literal[
@@ -337,9 +337,9 @@ class ParallelConfig:
 
 @dataclass
 class KernelsConfig:
-    """Implementations of attention, rotary embedding and norms (``docs/kernels.md``).
+    """Implementations of attention, rotary embedding, loss and norms (``docs/kernels.md``).
 
-    No key changes a checkpoint.
+    No key changes a checkpoint's format.
     """
 
     # sdpa: torch picks its best kernel for the head dims, the mask and the device; the others name
@@ -354,7 +354,7 @@ class KernelsConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints of the training state, and the export (``docs/reliability.md``)."""
+    """Saving and resuming of the training state, and the export (``docs/reliability.md``)."""
 
     # auto: continue from the newest valid checkpoint in run_dir, if any; never: start over, and
     # rename the old checkpoints; a path: start from that run directory or step directory as long as
@@ -379,7 +379,7 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """A run."""
+    """The configuration of a run."""
 
     run_dir: PathText = "runs/default"  # directory of all files of the run
     # training loop: a shipped recipe's name, a file or a module; every rank calls its
@@ -404,9 +404,9 @@ class Config:
 
 
 def tokenizer_of(config: Config) -> str:
-    """Return ``data.tokenizer``, else the folder of the checkpoint that training starts from.
+    """Return ``data.tokenizer``, else ``model.hf_path``, else ``byte``: bytes are the tokens.
 
-    The result is ``byte`` without either, and ``none`` if the data has no text.
+    The result is ``none`` if the data has no text.
     """
     if config.data.is_synthetic:
         return NO_TOKENIZER
@@ -414,9 +414,9 @@ def tokenizer_of(config: Config) -> str:
 
 
 def export_name(config: Config) -> str | None:
-    """Return the folder of the run directory that takes the export: ``hf`` or ``adapter``.
+    """Return the name of the run directory's folder for the export: ``hf`` or ``adapter``.
 
-    None if the run exports nothing; what ``recipe=upcycle`` makes is its export.
+    None if the run exports nothing. ``recipe=upcycle`` always exports to ``hf``.
     """
     if config.recipe == "upcycle":
         return "hf"
@@ -426,7 +426,7 @@ def export_name(config: Config) -> str | None:
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int:
-    """Return the most keys that a query of ``layer`` sees, its own included; 0: all before it."""
+    """Return a layer's sliding window in tokens, the query's own included; 0: full attention."""
     return 0 if _full(attention, layer) else attention.sliding_window
 
 
@@ -436,7 +436,10 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 
 def has_indexer(attention: AttentionConfig, layer: int) -> bool:
-    """Return True if layer number ``layer`` chooses the keys of its queries itself."""
+    """Return True if layer number ``layer`` has an indexer, which selects its keys (DeepSeek-V3.2).
+
+    Other layers of such a model use the selection of an earlier layer.
+    """
     return attention.index_topk > 0 and layer not in attention.index_shared_layers
 
 

@@ -1,8 +1,8 @@
-"""Who computes the models of a family, and what the trainer asks about that. Needs no torch.
+"""Interface between the trainer and the code that computes a family's models. Needs no torch.
 
-``Tier`` has the answers of automoe's decoder, which computes every family that is a declaration. A
-family (``automoe.hf.families.family.Family``) that other code computes overrides them:
-``automoe.classes`` is such code, for the classes of ``transformers``.
+``Tier`` describes automoe's own decoder. A family (``automoe.hf.families.family.Family``, a
+subclass) whose models other code computes overrides its methods: ``automoe.classes`` does so for
+model classes of ``transformers``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 class Tier:
     """Interface of the code that computes a family's models; this base is automoe's own decoder.
 
-    Classes of transformers and plugins override it. A method that returns None leaves the work to
-    the decoder's own function.
+    Subclasses are for classes of transformers, or a plugin's. A method that returns None leaves its
+    work to the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.
@@ -33,7 +33,10 @@ class Tier:
     expert_style: Any = None
 
     def rows(self, config: Config, shape: MeshShape) -> Iterable[Row] | None:
-        """Return rules on the model's sizes and sharding, as (key, whether broken, rule, remedy)."""
+        """Return rules on the model's sizes and sharding, as (key, whether broken, rule, remedy).
+
+        None: the rules for automoe's decoder apply.
+        """
         return None
 
     def adapter_rows(self, config: Config, params: list[Any]) -> Iterable[Row]:
@@ -50,6 +53,8 @@ class Tier:
     def params(self, model: ModelConfig, buffers: bool) -> Any:
         """Return the model's parameters in order, a list of ``automoe.model.param_spec.Param``.
 
+        None: the parameters of automoe's decoder.
+
         Args:
             buffers: include the buffers that a checkpoint holds.
         """
@@ -57,6 +62,8 @@ class Tier:
 
     def build(self, model: ModelConfig, moe: MoEConfig, backend: Any) -> Any:
         """Return the model, a ``CausalLM`` on the meta device, in torch's default dtype.
+
+        None: build automoe's decoder.
 
         Args:
             backend: ``BackendConfig``, which names the kernels; None for the defaults.
@@ -71,8 +78,9 @@ class Tier:
             expert_rows: (token, expert) pairs that the experts of a rank compute.
 
         Returns:
-            Bytes that a micro-batch keeps once, such as masks; and for each layer the bytes that it
-            keeps and the most that its backward pass adds. Or text: why they cannot be counted.
+            (bytes that all layers share, such as masks; for each layer the bytes that it keeps and
+            the most that its backward pass adds); or text: why they cannot be counted; or None: the
+            planner's formulas for automoe's decoder apply.
         """
         return None
 
@@ -82,5 +90,5 @@ class Tier:
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the code that computes ``model``: that of a plugin's family, else automoe's decoder."""
+    """Return the ``Tier`` of ``model``: that of a plugin's family, else of automoe's decoder."""
     return look_up("model.family", model.family) or Tier()

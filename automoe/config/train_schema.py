@@ -13,7 +13,7 @@ from automoe.config.data_schema import Shown
 
 @dataclass
 class TrainConfig:
-    """Length, batch, precision, loss, frozen parameters and validation."""
+    """Section ``train``: length, batch, precision, loss, frozen parameters and validation."""
 
     steps: int = 200  # optimizer steps
     # passes over the rows of the training split, in whole batches: they replace steps; 0: steps counts
@@ -75,7 +75,7 @@ class LoraConfig:
 
 @dataclass(repr=False)
 class Phase(Shown):
-    """A phase of training: its length, its learning rate, and other values that it replaces."""
+    """A phase of training (``optim.phases``): its length, its learning rate, replaced settings."""
 
     steps: int = 0  # optimizer steps of the phase
     lr_ratio: float = 1.0  # learning rate of its last step divided by optim.lr
@@ -87,7 +87,7 @@ class Phase(Shown):
 
 @dataclass
 class OptimConfig:
-    """AdamW or Muon, and the learning-rate schedule."""
+    """Section ``optim``: AdamW or Muon, and the learning-rate schedule."""
 
     # muon: the matrices of layers are updated by Muon (arXiv 2502.16982), all other parameters by
     # AdamW, with the same learning rate and weight decay

@@ -1,7 +1,7 @@
 """Orders of the V-shaped schedules: DualPipeV (DeepSeek-V3, section 3.2.1), ZBV (arXiv 2401.10241,
 section 6).
 
-Stages go down the ranks and up again, so each rank holds one stage of either way.
+Stages are numbered down the ranks and then up again, so rank r holds stages r and 2 pp - 1 - r.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 
 
 class _Order:
-    """Growing list of a pipeline rank's actions, which numbers micro-batches as they are added.
+    """List of one pipeline rank's actions, which ``add`` extends and gives micro-batch numbers.
 
     Args:
-        stages: the rank's stage on the way down the ranks, and that on the way up.
+        stages: numbers of the rank's two stages, of which the first one comes earlier in the model.
     """
 
     def __init__(self, stages: tuple[int, int]) -> None:
@@ -40,8 +40,9 @@ class _Order:
     def add(self, *actions: str) -> None:
         """Append an entry for each word of ``actions``.
 
-        ``F0`` is a forward of the rank's first stage, ``F0+B1`` a forward and a backward at the same
-        time. ``W`` computes the weight gradients of the oldest backward that still lacks them.
+        ``F0`` is a forward of the rank's first stage, ``F0+B1`` a forward and a backward at the
+        same time. ``I0`` is a backward for the input alone; ``W`` computes the weight gradients of
+        the oldest such backward that lacks them.
         """
         for word in actions:
             if word == "W":
@@ -56,7 +57,8 @@ class _Order:
 def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
     """Return the order in which a rank of ``pp`` runs its actions under DualPipeV.
 
-    This is DualPipe (DeepSeek-V3, section 3.2.1) cut in half.
+    This is one half of DualPipe (DeepSeek-V3, section 3.2.1), which feeds micro-batches from both
+    ends.
     """
     order = _Order((rank, 2 * pp - 1 - rank))
     later = pp - rank - 1
@@ -77,7 +79,7 @@ def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action
 def zero_bubble_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
     """Return the order in which a rank of ``pp`` runs its actions under ZBV (arXiv 2401.10241).
 
-    Fewer than ``2 pp - 1`` micro-batches run in the order for ``2 pp - 1``, with gaps left out.
+    Fewer than ``2 pp - 1`` micro-batches run as ``2 pp - 1`` would, without the missing ones.
     """
     order = _Order((rank, 2 * pp - 1 - rank))
     count = max(2 * pp - 1, num_micro_batches)

@@ -30,9 +30,9 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 
     Args:
         config: composed configuration; not changed.
-        num_ranks: ranks that a derived mesh axis fills (see ``resolve_mesh``).
-        device: ``cpu`` or ``cuda`` if known; None takes ``launch.device``. If that is ``auto``,
-            the rules that depend on the device are not checked.
+        num_ranks: number of ranks, from which mesh axes that are -1 follow; None if unknown.
+        device: ``cpu`` or ``cuda`` if known; None takes ``launch.device``. If that is ``auto``, the
+            rules that depend on the device are not checked.
 
     Returns:
         The mesh with every axis resolved.
@@ -60,7 +60,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield (key, whether broken, rule, remedy) of the rules that depend on model and mesh.
 
-    ``config`` must have passed the bounds of single numbers.
+    ``config`` must already obey the rules on single numbers (``number_rows``).
     """
     see = Scope(config, shape, device)
     yield from model_rows(config, shape)
@@ -120,9 +120,12 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
-    """Raise ``ConfigError`` unless the directory under ``key`` can be created and written.
+    """Raise ``ConfigError`` unless ``directory`` can be created, if need be, and written.
 
     Nothing is created.
+
+    Args:
+        key: configuration key that has ``directory`` as its value, for the error.
     """
     if not directory:
         raise ConfigError(key, directory, "names no directory", f"Set {key} to a directory")
