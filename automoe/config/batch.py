@@ -101,8 +101,9 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 
 
 def least_micro_batches(config: Config, shape: MeshShape) -> int:
-    """Return the fewest micro-batches that the pipeline schedule allows, per step and data-parallel
-    rank.
+    """Return the fewest micro-batches per step that the pipeline schedule allows.
+
+    They are counted on one data-parallel rank.
     """
     schedule = config.parallel.schedule
     if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:
@@ -111,10 +112,10 @@ def least_micro_batches(config: Config, shape: MeshShape) -> int:
 
 
 def more_micro_batches(config: Config, shape: MeshShape) -> str:
-    """Return settings, for an error message, that give a step enough micro-batches for the
-    schedule.
+    """Return settings, for an error message, by which a step has enough micro-batches.
 
-    For example ``train.global_batch_size=32, or train.micro_batch_size=1``.
+    The pipeline schedule needs so many. For example ``train.global_batch_size=32, or
+    train.micro_batch_size=1``.
     """
     train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
     smaller, left = divmod(train.global_batch_size, ranks)

@@ -28,8 +28,7 @@ VIEWS = ("default", "moe")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Axis sizes of two meshes of the same ranks: ``default`` for dense layers, ``moe`` for
-    experts.
+    """Axis sizes of two meshes of the same ranks, ``default`` (dense layers) and ``moe`` (experts).
 
     default: pp x dp_replicate x dp_shard x cp x tp. moe: pp x ep_replicate x ep_shard x ep x etp,
     with etp for expert tensor parallelism. Ranks of both are numbered row-major: the last axis

@@ -246,7 +246,10 @@ class ModelConfig:
 
 @dataclass
 class MoEConfig:
-    """Section ``moe``: how MoE layers run and are balanced. No key changes a checkpoint's format."""
+    """Section ``moe``: how MoE layers run and are balanced.
+
+    No key changes the format of a checkpoint.
+    """
 
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
     # once per node of cluster.gpus_per_node ranks; deepep: needs CUDA and the package DeepEP

@@ -48,7 +48,15 @@ _AGENT_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 @dataclass(frozen=True)
 class ExternalLaunch:
-    """Rank and rendezvous of this process, which torchrun or srun started as one of several ranks."""
+    """Rank and rendezvous of this process, which torchrun or srun started as one of several ranks.
+
+    Attributes:
+        launcher: torchrun or srun.
+        rank, world_size: rank of this process, and number of all ranks.
+        local_rank, local_world_size: the same on this node.
+        master_addr, master_port: address of the store where ranks meet.
+        agent_store: True if the launcher serves this store, False if rank 0 shall do so.
+    """
 
     launcher: str  # torchrun or srun
     rank: int
@@ -297,7 +305,7 @@ def check_gpus(launch: ExternalLaunch, visible: int) -> None:
 
     Args:
         visible: number of GPUs that this rank sees: all GPUs of the node, or only its own under
-            ``srun --gpus-per-task=1`` (see ``automoe.launch.ranks.device_index``).
+            ``srun --gpus-per-task=1``.
     """
     one_gpu = launch.launcher == "srun" and visible == 1
     if launch.local_world_size > visible and not one_gpu:

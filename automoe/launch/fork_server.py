@@ -56,7 +56,11 @@ class Job(NamedTuple):
 
 
 class ForkedRank:
-    """A rank's process, with the methods of ``subprocess.Popen``."""
+    """A rank's process in the fork server, with the interface of ``subprocess.Popen``.
+
+    ``pid`` is None until the server has forked the rank, and ``returncode`` until the rank has
+    ended.
+    """
 
     def __init__(self, server: ForkServer) -> None:
         self.pid: int | None = None  # None until the server has forked the rank
@@ -95,8 +99,8 @@ class ForkedRank:
 def python() -> list[str]:
     """Return the command that runs a module: ``[python, "-Pm"]``, to be followed by its name.
 
-    ``-P`` keeps files of the working directory from shadowing libraries. A checkout of automoe as
-    working directory needs ``-m`` alone, to be importable.
+    ``-P`` keeps files of the working directory from shadowing libraries. If the working directory
+    is a checkout of automoe, the option is ``-m`` alone, so that the checkout can be imported.
     """
     inside = Path(__file__).parents[2] == Path.cwd()
     return [sys.executable, "-m" if inside else "-Pm"]
@@ -141,8 +145,8 @@ class ForkServer:
     def start(self, job: Job, stdout: int = 1, files: Sequence[int] = ()) -> list[ForkedRank]:
         """Start the ranks of ``job``, and return them; the server runs one job at a time.
 
-        The ranks begin once the server has imported its modules. A server that was killed is
-        started again, because this job may be the next attempt after the one that killed it.
+        The ranks begin once the server has imported its modules. If the server was killed, which
+        also ends its job, it is started again first.
 
         Args:
             stdout: file descriptor that the ranks start with as standard output.
@@ -299,6 +303,7 @@ def become(
         parent: process id of the server.
         files: descriptors of standard output and error, then one for each rank or none.
         requests: the server's socket, to be closed.
+        imports: outcome of the server's imports, passed on to the job's function.
     """
     try:
         requests.close()

@@ -1,7 +1,8 @@
-"""The checks for the first half hour on GPUs: short runs, ordered by how much each proves.
+"""Checks for the first half hour on GPUs: short training runs, the most informative ones first.
 
-Each check trains by the documented command. Most checks have the rows and weights of another one
-and must reproduce its losses, which proves the settings that differ between the two.
+Each check trains by the documented command. Most checks train on the same rows from the same
+weights as another one and must reproduce its losses, which proves the settings that differ between
+the two.
 """
 
 from __future__ import annotations
@@ -97,11 +98,13 @@ def run_checks(
 ) -> Iterator[tuple[Check, dict[str, Any]]]:
     """Run ``checks`` in order, and yield each with its outcome.
 
-    An outcome has the run's records, its seconds, and under ``wrong`` why the check failed.
+    An outcome has the records of the run's steps, its seconds, and under ``wrong`` why the check
+    failed, or ''.
 
     Args:
         folder: new folder for the runs and for ``results.json``, which has every outcome so far.
-        facts: description of the machine, to be stored.
+        facts: description of the machine, which ``results.json`` stores.
+        device: cuda, or cpu to try the checks themselves.
     """
     records = {}
     outcomes = {}

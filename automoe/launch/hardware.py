@@ -130,9 +130,10 @@ def start_notes(config: Config) -> list[str]:
 def default_num_ranks(config: Config, device: str) -> int | None:
     """Return the number of ranks that a derived mesh axis fills.
 
-    The number is ``launch.num_ranks`` if that is set, else one rank per GPU or core with
-    ``mesh.preset``, else as many whole meshes as this machine holds. None if ``launch.num_ranks``
-    is unset and an axis of the mesh is invalid, or a preset finds no GPU.
+    The number is ``launch.num_ranks`` if that is set. Else ``mesh.preset`` gives one rank per GPU
+    or core. Else it is the largest multiple of the product of the axes that are set which this
+    machine has GPUs or cores for, at least that product. None if an axis of the mesh is invalid, or
+    a preset finds no GPU.
     """
     if config.launch.num_ranks is not None:
         return config.launch.num_ranks
@@ -153,7 +154,9 @@ def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) ->
     """Return why this machine cannot hold the ranks of ``shape``; None if it can.
 
     Args:
-        asked: ``launch.num_ranks``; this number of CPU ranks is started on any number of cores.
+        shape: resolved mesh.
+        device: cuda, with one GPU per rank, or cpu, with a limited number of ranks per core.
+        asked: ``launch.num_ranks``; so many CPU ranks are started on any number of cores.
     """
     ranks = shape.world_size
     if device == "cuda":

@@ -57,7 +57,8 @@ class RunResult:
     def exit_code(self) -> int:
         """Exit status: 0 done, 1 failed, 128 + signal preempted (143 SIGTERM, 130 Ctrl-C).
 
-        Ranks that somebody asked to stop, behind the launcher's back, got SIGTERM.
+        A preempted run whose launcher got no signal counts as SIGTERM: its ranks got it from
+        someone else.
         """
         if self.state == "done":
             return 0
@@ -169,7 +170,20 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
 
 @dataclass
 class _Launch:
-    """Ranks of one run, over all its attempts."""
+    """Ranks of one run, over all its attempts.
+
+    Attributes:
+        server: process that forks the ranks.
+        run_dir, num_ranks, config: directory, number of ranks and resolved configuration of the
+            run.
+        run_dir_lost: function that returns an error message if the directory was removed, else
+            None.
+        signum: signal that asked the run to stop, if any.
+        kill_at: monotonic time in s at which the ranks are killed; infinite before such a signal.
+        gave_up: True if ranks did not leave in time and were killed.
+        ranks: processes of the present attempt.
+        killed: ranks that the launcher itself killed.
+    """
 
     server: ForkServer
     run_dir: Path
@@ -299,13 +313,13 @@ class _Launch:
         return RunResult(state, status.get("objective"), failure or status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the failure of a rank that a foreign signal killed; None if none failed first.
+        """Return the error report of a rank that a signal from outside killed; None without one.
 
-        A killed rank cannot report its own end; its peers report a lost connection.
+        A killed rank cannot report its own end; the others then report a lost connection.
 
         Args:
-            recorded: the first error on record, if any. An error other than a lost connection means
-                that no killed rank came first.
+            recorded: the first error on record, if any. If it is not a lost connection, it came
+                before any kill, and the result is None.
         """
         if recorded is not None and recorded["type"] not in _LOST_PEER_TYPES:
             return None

@@ -85,7 +85,8 @@ def compose(args: Arguments) -> Config:
     """Return the configuration that ``args`` names, with the model of its checkpoint.
 
     Raises:
-        ConfigError: as ``settle`` does, or a key or value is wrong.
+        ConfigError: a key or value is wrong, the checkpoint cannot be read, or an override
+            contradicts it.
         BackendError: Hydra is not installed.
     """
     return settle(compose_config(args.config_name, args.overrides, args.config_dir), args.overrides)
@@ -203,18 +204,19 @@ def _named(overrides: list[str]) -> dict[str, str]:
 
 
 def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]) -> RopeConfig:
-    """Return the rotary embeddings of ``checkpoint`` with the scaling of ``asked``.
+    """Return ``checkpoint``'s rotary embeddings with the scaling of ``asked``, for longer rows.
 
-    If the family reads DeepSeek's mscales and they are unset, both are 1, as inference engines
-    require.
+    If the family reads DeepSeek's ``mscale`` and ``mscale_all_dim`` and they are unset, both are 1,
+    as inference engines require.
 
     Args:
         asked: ``model.rope`` as the user set it.
+        checkpoint: model of ``model.hf_path``.
         named: keys that the command line sets.
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already, its ``config.json`` nests the
-            text model in a multimodal one, or ``asked`` does not make its rows longer.
+            text model in a multimodal one, or ``asked`` allows no longer rows than the checkpoint.
     """
     from automoe.hf.families.registry import family_of, read_hf_config
 
@@ -258,8 +260,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 def check_data(config: Config) -> None:
     """Raise ``ConfigError`` if a model with random weights lacks data.
 
-    With ``LARGE`` parameters it needs more text than the demonstration corpus, and a tokenizer.
-    Packed weights (``lora.base``) need a checkpoint.
+    From ``LARGE`` parameters on, it needs a tokenizer and other text than the demonstration corpus
+    (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:
         return
@@ -333,7 +335,7 @@ def _pinned(config: Config) -> Config:
 
 
 def _own_data(config: Config) -> str:
-    """Return the overrides that name a user's own data, for an error message."""
+    """Return overrides, for an error message, by which users train on their own data."""
     if config.data.is_chat:
         return f"data={'preference' if config.data.is_preference else 'chat'} data.path=FILE"
     return "data=jsonl data.path=FILE (or text, parquet, hub)"

@@ -289,7 +289,10 @@ def _overwrite(path: Path, content: dict[str, Any]) -> bool:
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """Return the report of the run's first error from ``first_error.json``; None without a whole one."""
+    """Return the report of the run's first error from ``first_error.json``.
+
+    None if the file is missing or damaged.
+    """
     try:
         return parse_json(read_file(run_dir / ERROR_FILE))
     except (OSError, ValueError):
@@ -299,8 +302,8 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
     """Return a dictionary that describes ``error``, as ``status.json`` stores it.
 
-    Its keys are ``rank``, ``type``, ``message``, ``for_user`` (the message suffices) and
-    ``traceback`` (a list of lines; empty if ``error`` was never raised).
+    Its keys are ``rank``, ``type``, ``message``, ``for_user`` (True if a user needs no traceback)
+    and ``traceback`` (a list of lines; empty if ``error`` was never raised).
 
     Args:
         rank: rank that failed; None if the launcher did.
@@ -328,7 +331,7 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
 
     Args:
         report: description of the error, from ``error_report``.
-        overrule: replace an earlier report.
+        overrule: replace the report of another failure.
 
     Returns:
         True if the report was written.

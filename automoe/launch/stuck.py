@@ -233,7 +233,14 @@ class StuckWatch:
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
     def _warn(self, slow: Pending, message: str) -> None:
-        """Warn about the slow collective ``slow`` once; ranks need not tell their positions any more."""
+        """Warn once about a collective of a save or load, which may take longer than a step's.
+
+        The request to all ranks to report their positions is withdrawn.
+
+        Args:
+            slow: the collective.
+            message: sentences that say which rank is missing.
+        """
         self._named.add(str(slow))
         for stream in (self.terminal, sys.stderr):
             print(f"warning: {message} It may take up to {slow.timeout_s:.0f} s", file=stream)

@@ -79,8 +79,9 @@ Predict = Callable[[Config, MeshShape], Record]
 def run_sweep(args: Arguments, predict: Predict) -> int:
     """Run every combination of the comma-separated overrides, and return the exit status.
 
-    Each is a job with its own ranks. The status is 0 if every job that could run is done, 1 if one
-    is not, 2 if no job could run, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
+    Each combination is a job with its own ranks. The status is 0 if all jobs are done, apart from
+    those whose mesh cannot run; 1 if another job is not done; 2 if no job could run; and 130, 143
+    or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
 
     Hydra sweepers such as Optuna minimise a job's objective: its final validation loss, else its
     training loss, else infinity. With ``observe.objective=tokens_per_second`` the objective is the

@@ -1,10 +1,11 @@
 """Bytes of activations that one micro-batch keeps on a rank until its backward pass.
 
 A layer keeps what its backward formulas read: the input of every norm and every matmul, the
-attention's q, k, v, output and log-sum-exp, the routed rows and the experts' activations. The table
-uses b bytes per element (2 in bf16) and these letters: T tokens of the rank, Tk tokens whose keys
-and values the rank reads, S sequence, H hidden, N heads, G key-value heads, D head dim, I FFN
-width, K top-k, R = T K routed rows.
+attention's q, k, v, output and log-sum-exp, the tokens copied for each chosen expert and the
+experts' activations. The table uses b bytes per element (2 in bf16), w = max(b, 4), and these
+letters: T tokens of the rank, Tk tokens whose keys and values the rank reads, S sequence, H hidden,
+N heads, G key-value heads, D head dim (Dqk of queries and keys, Dv of values, Dj of an indexer), I
+FFN width, K top-k, R = T K rows of routed experts.
 
     residual stream, norms     4 b T H
     gqa                        b [2 T N D + 2 Tk G D] + 4 T N
@@ -13,18 +14,17 @@ width, K top-k, R = T K routed rows.
     indexer of J heads         w [T J (Dj + 1) + (T + Tk) Dj]  gradients, made in the forward pass
     ffn of width I             4 b T I                         gate, silu(gate), up, product
     attention=math             w N [T Dqk + Tk (Dqk + Dv) + T S] + b T N Dv
-                                                               copies of w >= 4 bytes, scores
+                                                               copies in at least float32, scores
     gate of shared experts     b T (H + 1)                     the experts' output, the gate
     routed experts             b R (H + 2 I) + router          gathered rows, gate, up
-    an MTP module's inputs     4 b T H                         both, and both joined
+    an MTP module's inputs     4 b T H                         both, and both concatenated
 
-With parallel.context=gather, Tk counts the keys and values of whole rows, whatever cp is; with
-ulysses they are those of whole rows for 1 / cp of the heads, so Tk is T, and attention's output is
-kept once more as it arrives. An
-attention mask is kept as numbers, one [S, S] matrix per row. The product gate * up of the experts
-is recomputed. The experts' outputs are not kept: routing weights were applied before, so the sum
-over a token's experts does not need the outputs in its backward pass (a plain index_add would keep
-them). A recomputed region keeps its inputs:
+With parallel.context=gather, Tk counts the keys and values of whole sequences, whatever cp is; with
+ulysses a rank has those of whole sequences for 1 / cp of the heads, so Tk is T, and attention's
+output is kept a second time, after the all-to-all. An attention mask is a tensor, one [S, S] matrix
+per sequence. The product gate * up of the experts is recomputed. The experts' outputs are not kept:
+routing weights were applied before, so the sum over a token's experts does not need the outputs in
+its backward pass (a plain index_add would keep them). A recomputed module keeps its inputs:
 
     core_attn        q, k, v (the output is kept as the output projection's input)
     mlp              nothing more: its input is the norm's output, counted with the norms
@@ -66,7 +66,7 @@ UNEVEN = 2.0
 
 
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
-    """Return ``batch`` with ``factor`` times the mean number of expert rows on a rank.
+    """Return ``batch`` with ``factor`` times the mean number of (token, expert) pairs on a rank.
 
     It models a rank whose experts get more tokens than others. The factor is limited to
     ``most_load``.
@@ -89,7 +89,25 @@ def most_load(config: Config, mesh: MeshShape) -> float:
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """Sizes of one micro-batch on a rank and its operators, on which activations depend."""
+    """Sizes of one micro-batch on a rank, and the operators that decide which activations are kept.
+
+    Attributes:
+        tokens: tokens of the rank; ``rows``: sequences that these are shards of.
+        kv_tokens: tokens whose keys and values attention reads.
+        expert_rows: (token, expert) pairs that the rank computes.
+        mask_numbers, window_numbers: elements of an attention mask, for full attention (0: no mask
+            tensor) and for sliding windows.
+        number_bytes: bytes of an activation element.
+        dispatched: experts read a buffer of received rows, not local tokens.
+        on_cpu, copies_groups: attention keeps padded values, or keys and values copied to all
+            heads.
+        tp, etp: ranks of these mesh axes; ``head_ranks``: ranks that share the heads of the same
+            tokens.
+        read_rows: rows that experts read: local tokens, or received ones.
+        loop, scores, flex, wgrad: from ``moe.experts``, ``kernels.attention`` (math keeps scores,
+            or flex) and ``parallel.expert_wgrad``.
+        in_8_bits: experts keep the rows that they read in 8 bits.
+    """
 
     tokens: int
     kv_tokens: int  # number of tokens whose keys and values attention reads
@@ -119,7 +137,7 @@ class TokenLoad:
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Return the sizes of ``batch`` on ``mesh``, for the operators of the planned cluster."""
+        """Return the sizes of a micro-batch of ``batch``, with the operators named in ``config``."""
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
         # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
@@ -313,10 +331,13 @@ def _attention_bytes(
 
 
 def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
-    """Return the bytes of attention's output after it went from heads back to positions.
+    """Return the bytes of the second copy of attention's output that Ulysses keeps.
 
-    The projection keeps it besides the kernel's own copy; nothing is added if attention is
-    recomputed (``again``).
+    It is the result of the all-to-all from heads back to positions, which the output projection
+    reads. 0 without Ulysses, or if attention is recomputed (``again``).
+
+    Args:
+        width: elements of the output per token.
     """
     return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
 
@@ -327,7 +348,8 @@ def _latent_bytes(
     """Return the bytes that multi-head latent attention keeps, except mask and log-sum-exp.
 
     Args:
-        by_math: ``kernels.attention=math``, whose queries, keys and values are counted elsewhere.
+        recompute: modules that the layer recomputes.
+        by_math: ``kernels.attention=math`` keeps scores, and more of queries, keys and values.
     """
     again = "core_attn" in recompute
     size, heads, tokens, kv_tokens = (

@@ -1,8 +1,8 @@
-"""Bounds of the time and the memory of many meshes at once, in arrays.
+"""Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
-What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family``. A
-column is a family with one choice of recomputation. ``Layout`` adds up the stages of each pipeline
-rank for all columns.
+What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
+settings. A record of an array, called a column, is a family with one value of
+``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank for all columns.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ WAITING = np.dtype(
 class Family(NamedTuple):
     """Mesh axes and settings on which the time of a layer depends.
 
-    Candidates of a search that share them share their layers' times, which are computed once.
+    Candidates of a mesh search with equal values share the times of their layers, which are
+    computed once.
     """
 
     tp: int
@@ -71,13 +72,15 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """The same settings without those of routed experts, for the rest of a layer."""
+        """The same settings with defaults for routed experts, for the rest of a layer."""
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with the family's settings; keywords set other keys of ``parallel``."""
+        """Return ``config`` with these settings; keyword arguments set other keys of ``parallel``
+        too.
+        """
         return changed(
             config,
             moe={"dispatcher": self.dispatcher, "dispatch_dtype": self.dispatch_dtype},
@@ -87,9 +90,11 @@ class Family(NamedTuple):
 
 
 class Space:
-    """Times and bytes of a model's layers for all families of a search, each computed once.
+    """Times and bytes of a model's layers, computed once for each family of settings of a search.
 
-    ``rungs`` are the tried values of ``parallel.recompute``.
+    Args:
+        config: configuration that the search varies.
+        rungs: values of ``parallel.recompute`` that the search tries.
     """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
@@ -111,16 +116,23 @@ class Space:
     def timed(self, families: Sequence[Family], rungs: int | None = None) -> Array:
         """Time the layers of ``families`` with the first ``rungs`` choices of recomputation.
 
+        Args:
+            families: combinations of mesh axes and settings.
+            rungs: how many values of ``parallel.recompute`` to time for each; None: all.
+
         Returns:
-            Records of the fields ``rung``, ``COLUMN`` and ``LAYER``: the choices of the first
-            family, then those of the next one.
+            Array of records with the index of the value (``rung``) and the fields ``COLUMN`` and
+            ``LAYER``: all values of the first family, then those of the next one.
         """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
         return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
 
     def columns(self, families: Sequence[Family], timed: Array) -> Array:
-        """Return the records that ``timed`` made of ``families``, with the fields of ``WAITING``."""
+        """Return the records that ``timed`` made of ``families``, with more fields (``WAITING``).
+
+        These are filled in later: bounds of speed and bytes, and the pipeline layout.
+        """
         each = len(timed) // max(len(families), 1)
         fields = [field for field in timed.dtype.descr if field[0] != "rung"]
         columns = np.zeros(len(timed), [*WAITING.descr, *fields])
@@ -144,7 +156,13 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return the values ``LAYER`` of ``layer`` with each choice of recomputation, one of ``kinds``."""
+        """Return the values named by ``LAYER``, such as seconds, for each choice of recomputation.
+
+        Args:
+            family: mesh axes and settings.
+            layer: number of the layer.
+            kinds: the layer's kind with each value of ``parallel.recompute``.
+        """
         place = self._place(family)
         config, mesh, batch = place.config, place.mesh, place.batch
         load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
@@ -193,11 +211,12 @@ class Space:
     def _experts(
         self, place: Place, family: Family, layer: int, shared: float, arrives: bool
     ) -> Passes:
-        """Return the passes of ``layer``'s experts, computed once for each number of tokens.
+        """Return the forward and backward pass of ``layer``'s routed experts, from a cache.
 
         Args:
-            shared: forward seconds of the shared experts, beside which tokens are sent.
-            arrives: the backward pass dispatches tokens once more.
+            place: configuration, mesh and batch of ``family``.
+            shared: forward seconds of the shared experts, which hide a part of the all-to-alls.
+            arrives: recomputation in the backward pass dispatches tokens once more.
         """
         cut = family._replace(cp=1, micro_batch_size=1, context="")
         key = place.tokens, cut, layer, arrives
@@ -209,12 +228,12 @@ class Space:
         return self._routed[key]
 
     def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
-        """Return ``layer``'s times without routed experts, and the seconds of the output head."""
+        """Return both passes of ``layer`` without routed experts, and the output head's seconds."""
         place = self._place(family)
         return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))
 
     def _kept_bytes(self, layer: int, load: TokenLoad) -> list[float]:
-        """Return the bytes of ``layer``'s activations, for each choice of recomputation."""
+        """Return the bytes of ``layer``'s activations for each tried choice of recomputation."""
         model, variants = self.config.model, self.variants[layer]
         if not tier_of(model).resizable:  # it is measured, which imports torch
             return [0.0] * len(variants)
@@ -225,7 +244,14 @@ class Space:
 
 
 class Layout:
-    """A pipeline schedule on ``pp`` ranks with its FSDP policy; it bounds time and memory of steps."""
+    """A pipeline schedule on ``pp`` ranks with an FSDP policy; it bounds a step's time and memory.
+
+    Args:
+        space: times and bytes of the model's layers.
+        pp: pipeline ranks.
+        settings: keys of ``parallel``: the schedule, stages per rank, and when FSDP reshards and
+            reduces.
+    """
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
         self.pp = pp
@@ -244,9 +270,10 @@ class Layout:
         self.has_head = np.array([[len(self.sizes) - 1 in stages] for stages in self.held])
 
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
-        """Return the micro-batches of a step for each record of ``columns``.
+        """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 where the ranks, ``ranks`` in all, or the rows of the global batch do not divide.
+        It is 0 if ``ranks`` (of the whole run) or the global batch is not divisible by the record's
+        mesh.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
         unit = np.maximum(dp, 1) * columns["micro"]
@@ -258,7 +285,12 @@ class Layout:
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, count: int) -> Array:
-        """Return for each record of ``columns`` the least seconds of a step of ``count`` micro-batches."""
+        """Return a lower bound of a step's seconds, for each record of ``columns``.
+
+        Args:
+            columns: records that ``Space.columns`` made.
+            count: micro-batches of the step.
+        """
         parallel = self.parallel
         forward, head = columns["forward"].T, columns["head"][:, 0]
         whole = forward + columns["backward"].T
@@ -279,9 +311,14 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, count: int, ranks: int) -> Array:
-        """Return for each record of ``columns`` the least bytes of the fullest of all ``ranks``.
+        """Return a lower bound of the bytes on the fullest rank, for each record of ``columns``.
 
-        The moment is the end of a forward pass, in a step of ``count`` micro-batches.
+        Only one moment of the step is counted, the end of a forward pass.
+
+        Args:
+            columns: records that ``Space.columns`` made.
+            count: micro-batches of the step.
+            ranks: number of all ranks.
         """
         parallel, optim = self.parallel, self.config.optim
         wide, compute, reduced = DTYPE_BYTES[self.config.train.dtype]
@@ -297,12 +334,13 @@ class Layout:
         return least
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
-        """Return what the schedule overlaps and holds in a step of ``count`` micro-batches.
+        """Return what the schedule overlaps and keeps, in a step of ``count`` micro-batches.
 
         Returns:
-            The micro-batches after which rounds repeat; for each rank the overlapped pairs of
-            passes; and at its fullest moment, by kind, its layers with activations and those with
-            gradients.
+            Arrays: the number of micro-batches that were looked at, since the order then repeats;
+            for each pipeline rank, the pairs of forward and backward passes that overlap; and, at
+            the moment when it holds the most activations, by kind of layer, the number of layers
+            with activations and with gradients.
         """
         schedule = self.parallel.schedule
         if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:

@@ -1,11 +1,12 @@
 """``automoe plan calibrate=true``: measure this machine's speeds and write them as a cluster file.
 
 ``cluster=NAME`` reads the file. One rank measures matmuls over a range of arithmetic intensities, a
-pass over memory, attention, grouped matmuls, and the fixed time of a layer and of a step whose
-products are negligible. All ranks of this machine measure all-gathers, reduce-scatters, all-to-alls
-and sends of several sizes in groups of every size and stride that a mesh axis can have. On a GPU,
-seconds are the time between two CUDA events. On a CPU, seconds are the CPU time of the rank's
-threads: it excludes other programs of the machine and includes gloo's threads.
+pass over memory, attention, grouped matmuls, and the fixed time of a layer and of a step, in a
+model so small that its matmuls take almost no time. All ranks of this machine measure all-gathers,
+reduce-scatters, all-to-alls and sends of several sizes in groups of every size and stride that a
+mesh axis can have. On a GPU, seconds are the time between two CUDA events. On a CPU, seconds are
+the CPU time of the rank's threads: it excludes other programs of the machine and includes gloo's
+threads.
 """
 
 from __future__ import annotations
@@ -66,7 +67,12 @@ Links = dict[str, dict[float, float]]
 
 @dataclass(frozen=True)
 class Bench:
-    """Device to calibrate, with problems so large that launch overhead is negligible on a GPU."""
+    """Device to calibrate, and problems so large that launch overhead is negligible on a GPU.
+
+    ``first`` is the FLOPs per byte of the first timed matmul, ``rows`` the rows of all, ``numbers``
+    the elements of the memory pass, ``seq`` the sequence length of the attention, ``expert`` the
+    rows and width of an expert, ``threads`` the CPU threads per rank.
+    """
 
     device: str  # "cpu" or "cuda"
     dtype: str
@@ -131,6 +137,9 @@ class Bench:
 def calibrate(folder: Path, args: Arguments) -> int:
     """Measure this machine, write ``FOLDER/cluster/NAME.yaml`` and print the command that reads it.
 
+    NAME is ``measured_cpu`` or ``measured_gpu``. The configuration in ``args`` (the command line)
+    gives the kinds of layers to time.
+
     Returns:
         The exit status, 0.
 
@@ -159,7 +168,7 @@ def calibrate(folder: Path, args: Arguments) -> int:
 
 
 def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
-    """Measure the speeds that a single rank reaches; ``cluster_values`` takes the result.
+    """Return the speeds, in FLOP/s, bytes/s and seconds, that a single rank reaches, by name.
 
     Args:
         model: model whose layer kinds are timed, at small sizes.
@@ -226,7 +235,7 @@ def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
     """Return the forward seconds of the grouped matmuls (gate, up, down) of 8 experts.
 
-    Each expert has as many rows as its width and as the hidden size.
+    Hidden size, expert width and the rows of each expert are all ``bench.expert``.
     """
     import torch
 
@@ -260,7 +269,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
 
 def usual(bench: Bench, layers: int) -> Config:
-    """Return a configuration of ``layers`` layers whose matmuls have the sizes that are timed alone."""
+    """Return a configuration whose matmuls are as large as those that ``measure_alone`` times."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     model = ModelConfig(
@@ -281,7 +290,7 @@ def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Time training steps on one sequence, with the configurations in turn.
+    """Time training steps of several configurations on one sequence, taking turns.
 
     Returns:
         Median seconds of the forward and backward pass of each configuration, then median seconds
@@ -333,9 +342,10 @@ def group_shapes(ranks: int) -> list[tuple[int, int]]:
 
 
 def measure_links(bench: Bench) -> Links:
-    """Return the seconds of each collective on this rank, in groups of each shape. Collective.
+    """Return {name such as ``all_gather 8x1``: {bytes that this rank sends: seconds}}. Collective.
 
-    All groups of a shape communicate at the same time, as those of a mesh axis do.
+    The name has the size and stride of a group; all such groups communicate at the same time, as
+    those of a mesh axis do.
     """
     import torch.distributed as dist
 
@@ -360,7 +370,7 @@ def measure_links(bench: Bench) -> Links:
 def _collectives(
     group: dist.ProcessGroup, device: torch.device, num_bytes: int
 ) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return (bytes that a rank sends, function) of each collective over ``num_bytes``, by name."""
+    """Return {collective: (bytes that a rank sends, function that runs it on ``num_bytes``)}."""
     import torch
     import torch.distributed as dist
 
@@ -407,11 +417,13 @@ def fit_link(seconds: dict[float, float]) -> list[float]:
 def cluster_values(
     bench: Bench, alone: dict[str, Any], links: list[Links], name: str, gpus: int
 ) -> dict[str, Any]:
-    """Return the measured fields of ``ClusterConfig``, with constants relative to these speeds.
+    """Return the measured fields of ``ClusterConfig``; its constants are relative to the others.
 
     Args:
         alone: result of ``measure_alone``.
         links: result of ``measure_links`` of every rank; empty for one rank.
+        name: name of the cluster.
+        gpus: GPUs of this machine; 0 for a CPU.
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()

@@ -42,7 +42,10 @@ class Candidate:
 
     @cached_property
     def peak(self) -> float:
-        """Peak bytes of the rank that needs most, at even expert load, without the reserve."""
+        """Peak bytes of the rank that needs most, at even expert load.
+
+        The reserve for the CUDA context, communicators and fragmentation is not included.
+        """
         batch = plan_batch(self.config, self.mesh)
         return max(rank.peak for rank in plan_memory(self.config, self.mesh, batch))
 
@@ -58,12 +61,16 @@ class Candidate:
 
     @property
     def uneven_peak(self) -> float:
-        """Peak bytes of the fullest rank at twice the even expert load, without the reserve."""
+        """Peak bytes of the fullest rank at twice the even expert load, without any reserve."""
         return max(rank.peak for rank in self._uneven_ranks)
 
     @cached_property
     def needed(self) -> float:
-        """GPU memory to provide, in bytes: peak at twice the even expert load, and the reserve."""
+        """GPU memory to provide, in bytes.
+
+        It is the peak at twice the even expert load, and a reserve for the CUDA context,
+        communicators and fragmentation.
+        """
         return needed(self.config, self.mesh, self._uneven_ranks)
 
     @property
@@ -89,11 +96,11 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
-    """Return the legal values of ``parallel.recompute``, each frees more memory than the last.
+    """Return the legal values of ``parallel.recompute``, those that free more memory last.
 
     Args:
-        fixed: keys that the user chose; if ``RECOMPUTE_KEYS`` is among them, only the configured
-            value is returned.
+        fixed: keys that the user chose. If they include ``parallel.recompute`` or
+            ``parallel.recompute_layers``, only the configured value is returned.
     """
     if RECOMPUTE_KEYS & set(fixed):
         return [config.parallel.recompute]
@@ -110,7 +117,7 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
     """Return the index of the first candidate that fits in memory; None if none fits.
 
     Args:
-        rungs: candidates that differ in recomputation, each needs less memory than the one before.
+        rungs: candidates that differ in recomputation; each needs less memory than the one before.
     """
     if not rungs[-1].fits:
         return None

@@ -42,7 +42,21 @@ HASH_BANDWIDTH = 9e9
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """Cost of one checkpoint and of all checkpoints of a run, in bytes and seconds."""
+    """Predicted cost of one checkpoint, and of all checkpoints of a run.
+
+    Attributes:
+        bytes, rank_bytes, metadata_bytes: bytes of all ranks' files together, of the largest one,
+            and of the index.
+        staged_bytes: CPU memory per rank for ``checkpoint.async_save``.
+        num_tensors, num_shards, num_files: tensors, stored shards of tensors, and files.
+        write_seconds: time to write everything at ``node_bandwidth``.
+        blocked_seconds: time in which training stands still, for the write or the copy to CPU
+            memory.
+        node_bandwidth: bytes/s from a node to storage; ``assumed``: it is a default.
+        interval_seconds: time between two saves; None: no saves.
+        most_kept: largest number of complete checkpoints on disk at a time.
+        disk_bytes: disk space of the run's checkpoints.
+    """
 
     bytes: float  # bytes of all ranks' files together
     # Bytes of the largest file, if ranks that hold the same tensors share them evenly.

@@ -59,7 +59,7 @@ class Cost:
         return Cost(times * self.seconds, times * self.bytes, times * self.off_node)
 
     def seen(self, seconds: float) -> Cost:
-        """Return a cost with the same bytes and ``seconds`` of exposed time."""
+        """Return this cost with other ``seconds``: those that no computation hides."""
         return Cost(seconds, self.bytes, self.off_node)
 
 
@@ -72,9 +72,11 @@ def link_name(kind: str, size: int, stride: int) -> str:
 
 
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
-    """Return a collective's cost from the measured ``cluster.links``; None if it is not there.
+    """Return a collective's cost from ``cluster.links``; None if that has no group of this shape.
 
-    ``sent`` are the bytes that a rank sends, ``kind`` is such as ``all_gather``.
+    Args:
+        kind: name of the collective, such as ``all_gather``.
+        sent: bytes that a rank sends.
     """
     link = machine.links.get(link_name(kind, group.size, group.stride))
     if link is None or group.nodes > 1:
@@ -83,11 +85,14 @@ def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | N
 
 
 def gather(machine: Machine, group: Group, whole: float, kind: str = "all_gather") -> Cost:
-    """Return the cost of an all-gather to ``whole`` bytes per rank, across nodes, then within them.
+    """Return the cost of an all-gather or reduce-scatter over ``group``.
+
+    Across nodes it has two phases: GPUs of equal index on each node, then the GPUs of a node.
 
     Args:
+        whole: bytes of the gathered (or not yet reduced) tensor on a rank.
         kind: ``all_gather`` or ``reduce_scatter``, which differ only where ``cluster.links`` has
-            them.
+            measurements.
     """
     if group.size == 1 or not whole:
         return NOTHING

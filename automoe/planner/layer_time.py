@@ -241,10 +241,10 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _index(place: Place, layer: int, passes: Passes) -> None:
-    """Add the time of the sparse-attention indexer, which scores all keys and chooses some.
+    """Add the time of the sparse-attention indexer, which scores all keys and selects some.
 
-    If it learns, it computes its scores again with both gradients, and the probabilities of all
-    heads of attention: all of it in the forward pass and in float32.
+    An indexer in training also computes its gradients, and the attention probabilities that it
+    learns from, within the forward pass and in float32.
     """
     config, mesh, machine = place.config, place.mesh, place.machine
     a = config.model.attention
@@ -286,7 +286,8 @@ def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     """Add the cp collectives of keys and values, and of their gradients in the backward pass.
 
-    ``attending`` are the seconds of attention, which hide a part of a ring's transfers.
+    Args:
+        attending: seconds of attention, which hide a part of the transfers of ring attention.
     """
     attention = place.config.model.attention
     mesh = place.mesh
@@ -389,7 +390,12 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
 
 
 def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
-    """Return the all-to-all ``cost`` less the seconds that the shared experts' ``forward`` hides."""
+    """Return ``cost`` without the seconds that the shared experts hide.
+
+    Args:
+        cost: all-to-all of an MoE layer, at the same time as which its shared experts run.
+        forward: the layer's forward pass, with the shared experts' seconds.
+    """
     if not (place.config.moe.overlap_shared_experts and place.config.model.shared_width):
         return cost
     computing = forward.parts.get("shared_experts", 0.0)
@@ -400,8 +406,11 @@ def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
 def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cost]:
     """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of row counts.
 
-    Dispatch sends ``chosen`` rows of ``sent`` bytes with their routing weights, and combine brings
-    rows in the precision of activations back. Counts are exchanged only in the forward pass.
+    Combine returns rows in the activation dtype. Counts are exchanged only in the forward pass.
+
+    Args:
+        chosen: (token, expert) pairs of the rank's tokens, for which a row is dispatched.
+        sent: bytes of one dispatched row.
     """
     machine = place.machine
     group = place.group("ep")
@@ -452,8 +461,9 @@ def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[
 def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
     """Return (forward, backward) seconds of ``copies`` output heads with their cross-entropy.
 
-    ``kernels.loss=torch`` reads or writes float32 logits seven times. The kernels of ``triton``
-    read the logits twice and write once, in the model's dtype.
+    Multi-token prediction applies the head once more for each module. ``kernels.loss=torch`` reads
+    or writes float32 logits seven times. The kernels of ``triton`` read the logits twice and write
+    once, in the model's dtype.
     """
     model = place.config.model
     machine = place.machine

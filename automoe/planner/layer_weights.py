@@ -15,7 +15,14 @@ from automoe.planner.step_memory import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Matrices of one layer and its bytes on a rank of tp; other mesh axes do not matter."""
+    """Weights of one layer on a rank after the tp shard; other mesh axes do not matter.
+
+    Attributes:
+        weights: matrices that tokens are multiplied by, each with its bytes per element in storage
+            if ``lora.base`` packs it, else 0.
+        dense_bytes, expert_bytes: bytes in the compute dtype, outside and of all routed experts.
+        dense_trained, expert_trained: trained elements, outside and of all routed experts.
+    """
 
     # Matrices that tokens are multiplied by, with the bytes per element of a packed one; 0: not packed.
     weights: tuple[tuple[Param, float], ...]

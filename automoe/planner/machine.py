@@ -28,7 +28,18 @@ HOPPER_CURVE = (0.17, 0.31, 0.48, 0.61, 0.70, 0.75, 0.78)
 
 @dataclass(frozen=True)
 class Constants:
-    """Model constants: shares of nominal speeds, and seconds; ``constants.toml`` describes each."""
+    """Constants of the time model; ``constants.toml`` describes each.
+
+    Attributes:
+        gemm, grouped, attention, memory, on_node, off_node: shares of the nominal speed that
+            matmuls, grouped matmuls, attention, memory, and links within and between nodes reach.
+        fp8: share of the speed-up of 8-bit matmuls that scaling leaves.
+        overlap: share of computation behind which communication can run.
+        latency: seconds that a collective takes besides its bytes.
+        host_layer: seconds in which the host launches an MoE layer's kernels, per pass.
+        imbalance: expert rows of the busiest rank, as a multiple of the mean.
+        step: fixed seconds of a step.
+    """
 
     gemm: float
     grouped: float
@@ -53,7 +64,19 @@ class Constants:
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one GPU and its links, as reached in training steps, not as on the data sheet."""
+    """Speeds of one GPU and its links, as reached in training steps, not as on the data sheet.
+
+    Attributes:
+        constants: constants of the time model.
+        peak: FLOP/s of matmuls; ``curve`` has the reached shares of it, at FLOPs per byte that
+            double from point to point, beginning with 2 ** ``first``.
+        fp8: speed-up of 8-bit matmuls; 1 without them.
+        memory, on_node, off_node: bytes/s of memory, and of links within and between nodes.
+        gpus_per_node: GPUs per node.
+        number_bytes: bytes of an activation element.
+        calibrated: whether the cluster's configuration has a peak and a measured curve.
+        links: {collective with size and stride: (latency in s, bytes/s)}, as measured.
+    """
 
     constants: Constants
     peak: float
@@ -123,7 +146,11 @@ class Machine:
         return flops / (self.peak * self.curve[-1] * self.constants.gemm * self.constants.attention)
 
     def cast(self, numbers: float) -> float:
-        """Return the seconds to cast elements to FP8, by rows and by columns; 0 if FP8 is off."""
+        """Return the seconds to cast ``numbers`` elements to FP8 twice, by rows and by columns.
+
+        Matmuls of the forward and the backward pass need scales along different dims. 0 if FP8 is
+        off.
+        """
         return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
 
     def pass_over(self, num_bytes: float) -> float:

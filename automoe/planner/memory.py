@@ -61,7 +61,12 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
     key = key_of(config)
 
     def stage_held(stage: int) -> tuple[int, list[Param]]:
-        """Return a stage's number of parameters without adapters, and all parameters it stores."""
+        """Return a stage's number of parameters without adapters, and all parameters that it
+        stores.
+
+        The latter include adapters, and packed matrices (``lora.base``) in the form in which they
+        are stored.
+        """
         bare = stage_params(model, layers, stage)
         return sum(param.numel for param in bare), as_stored(with_adapters(bare, config), config)
 
@@ -169,8 +174,8 @@ def _pipeline_moments(
     """Yield the memory at each moment of a step of one pipeline rank.
 
     Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
-    unsharded gradients until its last backward pass. A micro-batch whose backward pass runs in
-    halves keeps its activations until the second.
+    unsharded gradients until its last backward pass. Where a backward pass is split in two
+    (gradients of inputs, then of weights), activations are kept until the second half.
 
     Args:
         held_stages: bytes of the rank's stages, by number of the stage.
@@ -241,9 +246,11 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield a rank's actions as (kind, stage, stage of a forward pass beside it or None).
+    """Yield a rank's actions as (kind, stage, stage of a simultaneous forward pass or None).
 
-    ``local`` has the yielded index of each stage.
+    Args:
+        order: the rank's entries of one or two actions.
+        local: the number to yield for each stage, by its number in the model.
     """
     for entry in order:
         for kind, stage, _ in reversed(entry):
@@ -260,10 +267,10 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients:
 
 
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
-    """Return the bytes that Muon allocates at its peak, which is an exchange or an iteration.
+    """Return the bytes that Muon allocates at its peak: when it exchanges matrices, or iterates.
 
-    An exchange holds four copies of a round of matrices. An iteration holds updates and whole
-    matrices, and for those of one shape two more copies and two Gram matrices.
+    An exchange holds four copies of the matrices that are exchanged at once. An iteration holds
+    updates and whole matrices, and for those of one shape two more copies and two Gram matrices.
     """
     if config.optim.algorithm != "muon":
         return 0

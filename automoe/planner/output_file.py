@@ -1,4 +1,4 @@
-"""Files that ``automoe plan`` writes for its user."""
+"""Writes the files that ``automoe plan`` makes on request: presets and exports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from automoe.errors import ConfigError
 
 
 def write_out(path: Path, text: str, out: str, content: str, instead: str) -> None:
-    """Write ``text`` to ``path`` and make its folders; an equal file stays.
+    """Write ``text`` to ``path`` and make its folders; a file with this text already is no error.
 
     Args:
-        out: value that the user gave ``out=``, for the error.
-        content: what cannot be written, for the error's sentence, as in ``it``.
-        instead: setting that the error suggests, as in ``out=FILE``.
+        out: the value of ``out=`` on the command line, for the error.
+        content: subject of the error's sentence "... cannot be written", such as ``the preset``.
+        instead: setting that the error suggests, such as ``out=FILE``.
 
     Raises:
         ConfigError: the file cannot be written, or exists with another text.

@@ -1,4 +1,4 @@
-"""Inputs and results of layer timing: a rank's ``Place``, and the seconds of its ``Passes``."""
+"""What the time of a layer depends on (``Place``), and the resulting times (``Pass``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
 
 @dataclass
 class Pass:
-    """Forward or backward pass of a layer: seconds by module, and collectives by mesh axis."""
+    """Predicted forward or backward pass of a layer or a pipeline stage on one rank, in seconds.
+
+    Attributes:
+        compute: seconds of computation; ``parts`` has them by module.
+        communication: exposed cost of collectives, by mesh axis.
+        idle: seconds in which the GPU waits for kernel launches.
+        weights, experts: of a backward pass, seconds for weight gradients outside and of routed
+            experts.
+        again: {module: {mesh axis: cost}} of collectives that recomputing the module repeats.
+    """
 
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -76,7 +85,7 @@ class Passes(NamedTuple):
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Return the assumed expert rows of the busiest rank, as a multiple of the ranks' mean."""
+    """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean."""
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if mesh.ep == 1:
@@ -94,7 +103,16 @@ def key_of(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """What the time of a layer on one rank depends on: configuration, mesh, GPU and micro-batch."""
+    """What the time of a layer on one rank depends on.
+
+    Attributes:
+        config, mesh: the configuration and its resolved mesh.
+        machine: speeds of the GPU and its links.
+        batch: sizes of a step.
+        fused: matmuls add weight gradients to the float32 sum themselves.
+        gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
+        read_key: value of ``key``, to save computing it; empty: unknown.
+    """
 
     config: Config
     mesh: MeshShape

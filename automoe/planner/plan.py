@@ -38,9 +38,21 @@ SLOW = 0.1  # Share of a step, or of a rank's work, above which the plan warns.
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of ``automoe plan``, in bytes, FLOPs and seconds; ``ranks`` has one entry per pp rank.
+    """Result of ``automoe plan``, in bytes, FLOPs and seconds.
 
-    ``uneven_ranks`` is ``ranks`` with twice the mean number of tokens on the experts of each rank.
+    Attributes:
+        mesh, params, batch, flops: resolved mesh, parameter counts, sizes of a step, FLOPs per
+            token.
+        ranks: peak memory of each pipeline rank at even expert load; ``uneven_ranks``: with twice
+            the mean number of tokens on its experts.
+        reserve: memory to leave free on the heaviest rank.
+        needed, uneven_needed: largest peak with reserve of ``ranks``, and of ``uneven_ranks``.
+        full_at: multiple of the even expert load, above 1, at which memory is full; None: there is
+            none, or the cluster's memory is unknown.
+        not_modelled, warnings: sentences for the user.
+        time, checkpoint: predicted step, and cost of checkpoints.
+        num_nodes: nodes of the run.
+        single_changes, combination: changes that save memory, if the run does not fit.
     """
 
     mesh: MeshShape

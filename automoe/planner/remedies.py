@@ -33,7 +33,11 @@ _TAKEN_FROM = {
 class Remedy:
     """Settings that save memory, with the memory and the speed of the run that has them.
 
-    ``needed`` is peak and reserve in bytes, at twice the even expert load.
+    Attributes:
+        changes: overrides such as ``mesh.tp=2``.
+        needed: peak and reserve in bytes, at twice the even expert load.
+        tokens_per_second: predicted speed of all ranks.
+        slower: share of the speed without changes that is lost; below 0: the run is faster.
     """
 
     changes: list[str]
@@ -91,7 +95,7 @@ def _legal(candidate: Candidate) -> bool:
 
 
 def _fastest(now: Candidate) -> Candidate | None:
-    """Return the fastest configuration near ``now`` that fits in memory; None if none fits.
+    """Return the fastest variant of ``now`` that fits in memory; None if none fits.
 
     Settings and mesh axes that save memory are combined, each combination with the least
     recomputation with which it fits.
@@ -115,7 +119,7 @@ def _fastest(now: Candidate) -> Candidate | None:
 
 
 def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
-    """Yield ``candidate`` on other meshes, with up to ``together`` sharding axes doubled."""
+    """Yield ``candidate`` on other meshes, with up to ``together`` of its sharding axes doubled."""
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
             sizes = asdict(candidate.mesh)
@@ -131,8 +135,8 @@ def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]
 def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
     """Return changes that save memory on the mesh of ``candidate``, as overrides by section.
 
-    Each list has alternatives to choose one from: smaller micro-batches (the next lower divisor,
-    and one row), FSDP's policies, pipeline stages, and heads exchanged for positions.
+    Each list has alternatives, of which one can be chosen: smaller micro-batches (the next smaller
+    divisor, or one row), FSDP's policy, pipeline stages, and Ulysses in place of gathered keys.
     """
     parallel = candidate.config.parallel
     rows = candidate.config.train.micro_batch_size

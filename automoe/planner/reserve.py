@@ -34,7 +34,13 @@ _STANDING = ("weights", "moments", "averages", "inputs")
 
 @dataclass(frozen=True)
 class Reserve:
-    """GPU memory that one rank needs besides the tensors of its peak, in bytes."""
+    """GPU memory that one rank needs besides the tensors of its peak, in bytes.
+
+    Attributes:
+        context: the CUDA context.
+        communicators: buffers of NCCL.
+        fragmentation: gaps in the allocator's segments.
+    """
 
     context: float = 0.0
     communicators: float = 0.0
@@ -94,18 +100,20 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
-    """Return the bytes of the channels that all-to-alls of ``axis`` open within a node.
+    """Return the bytes of NCCL's channels for all-to-alls of ``axis`` between GPUs of a node.
 
-    ``view`` is the mesh view that has the axis, ``node`` the number of GPUs per node.
+    Args:
+        view: mesh with the axis: 'default' or 'moe'.
+        node: GPUs per node.
     """
     near = min(getattr(mesh, axis), max(1, node // mesh.stride(view, axis)))
     return ALL_TO_ALL_PEER * (near - 1)
 
 
 def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[str]:
-    """Yield a line for each setting whose cost the plan does not model.
+    """Yield a line for each setting whose cost the plan leaves out.
 
-    A line is about memory unless it says otherwise.
+    The cost is memory unless the line names another one.
     """
     why = tier_of(config.model).layer_bytes(config, mesh.ep, batch.expert_rows_per_rank)
     if isinstance(why, str):

@@ -32,7 +32,16 @@ STEADY_ROUNDS = 2  # number of rounds of pp micro-batches after which all rounds
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch in a pipeline stage, for the simulation of a schedule."""
+    """Seconds of one micro-batch in a pipeline stage, for the simulation of a schedule.
+
+    Attributes:
+        forward, backward: seconds of the passes.
+        all_to_all: seconds of all-to-alls in both passes together.
+        halves: seconds of a split backward pass: gradients of inputs, then of weights; None: half
+            each.
+        received: hidden states that come from the previous stage (more than one with multi-token
+            prediction).
+    """
 
     forward: float
     backward: float
@@ -49,7 +58,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Span:
-    """One simulated action, with start and end in seconds from the start of the step."""
+    """One simulated action, with start and end in seconds from the start of the step.
+
+    ``kind`` is F (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
+    """
 
     rank: int
     kind: str
@@ -115,7 +127,8 @@ def _steps(
     """Return the entries of all ranks, each after those whose results it needs.
 
     Returns:
-        (rank, entry of one or two actions, input of the first action, of the second one or None).
+        (rank, entry of one or two actions, input of its first action, input of its second one or
+        None) for each entry.
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank
@@ -168,9 +181,10 @@ def stretch(
 ) -> float:
     """Return a pipeline step's time relative to the work of its busiest rank; 1: no rank waits.
 
-    With many micro-batches, only the first rounds are simulated and the others extrapolated, unless
-    the order has no rounds that repeat. Times are rounded to 1/``GRAIN`` of the largest stage's, so
-    that a cache knows similar stages; this changes the waiting time of ranks, not their work.
+    With many micro-batches, only the first rounds of the schedule are simulated, and the time of
+    the others is extrapolated, unless the order does not repeat. Stage times are rounded to
+    1/``GRAIN`` of the largest, so that similar stages share a cached simulation. The arguments are
+    those of ``simulate``.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(

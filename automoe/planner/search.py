@@ -1,8 +1,9 @@
-"""Search for the fastest mesh: the best first, by bounds of time and memory.
+"""Best-first search for the fastest mesh, by bounds of time and memory.
 
-A queue holds what may contain fast candidates, each with an upper bound of tokens/s. What has the
-highest bound is replaced by its parts. A timed candidate at the head is the fastest of all that are
-left; it is a result if it fits in memory.
+A queue holds meshes and ever more detailed settings on them, each with an upper bound of tokens/s.
+The entry with the highest bound is replaced by the more detailed ones that it contains; a candidate
+in full detail is timed. A timed candidate at the head is the fastest of all that are left; it is a
+result if it fits in memory.
 """
 
 from __future__ import annotations
@@ -66,7 +67,16 @@ BALANCED = 3
 
 @dataclass
 class Search:
-    """Result of a search: the best candidates, the number timed, and why others are excluded."""
+    """Result of a mesh search.
+
+    Attributes:
+        world_size: number of ranks.
+        found: best candidates that fit in memory, fastest first.
+        num_timed: number of candidates that were timed.
+        refused: number of meshes and candidates that break a rule, by configuration key.
+        too_large: number of candidates that do not fit; ``missed``: those of them that were timed.
+        rest: upper bound of tokens/s of all candidates that were not timed.
+    """
 
     world_size: int
     found: list[Candidate] = field(default_factory=list)
@@ -115,8 +125,16 @@ def search(
 class Queue:
     """Best-first queue of a mesh search, ordered by an upper bound of tokens/s.
 
-    Its entries are meshes; then columns, a mesh with settings of experts and recomputation; then
-    candidates, a column with a pipeline that may fit in memory. Only candidates are timed.
+    Its entries are meshes; then columns: a mesh with settings of experts and recomputation; then
+    candidates: a column with a pipeline schedule, if it may fit in memory. Only candidates are
+    timed.
+
+    Args:
+        config: configuration that the search varies.
+        world_size: number of ranks.
+        device: cpu or cuda, for the rules.
+        fixed: keys that keep the value of ``config``.
+        result: receives the best candidates and the counts.
     """
 
     def __init__(
@@ -183,8 +201,8 @@ class Queue:
     def look(self) -> bool:
         """Take a step of the best-first search; return False if nothing is left.
 
-        The entries with the highest bounds are replaced by entries of the next kind: mesh, column,
-        candidate, timed candidate, result.
+        The entries with the highest bounds are replaced by the next kind: meshes by columns, those
+        by candidates, those by timed candidates, and these become results.
         """
         highest = self.highest()
         # Of equal bounds the last kind comes first: it is closest to a result.
@@ -209,11 +227,13 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return the columns of ``families``, with bounds as if layers were spread evenly.
+        """Return records for ``families`` (mesh axes and settings) with upper bounds of tokens/s.
+
+        The bounds are those of layers that are spread evenly over pipeline ranks that never wait.
 
         Args:
-            rungs: number of choices of recomputation; None: all.
-            hidden: share of all-to-alls that take no time.
+            rungs: number of values of ``parallel.recompute`` to include; None: all.
+            hidden: share of all-to-alls that is assumed to take no time.
         """
         timed = in_halves(lambda part: self.space.timed(part, rungs), families)
         columns = self.space.columns(families, np.concatenate(timed))
@@ -224,7 +244,7 @@ class Queue:
         return columns
 
     def _columns(self, meshes: Array) -> list[Array]:
-        """Return the columns of ``meshes``, with each setting of experts and of recomputation."""
+        """Return records for ``meshes`` with every dispatcher, dispatch dtype and recomputation."""
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
         families = [
@@ -236,7 +256,9 @@ class Queue:
         return [self._spread(families, None, HIDDEN)]
 
     def _candidates(self, columns: Array) -> Iterator[Array]:
-        """Yield the candidates of ``columns`` on each pipeline that may fit, with their bounds."""
+        """Yield records for ``columns`` with every pipeline that may fit in memory, with their
+        bounds.
+        """
         config = self.config
         limit = config.cluster.memory_bytes or np.inf
         tokens = config.train.global_batch_size * config.train.seq_len
@@ -255,7 +277,10 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield ``waiting`` candidates with their exact speeds, if they are legal, and new of their mesh."""
+        """Yield records of the ``waiting`` candidates with their predicted speeds.
+
+        Candidates that break a rule are left out, and those on a mesh that has a result already.
+        """
         limit = self.config.cluster.memory_bytes or np.inf
         for _, num_bytes, number, rung, family in waiting:
             layout, _ = self.layouts[number]
@@ -272,10 +297,13 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _found(self, waiting: Array) -> list[Array]:
-        """Take a timed candidate as a result if it fits in memory and is the first of its mesh.
+        """Take a timed candidate as a result if it fits in memory and its mesh has no result yet.
+
+        Args:
+            waiting: array with the one candidate.
 
         Returns:
-            An empty list: nothing follows a result.
+            An empty list: the queue gets no new entries.
         """
         result = self.result
         (item,) = waiting["item"]
@@ -289,7 +317,7 @@ class Queue:
 
 
 def in_halves(work: Callable[[Sequence[T]], Result], items: Sequence[T]) -> list[Result]:
-    """Apply ``work`` to ``items``, the second half of many in a forked process.
+    """Apply ``work`` to ``items``; if there are many, a forked process takes the second half.
 
     Returns:
         One result for all items, or one for each half.
@@ -316,10 +344,10 @@ def _on(config: Config, shape: MeshShape) -> Config:
 
 
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
-    """Return the values of ``key`` that a search tries: the configured one, then ``LEVERS``.
+    """Return the values of ``key`` to try in a search: the configured one, then ``LEVERS[key]``.
 
     Args:
-        fixed: keys that the user chose, which keep the configured value.
+        fixed: keys that the user chose: they keep the configured value.
     """
     setting = attrgetter(key)(config)
     routed = config.model.num_moe_layers and tier_of(config.model).resizable
@@ -360,6 +388,10 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
     """Return ``candidate`` with layers moved from its busiest pipeline rank to the least busy one.
 
     A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
+
+    Args:
+        device: cpu or cuda, for the rules.
+        fixed: keys that the user chose; nothing moves if the pipeline's are among them.
     """
     shape = candidate.mesh
     if shape.pp == 1 or PIPELINE_KEYS & set(fixed):
@@ -426,7 +458,7 @@ SEARCHED = {
 
 
 def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    """Return ``candidate``'s settings for its ``mesh=`` preset, by section."""
+    """Return {section: {key: value}} of what the search chose, for the preset that it writes."""
     # All axes are written: the configuration may set others itself.
     return {"mesh": {axis: getattr(candidate.mesh, axis) for axis in AXES}} | {
         section: {key: getattr(getattr(candidate.config, section), key) for key in keys.split()}

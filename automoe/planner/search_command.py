@@ -43,10 +43,13 @@ MAX_TOKENS = 1 << 20  # largest sequence length
 
 @dataclass(frozen=True)
 class Question:
-    """Question to the planner: a kind of search, or a calibration of this machine.
+    """Request on the command line of ``automoe plan``: a kind of search, or a calibration.
 
-    A search finds the best mesh of ``world`` ranks, the fewest ranks, the longest rows, or the
-    largest micro-batch. ``folder`` receives the written preset or cluster file.
+    Attributes:
+        kind: find the best mesh, the fewest GPUs, the longest rows or the largest micro-batch; or
+            calibrate.
+        world: number of ranks; None if the search shall find it, or for a calibration.
+        folder: directory for the written preset or cluster file.
     """
 
     kind: str
@@ -155,10 +158,13 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 def _find(
     question: Question, config: Config, look: Callable[[Config, int], Search]
 ) -> tuple[Config, Search]:
-    """Call ``look`` on more ranks, or with larger values, until ``question`` is answered.
+    """Repeat a search with more ranks, or with larger values, until ``question`` is answered.
+
+    Args:
+        look: function of a configuration and a number of ranks, which searches for meshes.
 
     Returns:
-        The last configuration that has a result, and the result.
+        The last configuration for which a mesh was found, and the result of its search.
     """
     if question.kind == "fewest_gpus":
         least = min(least_ranks(config), MAX_GPUS)
@@ -181,9 +187,9 @@ def _find(
 
 
 def least_ranks(config: Config) -> float:
-    """Return the number of ranks whose memory holds weights, moments and averages alone.
+    """Return a lower bound of the number of ranks: enough for weights, moments and averages alone.
 
-    These are fully sharded, so a search with fewer ranks is pointless.
+    They are counted as sharded over all ranks. A search with fewer ranks would find nothing.
     """
     if not config.cluster.memory_bytes:
         return 1

@@ -41,8 +41,22 @@ _parts_of = attrgetter(*PARTS)
 class RankMemory:
     """Bytes by kind on the first rank of a pipeline stage, at one moment of a step.
 
-    Moments of a step leave out what they have in common: weights, optimizer state and inputs. The
-    memory of a rank (``plan_rank``) is its fullest moment with these.
+    While a step is followed, ``weights``, optimizer state and ``inputs``, which never change, are
+    left at 0. The memory of a rank (``plan_rank``) is its fullest moment with these filled in.
+
+    Attributes:
+        moment: a backward pass, a loss, a reduction or the optimizer's update.
+        pp_rank, layers, params: the rank, its layers, and its parameters before sharding.
+        weights, moments, averages, gradients: sharded weights, optimizer moments, weight averages
+            (``optim.ema_decay``) and reduced gradients.
+        gathered_weights, unsharded_gradients: what FSDP has gathered, or not yet reduced.
+        inputs: token ids, labels and positions of the step.
+        receive_buffers: buffers of the pipeline.
+        activations: of all ``micro_batches_in_flight``, counted for each stage of the rank.
+        head: workspace of the cross-entropy.
+        recompute: activations of the module that is being recomputed.
+        widened: the largest matrix of ``lora.base``, unpacked.
+        temporaries: scratch of the operators.
     """
 
     moment: str  # in a backward pass, a loss, a (gradient) reduction, or the optimizer's update
@@ -78,7 +92,16 @@ class RankMemory:
 
 
 class LayerKind(NamedTuple):
-    """Properties in which a model's layers may differ; layers of one kind cost the same."""
+    """Properties in which a model's layers may differ; layers of one kind cost the same.
+
+    Attributes:
+        routed: the layer has routed experts.
+        linear: its attention is a gated delta net.
+        window: sliding window in tokens; 0: full attention.
+        recomputed: modules that the backward pass recomputes.
+        indexed: it has an indexer for sparse attention.
+        mtp: it is a module for multi-token prediction.
+    """
 
     routed: bool
     linear: bool
@@ -101,7 +124,12 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
 
 
 class Sizes:
-    """Bytes that a rank of ``mesh`` holds of given parameters: weights, moments and gradients."""
+    """Bytes that a rank of ``mesh`` holds of given parameters: weights, moments and gradients.
+
+    Args:
+        config: gives the dtypes and the optimizer.
+        mesh: resolved mesh, which shards the parameters.
+    """
 
     def __init__(self, config: Config, mesh: MeshShape) -> None:
         self.config = config
@@ -111,7 +139,8 @@ class Sizes:
     def weights_each(self, param: Param) -> int:
         """Return the bytes of one stored element of ``param``.
 
-        Frozen parameters are stored in the compute dtype, except routers, which are always wide.
+        Frozen parameters are stored in the compute dtype, except routers, which have at least
+        float32.
         """
         narrow = not param.trained or self.config.optim.master_weights == "stochastic"
         return self.compute if narrow and param.part != "router" else self.wide
@@ -140,7 +169,7 @@ class Sizes:
     def whole(self, params: Sequence[Param]) -> int:
         """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype.
 
-        Router parameters are always wide, because routers multiply in at least float32.
+        Router parameters have at least float32, because routers multiply in it.
         """
         return sum(
             gathered_numel(param, self.mesh)
@@ -185,7 +214,15 @@ def gathered_numel(param: Param, mesh: MeshShape) -> int:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Bytes of one layer of a pipeline stage, for one micro-batch."""
+    """Bytes of one layer of a pipeline stage, for one micro-batch.
+
+    Attributes:
+        kept: activations that the micro-batch keeps for its backward pass.
+        workspaces: temporary bytes of each part of the backward pass, in its order.
+        weights, gradients: weights gathered by FSDP, and unsharded gradients.
+        sharded: reduced gradients.
+        experts: unsharded gradients of the routed experts, which FSDP reduces on their own.
+    """
 
     kept: float  # activations that a micro-batch keeps
     workspaces: list[Workspace]
@@ -199,7 +236,16 @@ class LayerPlan:
 class StagePlan:
     """Bytes of one pipeline stage on one rank; it yields the memory at each moment of a pass.
 
-    ``received`` are activations from the previous stage, ``border`` those sent to the next one.
+    Attributes:
+        layers: bytes of each layer.
+        last: the stage has the output head.
+        received, border: activations from the previous stage, and those sent to the next one.
+        shared: activations that a micro-batch keeps once for all layers: rotary angles and masks.
+        head, head_kept: workspace of the loss, and what is kept from it to the backward pass.
+        rest_weights, rest_gradients, rest_sharded: weights, unsharded and reduced gradients outside
+            layers: embedding, last norm, head.
+        mtp: number of the stage's last layers that are modules for multi-token prediction.
+        deeper: number of such modules on earlier stages, whose hidden states come along.
     """
 
     layers: list[LayerPlan]
@@ -320,7 +366,9 @@ def plan_stage(
     """Compute the bytes of the pipeline stage that stores ``params`` and runs ``layers``.
 
     Args:
-        before: hidden states from the previous stage; 0 for the first stage.
+        sizes: bytes of parameters on the rank.
+        load: sizes of a micro-batch.
+        before: number of hidden states that come from the previous stage; 0 for the first stage.
         last: the stage has the output head.
     """
     model = config.model

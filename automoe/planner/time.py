@@ -46,7 +46,19 @@ MEASURED_BAND = 0.45
 class StepTime:
     """Predicted time of a step on the busiest pipeline rank, with throughput, MFU and traffic.
 
-    The seconds of compute, communication, bubble and other add up to ``seconds``.
+    Attributes:
+        compute, communication, bubble, other: seconds that add up to ``seconds``: computation,
+            exposed communication by mesh axis, waiting for other pipeline ranks, and the optimizer,
+            slow kernel launches and fixed overhead.
+        traffic, off_node: bytes that a rank sends in a step, by axis, and those that leave its
+            node.
+        tokens_per_second: of all ranks together.
+        mfu, mfu_full_attention: MFU with causal and with full attention FLOPs; None if the
+            cluster's peak is unknown.
+        calibrated: whether the cluster's speeds were measured.
+        spread: expected relative error of the prediction, up or down.
+        busy: seconds of work of all ranks, if they share ``cluster.cores``; else 0.
+        by_rank: seconds of work of each pipeline rank.
     """
 
     compute: float
@@ -93,7 +105,16 @@ class StepTime:
 
 @dataclass
 class Stage:
-    """Passes of one micro-batch in a pipeline stage, and the bytes that FSDP moves for it."""
+    """Passes of one micro-batch in a pipeline stage, and what FSDP communicates for it.
+
+    Attributes:
+        passes: forward and backward pass.
+        states: hidden states from the previous stage, and to the next one.
+        layers: number of layers.
+        dense, experts: bytes that FSDP gathers, outside and of routed experts.
+        dense_trained, experts_trained: trained elements, outside and of routed experts.
+        once, each: exposed FSDP communication per step, and per micro-batch (forward, backward).
+    """
 
     passes: Passes
     # hidden states of a micro-batch from the previous stage, and to the next one
@@ -135,8 +156,9 @@ def step_time(
     Args:
         batch: result of ``plan_batch``; None computes it.
         constants: constants of the time model; None loads ``constants.toml``.
-        overlap: all-to-alls overlap with another micro-batch (schedules with pairs: 1F1B kinds,
-            DualPipeV), whatever ``parallel.overlap_all_to_all`` is.
+        overlap: all-to-alls overlap with another micro-batch, whatever
+            ``parallel.overlap_all_to_all`` is; the schedule must run forward and backward passes in
+            pairs (1F1B, Interleaved1F1B, DualPipeV).
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
             afterwards.
         gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
@@ -223,6 +245,7 @@ def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> fl
     Args:
         held: stages of each pipeline rank.
         count: number of micro-batches.
+        border: cost of sending a hidden state to the next pipeline rank.
     """
     per_rank = 0.0
     for stages in held:
@@ -269,7 +292,8 @@ def _border(place: Place) -> Cost:
 def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, float]]:
     """Return exposed seconds, bytes sent, and bytes that leave the node, each by mesh axis.
 
-    They are of a step of ``count`` micro-batches on the rank that has ``stages``.
+    They are of a step of ``count`` micro-batches on the rank that has ``stages``; ``border`` is the
+    cost of sending a hidden state to the next pipeline rank.
     """
     total = dict.fromkeys(AXES, NOTHING) | {
         "pp": border * (count * sum(sum(stage.states) for stage in stages))
@@ -316,7 +340,12 @@ def _stages(place: Place) -> list[Stage]:
 
 
 def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes) -> None:
-    """Add ``number`` layers with the time ``times`` and the bytes of ``layer`` to ``stage``, in place."""
+    """Add ``number`` equal layers to ``stage``, in place: their times and FSDP's bytes.
+
+    Args:
+        layer: number of one of these layers, for its weights.
+        times: passes of that layer.
+    """
     config = place.config
     mesh = place.mesh
     cpu = config.cluster.gpu == "cpu"
@@ -349,7 +378,7 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
 
 
 def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool) -> None:
-    """Add the embedding, if the stage ``embeds``, and the head with its loss, if it is the ``last``."""
+    """Add the embedding to ``stage`` if it ``embeds``, and head and loss if it is the ``last``."""
     model = place.config.model
     numel = model.vocab_size * model.hidden_size // place.mesh.tp
     trained = place.config.lora.rank == 0
@@ -412,9 +441,10 @@ def _optimizer(place: Place, stages: list[Stage]) -> float:
 
 
 def _muon(place: Place) -> float:
-    """Return the seconds of Muon's iterations and two exchanges, if ranks share them evenly.
+    """Return the seconds of Muon's iterations, with the matrices divided evenly over ranks.
 
-    An iteration multiplies [m, n] x [n, m], [m, m] x [m, m] and [m, m] x [m, n], with m <= n.
+    All-to-alls before and after them are included. An iteration multiplies [m, n] x [n, m], [m, m]
+    x [m, m] and [m, m] x [m, n], with m <= n.
     """
     machine = place.machine
     number = 2 if place.config.optim.muon_dtype == "bfloat16" else 4

@@ -80,7 +80,10 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 
 # fmt: off
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
-    """Yield the rules of an export: what torchtitan cannot train as this configuration says."""
+    """Yield (key, whether broken, rule, remedy) of the rules of an export.
+
+    They refuse what torchtitan cannot train as this configuration says.
+    """
     model = config.model
     train = config.train
     routed = model.num_moe_layers > 0

@@ -165,14 +165,17 @@ def head_workspace_bytes(
     """Return the peak bytes of the output head's cross-entropy, which runs in chunks of tokens.
 
     The hidden states, their normed values and their gradient are always counted. The largest of
-    three moments is added: a wide (at least float32) chunk of logits with the chunk before it and
-    the gradient of a trained head; this gradient with a chunk's contribution; both gradients in the
-    backward pass.
+    three moments is added: a chunk of logits in at least float32, with the chunk before it and the
+    gradient of a trained head; this gradient with a chunk's contribution; the gradients of head and
+    hidden states in the backward pass.
 
     Args:
         tokens: tokens of the micro-batch on this rank; each tp rank processes the tokens of all tp
             ranks with its part of the vocabulary.
-        in_place: logits become their gradient without a wide copy (``kernels.loss=triton``).
+        bytes_per_number: bytes of an activation element.
+        trained: the head's weight gets a gradient.
+        on_cpu: a CPU rounds the logits from a float32 copy.
+        in_place: logits become their gradient without a float32 copy (``kernels.loss=triton``).
     """
     wide = max(4, bytes_per_number)
     narrower = bytes_per_number * (bytes_per_number < wide)  # equal widths are converted in place

@@ -42,7 +42,9 @@ def run_reference(
     ``run_compared`` in the same process compares with them.
 
     Args:
-        dp: data-parallel ranks of the mesh, whose micro-batches hold the same rows.
+        config, shape: configuration of the one rank, and its mesh.
+        dp: data-parallel ranks of the compared mesh. The reference takes rows in an order in which
+            each of its micro-batches has the rows of the mesh's.
         record: True to return the routing of the step, pickled; else None is returned.
     """
     train = config.train

@@ -42,8 +42,8 @@ def local_shards(
 ) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return the storage of ``rank`` in a run: {parameter: (shape of its shard, bytes)}.
 
-    A tied embedding on two of the rank's stages is counted in both, as ``stage.name`` from the
-    second stage on.
+    If the embedding is tied to the head and the rank's stages hold both, the second one's name
+    begins with the number of its stage.
     """
     shards: dict[str, tuple[tuple[int, ...], int]] = {}
     with fake_world(rank, shape.world_size):

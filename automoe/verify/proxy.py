@@ -197,7 +197,7 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
 
 
 def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
-    """Return small attention settings for 8-bit products: as wide heads, and fewer of them.
+    """Return small attention settings for 8-bit products: heads keep their width, but are fewer.
 
     Enough heads stay for tp to shard at borders between blocks of 8-bit scales.
     """

@@ -199,15 +199,16 @@ class PassResult:
 def make_runnable(
     config: Config, force_proxy: bool = False, device: Device = "cpu"
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
-    """Adapt the configuration, or its proxy if it is too large, to random weights and to ``device``.
+    """Adapt the configuration, or its proxy if it is too large, to random weights on ``device``.
 
     Args:
+        config: configuration to verify.
         force_proxy: use the proxy even if the configuration would fit.
         device: cpu, where several ranks share a core, or cuda, with one GPU per rank.
 
     Returns:
-        The configuration to run, its mesh, and the changes as (key, configured, here), empty if the
-        configuration runs unchanged.
+        The configuration to run, its mesh, and the changes as (key, configured value, value here),
+        empty if the configuration runs unchanged.
 
     Raises:
         ConfigError: the configuration is invalid, or its results depend on the mesh by design.
@@ -333,12 +334,13 @@ def too_large(config: Config, shape: MeshShape) -> bool:
 def passes(config: Config) -> list[Config]:
     """Return the configurations in which a mesh is compared with one rank, in order.
 
-    First ``config`` in float64, without 8-bit products and with torch's rotary embedding and loss.
-    With ``train.fp8`` then float64 around the 8-bit products, so that rounding cannot change an
-    8-bit number. Last ``config`` itself, unless its dtype is float64. On CUDA, which has no float64
-    around 8-bit products, the second is the first in float32, if ``train.dtype`` is bfloat16. For a
-    class of ``transformers`` only the first is returned, for a model with indexers those in
-    float64.
+    The first is ``config`` in float64, without 8-bit matmuls, with torch's rotary embedding and
+    loss. On CUDA, if ``train.dtype`` is bfloat16, the same follows in float32. On a CPU, with
+    ``train.fp8``, ``config`` follows with 8-bit matmuls and float64 elsewhere, so that rounding
+    cannot change an 8-bit number. The last is ``config`` itself, unless its dtype is float64.
+
+    A model that transformers computes has only the first. A model with sparse-attention indexers
+    has those in float64, because rounding would change which keys it selects.
     """
     on_cuda = config.launch.device == "cuda"
     plain = _in_plain_torch(config, keep_triton=False) if on_cuda else config
@@ -366,9 +368,9 @@ def passes(config: Config) -> list[Config]:
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
-    """Return the tolerances of everything but gradients, and of gradients, for one pass.
+    """Return the largest relative error allowed in gradients (second) and all else (first).
 
-    docs/fp8.md gives the reasons.
+    It is larger with 8-bit matmuls, as docs/fp8.md explains.
 
     Args:
         config: one of the ``passes``.
@@ -441,7 +443,11 @@ def verify_pass(
 
 
 def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
-    """Return the rows that data-parallel rank ``dp_rank`` reads in the first step (``step`` is 0)."""
+    """Return the rows that data-parallel rank ``dp_rank`` of ``dp_size`` reads in the first step.
+
+    Args:
+        step: must be 0.
+    """
     from automoe.data.loader import Loader
 
     assert step == 0

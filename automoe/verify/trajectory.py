@@ -44,6 +44,16 @@ class Trajectory:
 
     Lists have one entry per step. Tensors are full (gathered over the mesh) and on the CPU;
     gradients are unclipped.
+
+    Attributes:
+        losses, seq_balance_loss, global_balance_loss, micro_batch_balance_loss, z_loss: losses of a
+            step.
+        dropped_share: share of dropped (token, expert) pairs in each MoE layer.
+        metrics: further values that losses report.
+        grad_norms, gradients: gradient norm of a step, and gradients by parameter.
+        expert_counts: tokens per expert.
+        parameters, biases: by name, parameters and routers' expert biases after the last step.
+        choices: experts chosen for each token, if they are recorded.
     """
 
     losses: list[float] = _steps()
@@ -67,7 +77,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def named_parameters(parts: dict[int, CausalLM]) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank's stages by global name."""
+    """Return the parameters of this rank's pipeline stages by their name in the whole model.
+
+    Args:
+        parts: module of each stage, by number of the stage.
+    """
     return {
         name: parameter for part in parts.values() for name, parameter in part.named_parameters()
     }
@@ -92,9 +106,11 @@ def run_trajectory(
     The process group must be initialised.
 
     Args:
-        batches: function that returns one data-parallel rank's rows of a step.
+        batches: function of (config, step, data-parallel rank, number of them) that returns the
+            rank's rows of a step.
         record: keep every step's routing (one rank and one stage only).
-        forced: routing to repeat, per step [global rows, R, L, 1 or 2, K]; None: the model's own.
+        forced: routing to repeat, per step [global rows, R, L, 1 or 2, K], as ``record`` kept it;
+            None: the model's own.
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
@@ -164,7 +180,14 @@ def run_trajectory(
 
 
 def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
-    """Add the tensors of every pipeline stage to rank 0's trajectory, and return it."""
+    """Add the gradients, parameters and biases of every other rank's stage to rank 0's results.
+
+    Args:
+        ranks: trajectories of ranks in order; each has only tensors of its own pipeline stages.
+
+    Returns:
+        Rank 0's trajectory.
+    """
     merged = ranks[0]
     for other in ranks[1:]:
         for mine, theirs in zip(merged.gradients, other.gradients, strict=True):

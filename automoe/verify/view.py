@@ -29,7 +29,7 @@ def show_start(
     """Print what was cut from the configuration, and the mesh, reference and step that will run.
 
     Args:
-        cuts: (key, configured value, value here) of each changed key.
+        cuts: (key, configured value, value in this run) of each changed key.
     """
     if cuts:
         if any(key.startswith(("mesh.", "train.")) for key, _, _ in cuts):
@@ -124,7 +124,7 @@ def _both_views(shape: MeshShape, config: Config) -> str:
 def name_of(config: Config) -> str:
     """Return a run's name in a comparison, such as ``float64 around tensorwise 8-bit products``.
 
-    It has the dtype, and what is multiplied or sent to experts in 8 bits.
+    The name has the dtype, and what is multiplied or sent to experts in 8 bits.
     """
     dtype = config.train.dtype
     fp8 = config.train.fp8

@@ -23,10 +23,9 @@ MARK = '<meta name="generator" content="automoe plan">'
 
 
 def check_page(path: Path) -> None:
-    """Refuse a path at which a file lies that is not a plan's HTML page.
+    """Raise ``ConfigError`` if the file at ``path`` is not an earlier HTML page of a plan.
 
-    Raises:
-        ConfigError: the page would replace a file of another kind.
+    The page would replace it. No file at ``path`` is fine.
     """
     if path.exists() and not (
         path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:1000]

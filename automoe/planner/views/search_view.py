@@ -1,4 +1,4 @@
-"""Console output of a mesh search: best candidates, their time by part, reasons of the others."""
+"""Console output of a mesh search: best candidates, their time by part, why others are excluded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ def _lines(number: int, candidate: Candidate) -> Iterator[str]:
 
 
 def levers(config: Config) -> list[str]:
-    """Return ``key=value`` of a candidate's settings that have only run on CPUs, not on GPUs."""
+    """Return ``key=value`` of a candidate's settings that have only run on CPUs, not on GPUs.
+
+    Args:
+        config: configuration of the candidate.
+    """
     default = Config()
     values = {key: attrgetter(key)(config) for key in NEW}
     return [
