@@ -81,8 +81,8 @@ class StepReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read tensors: contiguous ones straight into their parameters, others as torch does.
 
-        Torch reads every tensor into new memory first, and unpickles a description of each one.
-        Here tensors whose files begin with the same bytes share a description.
+        Torch reads every tensor into new memory first, and unpickles a header of each one. Here a
+        header is unpickled once if several tensors have the same one, byte for byte.
         """
         others: list[ReadItem] = []
         described: dict[Any, tuple[bytes, torch.Tensor]] = {}
@@ -123,7 +123,8 @@ class StepReader(dcp.FileSystemReader):
             ranks: ``process_group`` or ``no_dist`` of ``dcp.load``.
 
         Raises:
-            CheckpointError: on every rank alike: a tensor is missing or cannot be read.
+            CheckpointError: a tensor is missing or cannot be read; every rank raises the same
+                error.
         """
 
         def load() -> None:

@@ -79,10 +79,13 @@ def optional_names(state: TrainState) -> set[str]:
 
 
 def begin_averages(state: TrainState, absent: Collection[str]) -> bool:
-    """Start weight averages that a checkpoint lacks from the weights; return True if any exists.
+    """Copy weights into the weight averages that a checkpoint lacks, where averaging then starts.
 
     Args:
         absent: names of tensors that the loaded checkpoint lacks.
+
+    Returns:
+        True if any average was missing.
     """
     begun = [pair for name, *pair in _averages(state) if name in absent]
     with torch.no_grad():

@@ -269,7 +269,11 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the time the loop waits in the block; warn about a failed write, raise the ``last``."""
+        """Measure how long the block keeps the training loop waiting, and handle a ``SaveError``.
+
+        It is raised if this is the run's last save, else it becomes a warning and training
+        continues.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -305,9 +309,10 @@ class CheckpointStore:
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> Path:
-        """Write the files, commit the step, replace ``LATEST`` and delete old steps.
+        """Write the files, commit the step, replace ``LATEST`` and delete old steps. Collective.
 
-        Each part is done on all ranks or on none.
+        If a rank fails in one of these stages, no rank begins the next. ``content`` goes to the
+        manifest.
         """
         step = content["step"]
         final = self.folder / f"step-{step}"

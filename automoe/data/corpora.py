@@ -1,4 +1,4 @@
-"""Documents read from files: this Python's own library, plain text, JSON lines, parquet and Arrow.
+"""Documents read from files: Python's standard library, plain text, JSON lines, parquet and Arrow.
 
 Text and JSON lines may be compressed (``.gz``, ``.zst``).
 """
@@ -47,7 +47,11 @@ _PART_BYTES = 1 << 20  # bytes of a text file read at a time
 class Document:
     """Text to tokenise with its place in the corpus: a document, or a piece of a very long one.
 
-    The pieces of a document are consecutive and have the same place.
+    The pieces of a document are consecutive and have the same file and line.
+
+    Attributes:
+        file: index of the file in the corpus's list of files.
+        line: 1-based line or row in the file; 0 if the document is the whole file.
     """
 
     text: str

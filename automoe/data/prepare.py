@@ -214,10 +214,11 @@ def with_steps(config: Config) -> Config:
 
 
 def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:
-    """Return the packed rows of one split of a source.
+    """Return the packed rows of one split of one source.
 
     Args:
-        config: configuration whose ``data`` has the settings of this source.
+        config: the run's configuration, with the settings of this source as ``data``.
+        pad_id: token id of padding.
     """
     starts, lengths = fitting_documents(corpus, config, split)
     options = {
@@ -236,7 +237,7 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
 
 
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
-    """Return documents of one row each with uniformly random ids, equal on every machine."""
+    """Return a corpus of documents of ``seq_len`` uniformly random ids, equal on every machine."""
     count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
     # NumPy promises stable raw bits, as ``seeded_order`` explains.
     generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))

@@ -41,7 +41,7 @@ class CorpusWriter:
         file.write(raw)
 
     def end(self, length: int, text_hash: Any, *place: int) -> None:
-        """Add a document, whose tokens are written, to the table.
+        """Add a row to the table for a document whose tokens have just been written.
 
         Args:
             length: number of its tokens.

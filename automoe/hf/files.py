@@ -39,7 +39,7 @@ class Written:
         num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
         dtype: dtype of the first parameter.
         checked: True if the files were compared with the live weights and with transformers.
-        encoding: encoding of the quantized tensors, which equal the weights after quantization.
+        encoding: encoding of the quantized tensors, ``plain`` if there are none.
         error: relative difference (L2) of the quantized numbers to the weights; None if no tensor
             is quantized, or none was compared.
         logits_error: relative difference to transformers' logits; None for a model too large to be

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: where tensors lie, and which models fit them. Needs no torch.
+"""Headers of safetensors files: names, dtypes, shapes and byte ranges of tensors. Needs no torch.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range)
 and the tensors' bytes, without holes: https://github.com/huggingface/safetensors
@@ -54,8 +54,8 @@ class StoredTensor(NamedTuple):
         dtype: dtype in the spelling of safetensors (``BF16``).
         shape: shape of the stored numbers or codes.
         start, num_bytes: byte range in the file.
-        scales: scales of quantized codes; None if not quantized. Its own ``scales`` is the third
-            tensor of ``automoe.hf.schemes.Format``.
+        scales: scales of quantized codes; None if not quantized. Their own ``scales`` is a third
+            tensor that some formats have: codes of zero, or a divisor of the scales.
         encoding: rule that turns codes and scales into numbers.
     """
 
@@ -162,8 +162,9 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
     """Return file, dtype, shape and byte range of every tensor of a checkpoint directory, by name.
 
     Args:
-        last: transformers will read the files. Of a tensor in two files it takes the last one,
-            whatever the index says, so both must have the same numbers.
+        last: True if transformers will read the files. If two files have a tensor, transformers
+            takes the one in the last file, whatever the index says; so both must have the same
+            numbers.
 
     Raises:
         CheckpointError: the directory has no safetensors files; a file of the index is missing,
@@ -229,10 +230,10 @@ def unread_adapter(folder: Path) -> list[str]:
 
 
 def has_own_head(folder: Path, tensors: Contents) -> bool:
-    """Return whether the files hold an output head with other numbers than the embedding.
+    """Return True if the files hold an output head that differs from the embedding.
 
-    Both are compared byte by byte, up to the first difference. Of an embedding under another name
-    nothing is known.
+    Both are compared byte by byte, up to the first difference. The result is also True if no tensor
+    has the embedding's usual name.
 
     Args:
         tensors: the headers of ``folder``.

@@ -192,9 +192,9 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
 
 
 def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
-    """Return text saved with an adapter, by which a load knows its base weights and settings.
+    """Return a line that identifies an adapter's base weights and LoRA settings.
 
-    Collective over ``ranks``.
+    The line is saved with the adapter, and loading compares it. Collective over ``ranks``.
     """
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
@@ -210,7 +210,7 @@ def gathered_adapters(parts: Parts) -> Tensors:
 
 
 def _first_holder(parts: Parts) -> int:
-    """Return the lowest rank that holds these stages."""
+    """Return the lowest rank that holds the same pipeline stages as this rank."""
     return stage_ranks(p for part in parts.values() for p in part.parameters())[0]
 
 
@@ -273,7 +273,7 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
 
     Args:
         module: name of our module that has the adapter.
-        suffix: 13 for gate and up of routed experts, 2 for down, and empty for others.
+        suffix: the adapter's suffix: 13 for gate and up of routed experts, 2 for down, else empty.
         tensor: B, or the product B A: it has the weight's dims, the last one of any size.
     """
     name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)
@@ -309,7 +309,12 @@ def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piec
 
 
 def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
-    """Copy ``tensor``'s box into the HuggingFace tensor of ``piece`` in ``stored``, made if absent."""
+    """Copy a box of our ``tensor`` into the HuggingFace tensor that stores it.
+
+    Args:
+        piece: the box, and name and shape of the HuggingFace tensor.
+        stored: HuggingFace tensors by name; a missing one is added.
+    """
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
 

@@ -93,9 +93,9 @@ def load_hf(
     Collective, unless ``catalog`` (of the same directory) is given.
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
-    buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
-    become the mean of its own. Numbers are converted to each parameter's dtype. Codes
-    (``automoe.hf.schemes``) are dequantized while they are read.
+    buffers that a checkpoint does not hold are initialised. Rows of embedding and head that the
+    checkpoint lacks become the mean of the rows that it has. Numbers are converted to each
+    parameter's dtype. Codes (``automoe.hf.schemes``) are dequantized while they are read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
@@ -232,7 +232,10 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Byte range of each stored row that holds the columns, in whole words of codes."""
+        """Range of the bytes to copy from each stored row.
+
+        It begins and ends at whole elements of the codes, which may hold several numbers each.
+        """
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -240,7 +243,10 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> Span:
-        """Byte range to read of each stored row: ``wanted``, or the row if that costs little."""
+        """Range of the bytes to read from each stored row: ``wanted``, or the whole row.
+
+        Whole rows take fewer reads, so they are read if that costs few bytes.
+        """
         begin, end = self.wanted
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
@@ -328,9 +334,9 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of embedding or head, the float64 mean of its stored rows, and their number.
+        """Return our name of the embedding or head ``key``, and (mean, number) of its stored rows.
 
-        Rows are added in order, so that threads do not change a bit.
+        The mean is float64. Rows are added in order, so that the result does not depend on threads.
         """
         name, (rows, columns) = key.removeprefix("model."), self.catalog.sources[key].shape
         whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
@@ -342,7 +348,7 @@ class Reader:
         return name, (total / rows, rows)
 
     def fill(self, items: Iterable[ReadItem]) -> None:
-        """Copy every item into its place.
+        """Read every item into the slice of the shard that it fills.
 
         Raises:
             CheckpointError: a file was removed, shortened or made unreadable since its header was

@@ -172,9 +172,14 @@ class Transfer:
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
-        """Yield an iterator over this rank's items to write, each with its whole tensor.
+        """Enter a context with an iterator over the items that this rank writes and their whole
+        tensors.
 
-        A rank that fails still takes part in gathering; its error is raised at the end.
+        If the body fails, the rank still takes part in gathering the other tensors before the error
+        leaves the context, so that no other rank waits for it.
+
+        Args:
+            advance: callback that receives the bytes of each tensor part that was read.
         """
         rank = self.ranks.rank
         with ExitStack() as opened:
@@ -318,7 +323,7 @@ def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> No
     """Check that ``written`` has the tensors outside the text model that ``source`` has.
 
     Args:
-        keys: those whose bytes this process compares.
+        keys: names of the tensors whose bytes this process compares.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or different.
@@ -337,7 +342,13 @@ def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> No
 
 
 def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
-    """Return the error for an export of NaN or infinite weights."""
+    """Return the error for an export of NaN or infinite weights.
+
+    Args:
+        folder: the export's directory.
+        key: name of a tensor that has them.
+        count: their number in that tensor.
+    """
     return CheckpointError(
         f"{folder}: {count:,} numbers of {key} are NaN or infinite, and an export must be finite. Correct them, or "
         "export an earlier checkpoint"
@@ -393,12 +404,14 @@ def gather(item: WriteItem, rank: int) -> Tensor | None:
 
 
 def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:
-    """Gather the dims of ``part`` that the checkpoint tensor has, over mesh axes that shard them.
+    """Gather a slice of a parameter over the mesh axes that shard dims of the stored tensor.
 
     Args:
-        part: this rank's local slice; it has one index on each other dim.
-        tensor: our parameter, whose placements say what is sharded.
-        shape: full shape of our parameter.
+        part: this rank's slice of the parameter; its size is 1 on dims that the HuggingFace tensor
+            does not have, such as the expert.
+        tensor: the parameter, whose placements say which axis shards which dim.
+        shape: full shape of the parameter.
+        piece: the slice in the parameter, and the HuggingFace tensor that stores it.
     """
     stored = {*chain.from_iterable(piece.dims)}
     axes = [axis for axis, by in enumerate(tensor.placements) if _cut_dim(by) in stored]

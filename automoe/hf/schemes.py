@@ -72,7 +72,10 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
-    """Return the scheme that a ``quantization_config`` states, or why it is not read."""
+    """Return the scheme that a ``quantization_config`` states.
+
+    If automoe cannot read such a checkpoint, return a text that says why.
+    """
     if stated is None:
         return Scheme()
     method = stated.get("quant_method")
@@ -90,9 +93,10 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
-    """Return the one scheme of all groups of compressed-tensors, or why they are not read.
+    """Return the one scheme of all groups of a compressed-tensors configuration.
 
-    How activations are rounded is of no account: a model computes with the numbers of its weights.
+    If the groups cannot be read, return a text that says why. Settings for activations are ignored,
+    because only weights are read.
     """
     groups = stated.get("config_groups")
     schemes = [*groups.values()] if isinstance(groups, dict) else []
@@ -140,7 +144,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _sizes(block: Any) -> tuple[int, int] | None:
-    """Return the two sizes of a block, or None."""
+    """Return the two sizes of a block in a configuration, rows and columns; None if malformed."""
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
     fit = all(type(size) is int and 0 < size < WHOLE for size in sizes)
     return (sizes[0], sizes[1]) if fit else None

@@ -73,7 +73,7 @@ def is_wrapper(hf: Mapping[str, Any]) -> bool:
 
 
 def text_config(hf: HFConfig) -> HFConfig:
-    """Return the text model's configuration: a part of ``config.json``, or all of it.
+    """Return the text model's configuration: ``text_config`` of a wrapper, else all of ``hf``.
 
     As in transformers, the wrapper decides whether head and embedding are tied.
     """
@@ -113,12 +113,13 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map between names in files that hold the tensors ``keys`` and our text model's.
+    """Return the map between names in the files and plain names of the text model's tensors.
 
-    They differ in multimodal checkpoints, where the text model's names have a prefix.
+    The two differ in multimodal checkpoints, where the text model's names have a prefix.
 
     Args:
         hf: content of config.json.
+        keys: names of the tensors in the files of ``folder``.
 
     Raises:
         CheckpointError: config.json describes a wrapper, and the text model is not in the files.
@@ -192,7 +193,8 @@ def weightless(config: Any, whole: bool = False) -> Any:
 def num_parameters(config: Any) -> int:
     """Build the class of a ``transformers`` configuration on meta, and count its parameters.
 
-    Buffers, such as tables of positions, count beyond the first GiB, as numbers of 4 bytes.
+    Buffers, such as tables of positions, count as parameters of 4 bytes once they exceed 1 GiB in
+    total.
     """
     model = weightless(config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())

@@ -127,7 +127,12 @@ class TokenExchange:
         self._sizes: tuple[int, ...] = ()
 
     def _grown(self, *sizes: int) -> Any:
-        """Return the buffer, made larger if it has no room for ``sizes``. Collective."""
+        """Return the shared buffer, replaced by a larger one if it is too small. Collective.
+
+        Args:
+            sizes: what ``_make_buffer`` takes: bytes of a row (v1), or tokens, hidden size and
+                top-k (v2).
+        """
         before = self._sizes or (0,) * len(sizes)
         if any(new > old for new, old in zip(sizes, before, strict=True)):
             self._sizes = tuple(map(max, sizes, before))
@@ -154,7 +159,11 @@ class TokenExchange:
         return self._call(buffer.combine, rows_RH, layout, topk_weights=probs_RK)
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Send other numbers [T, H] of the same tokens as the dispatch of ``handle``: [R, H]."""
+        """Send other rows x_TH of the same tokens along the routes of an earlier dispatch: [R, H].
+
+        Args:
+            handle: DeepEP's record of that dispatch.
+        """
         buffer, layout = handle
         return self._call(buffer.dispatch, x_TH, handle=layout, **self._options)[0]
 

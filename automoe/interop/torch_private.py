@@ -7,8 +7,9 @@ name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
 ``tests/interop/test_torch_private.py`` has a test for each that fails when a release removes the
 name or changes its meaning. No file outside these three names a private part of torch.
 
-Rooms from ``automoe.storage`` upwards import this module; it imports none of them. Parts of torch
-that take long to import, or that only some runs need, are imported in the function that uses them.
+Packages of automoe, ``automoe.storage`` included, import this module; it imports none of them.
+Parts of torch that take long to import, or that only some runs need, are imported in the function
+that uses them.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """Return the index in the full tensor of the first element of this rank's shard of a DTensor.
 
     The rule for strided placements is torch's. Torch 2.11 to 2.15:
-    ``torch.distributed.tensor._utils .compute_local_shape_and_global_offset`` returns (shape,
+    ``compute_local_shape_and_global_offset`` of ``torch.distributed.tensor._utils`` returns (shape,
     offset).
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

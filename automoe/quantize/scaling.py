@@ -71,8 +71,9 @@ class Tensorwise(_Weights):
 
     Args:
         gradients: float8 dtype of gradients.
-        reduce_rows: maximum over the ranks that share activations and gradients.
-        reduce_weight: maximum over the ranks that share the weight.
+        reduce_rows: function that takes the maximum over the ranks that share activations and
+            gradients.
+        reduce_weight: function that takes the maximum over the ranks that share the weight.
     """
 
     def __init__(
@@ -147,8 +148,8 @@ class Delayed(Tensorwise):
 
     Args:
         gradients: float8 dtype of gradients.
-        reduce: maximum over the ranks that share an operand. It applies to weights as well, since
-            the experts of all ranks share a history.
+        reduce: function that takes the maximum over the ranks that share an operand. It applies to
+            weights as well, since the experts of all ranks share a history.
     """
 
     history: Tensor

@@ -41,7 +41,7 @@ def wrong_kind(path: Path | str | int) -> str | None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that automoe wrote without blocking, and return a file descriptor.
+    """Open a file that automoe wrote, and return a file descriptor; the call never blocks.
 
     Opening a FIFO would wait for its other end, and reading from a device might not end.
 

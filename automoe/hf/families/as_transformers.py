@@ -67,7 +67,13 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
 
 
 def config_of_class(hf: HFConfig, path: str) -> Any:
-    """Return transformers' configuration of the text model of a class without a family here.
+    """Return transformers' configuration of the text model in a checkpoint of any class.
+
+    It serves checkpoints whose ``model_type`` is none of automoe's own families.
+
+    Args:
+        hf: content of config.json.
+        path: folder of config.json.
 
     Returns:
         None if ``transformers`` does not know the ``model_type``.
@@ -133,7 +139,10 @@ def check_layers(hf: HFConfig, path: str) -> None:
 
 
 def number_of(config: Any, key: str) -> int | None:
-    """Return the integer at ``key``; None if there is none, or if it differs between layers."""
+    """Return the integer at ``key`` of a configuration object of transformers.
+
+    Returns None if there is no integer, or if its value differs between layers.
+    """
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError

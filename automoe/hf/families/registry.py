@@ -148,9 +148,12 @@ def check_model(folder: Path) -> None:
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
-    """Raise ``ConfigError`` for a model without a family with more layers than stored tensors.
+    """Raise ``ConfigError`` if config.json has more layers than the folder has tensors.
 
-    Nothing is checked while files are missing.
+    It serves models of no family of automoe. Nothing is checked while files are missing.
+
+    Args:
+        hf: content of config.json.
     """
     theirs = config_of_class(hf, str(folder))
     tensors = complete_headers(folder)
@@ -162,7 +165,10 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
-    """Return a checkpoint's configuration; build an undeclared class in a limited child process.
+    """Return the configuration of the model in an untrusted checkpoint directory.
+
+    If the model belongs to no family of automoe, transformers' class is built in a child process
+    with limits of time and memory.
 
     Raises:
         DataError: the class of transformers takes too long or too much memory.
