@@ -15,8 +15,8 @@ from automoe.training.state import TrainState
 def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor]:
     """Return this rank's tensors that a checkpoint holds, by global name.
 
-    These are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
-    stages of this rank hold a copy of a parameter, the first copy is returned.
+    These are parameters, saved buffers, AdamW's moments and step counts, and weight averages. If
+    two stages of this rank hold a copy of a parameter, the first copy is returned.
 
     Args:
         frozen: True to include frozen parameters.
@@ -69,7 +69,10 @@ def not_finite(state: TrainState) -> list[str]:
 
 
 def optional_names(state: TrainState) -> set[str]:
-    """Return tensor names that a checkpoint may lack: modules' ``optional_state``, and averages."""
+    """Return tensor names that a checkpoint may lack: weight averages and optional buffers.
+
+    A module lists such buffers in its attribute ``optional_state``.
+    """
     return {
         f"model.{name}.{buffer}"
         for part in state.model_parts.values()

@@ -107,7 +107,8 @@ class CheckpointStore:
 
         Raises:
             CheckpointError, DataError: the folder cannot be written by every rank, or differs
-                between ranks; torch lacks the stager of ``async_save``; or as ``load_latest``.
+                between ranks; torch lacks the stager of ``async_save``; or an error of
+                ``load_latest``.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
@@ -269,10 +270,8 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Measure how long the block keeps the training loop waiting, and handle a ``SaveError``.
-
-        It is raised if this is the run's last save, else it becomes a warning and training
-        continues.
+        """Add the block's time to that of saves; a failed write warns, and raises if it is the
+        ``last``.
         """
         started = time.perf_counter()
         try:
@@ -287,7 +286,7 @@ class CheckpointStore:
 
     @cached_property
     def base(self) -> str | None:
-        """Identity of the checkpoint at ``model.hf_path`` if weights are frozen, else None.
+        """Digest of the checkpoint at ``model.hf_path`` if weights are frozen, else None.
 
         Saved steps leave out the frozen weights, which that checkpoint holds. Collective.
         """
@@ -299,7 +298,7 @@ class CheckpointStore:
 
     @cached_property
     def first_weights(self) -> str:
-        """Identity of the weights that the run starts from. Collective."""
+        """Digest of the weights that the run starts from; their seed if random. Collective."""
         hf_path = self.config.model.hf_path
         if hf_path is None:
             return f"random:{self.config.train.seed}"
@@ -426,9 +425,9 @@ class CheckpointStore:
             return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
-        """Return (step folder, its manifest, True if this run wrote it) of ``load_latest``, or None.
+        """Return the step to resume: (folder, manifest, True if this run wrote it), or None.
 
-        The step is looked for and verified once; later calls return the same one. Collective.
+        The step is searched for and verified once; later calls return the same one. Collective.
         """
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":
@@ -451,7 +450,7 @@ class CheckpointStore:
         self._found = None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Rename the step that ``load_latest`` ``resumed`` as bad, and load the step before it.
+        """Rename the ``resumed`` step, so that no run uses it, and load the step before it.
 
         Returns:
             None, with nothing changed, if no earlier step exists or the step belongs to another

@@ -49,8 +49,9 @@ class ChatRenderer:
     """Renderer of messages to text by a Jinja chat template, and to ids by its tokenizer.
 
     Attributes:
-        stored: text of the chat template.
-        own: the template that ``data.chat.template`` names; None if the tokenizer's is used.
+        stored: text of the chat template in use.
+        own: the same text if ``data.chat.template`` is set; None if the tokenizer's template is
+            used.
 
     Args:
         tokenizer: ``byte`` or a directory.
@@ -81,7 +82,10 @@ class ChatRenderer:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Pattern that matches the name of any special token but ``<think>`` and ``</think>``."""
+        """Pattern that matches the name of any special token except ``<think>`` and ``</think>``.
+
+        Those two are also special tokens in messages, because datasets write reasoning with them.
+        """
         names = (n for n in self._special_names if not re.fullmatch("</?think>", n))
         names = sorted(names, key=len)
         return re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")

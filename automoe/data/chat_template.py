@@ -48,12 +48,12 @@ class ChatTemplate(ChatRenderer):
 
     Attributes:
         digest: hash of all settings that affect the tokens of a record.
-        counts: what ``describe_chat`` prints about all calls of ``samples``. ``answers``: answers;
-            among them ``prompt_cut`` (written without the end of the generation prompt),
-            ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is trained)
-            and ``no_reasoning`` (the generation prompt opens reasoning, and there is none).
-            ``left_out``: texts, tools and arguments of conversations that the template does not
-            write.
+        counts: totals over all calls of ``samples``, printed by ``describe_chat``. ``answers``
+            counts answers; among them are ``prompt_cut`` (written without the end of the generation
+            prompt), ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is
+            trained) and ``no_reasoning`` (the generation prompt opens reasoning, and there is
+            none). ``left_out`` counts texts, tools and arguments of conversations that the template
+            does not write.
         first: for each key of ``counts``, file index and line of the first conversation counted.
 
     Args:
@@ -287,9 +287,9 @@ class ChatTemplate(ChatRenderer):
         return [*ids, stop_id], start
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return the ids of ``text`` as they are when other text comes before it.
+        """Return the ids that ``text`` has in the middle of a longer text.
 
-        Some tokenizers add a blank at the beginning of a text; here that must not happen.
+        Some tokenizers add a space at the beginning of a text; the ids do not include it.
         """
         for prefix in ("", "\n", "."):
             head, ids = (

@@ -82,7 +82,7 @@ def source_of(kind: str) -> Source:
 def reader_digest(kind: str) -> str:
     """Return a hash of the plugin code that reads ``data.kind``; "" for automoe's own kinds.
 
-    The hash is part of a cache entry's name.
+    The hash is part of the cached corpus's name, so that changed code reads the files again.
 
     Raises:
         ConfigError: the plugin's reader has no source file, e.g. a partial or a callable object.
@@ -413,11 +413,14 @@ def _python(value: Any) -> Any:
 
 
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) for each record of a file; a record without text is an error.
+    """Yield (line, text) for each record of a file.
 
     Args:
         read: function of ``path`` that yields (line, record).
         text_key: key of the text in a record.
+
+    Raises:
+        DataError: a record has no text.
     """
     sep = ": row " if path.suffix in (".parquet", ".arrow") else ":"
     for line, record in read(path, text_key):

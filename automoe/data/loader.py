@@ -343,9 +343,14 @@ class Loader:
     def _check_ids(
         self, split: Split, sources: np.ndarray, indices: np.ndarray, rows: Rows
     ) -> None:
-        """Raise ``DataError`` if a token id of these rows has no row in the embedding.
+        """Raise ``DataError`` if a token id of these rows is too large for the embedding.
 
-        A cache that was verified at the start may still be damaged while a job runs.
+        Corpora are verified when they are opened, but the cached file may be damaged later, while a
+        job runs.
+
+        Args:
+            sources, indices: [R] source of each row, and its index within that source.
+            rows: the tokens of these rows.
         """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size

@@ -1,6 +1,6 @@
-"""Packing into rows of ``seq_len`` tokens, by row index: a stream of documents, or whole samples.
+"""Packing of a stream of documents, or of whole samples, into rows of ``seq_len`` tokens.
 
-Letters: N documents, R rows, S seq_len.
+Any row is computed from its index. Letters: N documents, R rows, S seq_len.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class PackedRows:
 
     Args:
         tokens: every token of the corpus, any integer dtype (a memory map).
-        starts, lengths: [N] place of each document in ``tokens``; lengths are at least 1.
+        starts, lengths: [N] index of each document's first token in ``tokens``, and its number of
+            tokens, at least 1.
         seq_len, seed: row length S, and seed of the order.
         pad_id: token of padding.
         document_mask: True numbers the documents of a row in ``doc_ids`` and restarts ``positions``
@@ -161,7 +162,12 @@ class PackedRows:
         return self.starts[documents] + skipped, np.minimum(ends, end) - begins - skipped
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return an epoch's order of documents, their ends when concatenated, and the row order."""
+        """Return how an epoch's documents are shuffled and cut into rows.
+
+        Returns:
+            [N] indices of the documents in shuffled order; [N] end of each when they are
+                concatenated; [num_rows] the order of the rows.
+        """
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
@@ -230,9 +236,11 @@ class SampleRows(PackedRows):
         return order[row_starts[row] : row_starts[row + 1]]
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return an epoch's order of samples, where each row begins in it, and the row order.
+        """Return how an epoch's samples are assigned to rows.
 
-        The second array also has the total number of samples at its end.
+        Returns:
+            [N] indices of the samples, row after row; [num_rows + 1] index in this list of each
+                row's first sample, then N; [num_rows] the order of the rows.
         """
         shuffled = seeded_order(len(self.lengths), self.seed, epoch, 0)
         order = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]

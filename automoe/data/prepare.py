@@ -52,6 +52,7 @@ class TokenCorpus:
         hashes: [N] uint64 hash of each text.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
         content: digest of all tokens and lengths; it does not depend on the names of files.
+        text_bytes: UTF-8 bytes of all texts.
         firsts: [N] length of the preferred sequence of each pair; None without pairs.
         trained: [sum of lengths] True for tokens to generate; None: all tokens.
         chat: counts of ``tokenise_chat``; None if documents are not conversations.
@@ -195,7 +196,8 @@ def with_steps(config: Config) -> Config:
     """Return ``config`` with ``train.steps`` computed from ``train.epochs``, if epochs are set.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded, or a rule on the number of steps is broken.
+        ConfigError: the tokenizer cannot be loaded, or the computed number of steps violates a rule
+            of the configuration.
         DataError: text cannot be read.
     """
     if not getattr(config.recipe_args, "reads_data", True):
@@ -289,9 +291,9 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
 def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Documents:
     """Return starts and lengths of the documents of one split, with conversations cut to a row.
 
-    Text may be longer than a row. A conversation longer than a row is left out
-    (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no trained token
-    remains.
+    Plain text may be longer than a row, since packing cuts it. A conversation longer than a row is
+    left out (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no
+    trained token remains.
 
     Raises:
         DataError: no document is left for the split.

@@ -1,4 +1,4 @@
-"""Tokenisation of documents into the files of a corpus; memory does not grow with their text."""
+"""Tokenisation of documents into the files of a corpus, in bounded memory."""
 
 from __future__ import annotations
 

@@ -311,7 +311,10 @@ def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
 
 
 def check_tokenizer(spec: str) -> None:
-    """Check and try a tokenizer's files; call this once before ranks start, not on every rank.
+    """Check a tokenizer's files and try them out; call this once before ranks start.
+
+    Args:
+        spec: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
         ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.

@@ -197,9 +197,10 @@ def _without_codes(
 
 
 def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
-    """Remove tensors that the model computes or ties from ``sources``; return notes for the user.
+    """Remove from ``sources`` the tensors that the model does not read; return notes for the user.
 
-    These are stored rotary tables, and an output head that is a copy of the embedding.
+    These are stored rotary tables, which the model computes, and a stored copy of the embedding as
+    output head, which the model ties.
     """
     computed = [key for key in sources if key.endswith(".rotary_emb.inv_freq")]
     tied = [HEAD] if config.tie_embeddings and HEAD in sources else []

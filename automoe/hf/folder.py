@@ -58,7 +58,11 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise ``CheckpointError`` if an export may not be written to ``path``; create nothing."""
+    """Raise ``CheckpointError`` if an export may not be written to ``path``; write nothing.
+
+    Args:
+        overwrite: True to allow a checkpoint directory at ``path``, which the export replaces.
+    """
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(
             f"{path} exists. Name another directory, or overwrite it (--overwrite)"
@@ -78,6 +82,10 @@ def check_conversion(
     config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
     """Check the options of a conversion, and return the key map of the layout to write.
+
+    Args:
+        layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
+        overwrite: allow an existing checkpoint at ``path``.
 
     Raises:
         ConfigError: the layout is unknown, or ``encoding`` is not one of the family's or is
@@ -258,9 +266,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization_config`` with module names as in ``source``'s files, with prefixes.
+    """Return ``quantization_config`` with module names as in ``source``'s files.
 
-    Copied parts outside the text model are added to the modules that are not quantized.
+    Names of the text model's modules get the wrapper's prefix, and copied parts (a vision part) are
+    added to the modules that are not quantized.
     """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [

@@ -86,7 +86,7 @@ class StoredTensor(NamedTuple):
         return sum(part.num_bytes for part in self.in_file("").values())
 
     def in_file(self, key: str) -> Contents:
-        """Return the tensors of a file that hold this one, by name and in byte order.
+        """Return the entries of a file's header that store this tensor, in byte order.
 
         These are the tensor itself, or its codes and scales, and in INT4 also its shape.
 
@@ -116,7 +116,11 @@ Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and
 
 @lru_cache
 def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
-    """Return dtype, shape and size in bytes; equal tensors share the cached objects."""
+    """Return (dtype, shape, size in bytes) of a tensor.
+
+    Results are cached: the headers of many equal tensors share the same objects, which saves
+    memory.
+    """
     return dtype, shape, math.prod(shape) * BITS[dtype] // 8
 
 
@@ -142,7 +146,7 @@ def coded_shapes(
 def switched_off(
     is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]
 ) -> Iterator[None]:
-    """Switch a setting of the process off, and on again afterwards if it was on."""
+    """Switch a setting of the process off in the block, and on again afterwards if it was on."""
     was_on = is_on()
     off()
     try:
@@ -221,7 +225,7 @@ def _read_all(folder: Path, last: bool) -> Contents:
 
 
 def unread_adapter(folder: Path) -> list[str]:
-    """Return a note if a peft adapter, which no command applies, lies beside the weights; else []."""
+    """Return a note if the folder holds a peft adapter, which automoe does not apply; else []."""
     if not is_there(folder, ADAPTER):
         return []
     return [
@@ -282,17 +286,18 @@ def complete_headers(folder: Path) -> Contents:
 
 
 def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
-    """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
+    """Refuse a model far larger than the files of ``folder``.
 
-    The check is arithmetic only. While files are missing, only sizes that no model has are refused.
+    The sizes are only multiplied: a list of the tensors of an absurd model could take all memory.
+    While files are missing, only sizes that no model has are refused.
 
     Args:
         config: configuration read from config.json.
-        tensors: ``complete_headers`` of ``folder``.
+        tensors: headers of the files by name; {} while files are missing.
 
     Raises:
-        ConfigError: the model has more than ``MANY`` layers or experts per layer, or more than
-            twice as many parameters as the files hold numbers.
+        ConfigError: the model has more than 10,000 layers or experts per layer, or more than twice
+            as many parameters as the files hold numbers.
     """
     if (count := max(config.num_layers, config.num_experts)) > MANY:
         raise damaged(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
@@ -304,7 +309,7 @@ def check_numbers(folder: Path, params: int, tensors: Contents) -> None:
     """Refuse a model of ``params`` parameters if its files hold less than half as many numbers.
 
     Args:
-        tensors: ``read_headers`` of ``folder``.
+        tensors: headers of the files by name.
 
     Raises:
         ConfigError: the model is too large for its files.

@@ -63,7 +63,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     reading.
 
     Raises:
-        CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
+        CheckpointError: files are missing or damaged, or cannot be read; every rank raises it.
     """
     from automoe.comm.agreement import Ranks  # torch
 

@@ -65,15 +65,16 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the intersection of this piece with a rank's shard, a box of our tensor.
+        """Return where a rank's shard of our tensor overlaps this box, a slice of the same tensor.
 
         Args:
             start: index of the shard's first element.
             size: shape of the shard.
 
         Returns:
-            (slices of the HuggingFace tensor, index into the shard), or None if the two do not
-            overlap. ``from_stored`` and ``in_stored_order`` convert between the two layouts.
+            (slices of the HuggingFace tensor that stores the box, index into the shard), or None if
+                the two do not overlap. ``from_stored`` and ``in_stored_order`` convert between the
+                two layouts.
         """
         begins, ends = [], []
         for begin, width, first, count in zip(self.start, self.size, start, size, strict=True):
@@ -109,7 +110,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Permutation that brings the box's dims into the order of the HuggingFace tensor."""
+        """Permutation that brings the dims of our tensor into the order of the HuggingFace tensor."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -138,7 +139,10 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
 
     def within(self, stored: Any) -> Any:
-        """Return the view of the HuggingFace tensor ``stored`` that this piece covers, in our layout."""
+        """Return the slice of the HuggingFace tensor ``stored`` that holds this box of our tensor.
+
+        The result is a view with the dims of our tensor.
+        """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None
         return self.from_stored(stored[overlap[0]])
@@ -223,7 +227,7 @@ class KeyMap:
 
     @property
     def fused(self) -> bool:
-        """True if one tensor holds the gates and ups of all experts."""
+        """True if one tensor holds the gate and up projections of all experts."""
         return " [E" in self.row(GATE_UP)
 
     @property
@@ -232,7 +236,7 @@ class KeyMap:
         return " [E H" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
-        """Return the variant of this layout that fits files with the tensors ``keys``.
+        """Return the variant of this layout that fits files with tensors of the names ``keys``.
 
         Experts may be stored one by one, or fused.
         """
@@ -263,8 +267,8 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Key map of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves families that are published fused in this layout, and block-FP8 is
-        stored in it.
+        ``transformers`` saves a model in this layout even if the family's published files have
+        fused experts. Block-FP8 is always stored in it.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)

@@ -69,7 +69,9 @@ def to_peft(
         model: the model, or this rank's pipeline stages of it; not changed.
         layout: layout of routed experts; ``auto``: the layout of the family's checkpoints if peft
             can load it, else ``fused``.
-        averaged: the weights are averages (``optim.ema_decay``), for the summary.
+        overwrite: replace an existing directory.
+        averaged: True if the weights are averages (``optim.ema_decay``); the returned sentence says
+            so.
 
     Returns:
         A sentence for the user: the directory, and what is in it.
@@ -264,7 +266,7 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def _names(config: ModelConfig) -> Names:
-    """Return the names of the text model's parameters in the class that peft adapts."""
+    """Return the map between our names of parameters and those in the class that peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
@@ -282,7 +284,13 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
 
 
 def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
-    """List the boxes that make up adapter_model.safetensors, each as (name of our A or B, box)."""
+    """List the slices of our factors A and B that make up adapter_model.safetensors.
+
+    Each is (our name of A or B; slice, and the file's tensor that stores it).
+
+    Args:
+        keys, names: layout and names of the parameters that peft adapts.
+    """
     table = []
     for module, suffix, a, b in _adapters(tensors):
         # If two parameters of a module have adapters, peft wraps the second around the first.
@@ -309,10 +317,10 @@ def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piec
 
 
 def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
-    """Copy a box of our ``tensor`` into the HuggingFace tensor that stores it.
+    """Copy a slice of our ``tensor`` into the HuggingFace tensor that stores it.
 
     Args:
-        piece: the box, and name and shape of the HuggingFace tensor.
+        piece: the slice, and name and shape of the HuggingFace tensor.
         stored: HuggingFace tensors by name; a missing one is added.
     """
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
@@ -327,7 +335,8 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         belongs: line that identifies base weights and settings, written to the file's metadata.
 
     Returns:
-        A phrase with the number of values written and of matrices by group.
+        A phrase with the number of values written and of adapted matrices by kind, such as
+            attention.
     """
     from peft import LoraConfig as PeftConfig
     from safetensors.torch import load_file, save_file
@@ -390,7 +399,8 @@ def verify_peft(
         ours: whole adapters by their names in the model.
 
     Returns:
-        Number of matrices by group; all experts of one tensor count as one.
+        Number of adapted matrices by kind, such as attention; all experts of one tensor count as
+            one.
 
     Raises:
         CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the
@@ -423,7 +433,7 @@ def verify_peft(
 
 
 def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (name, peft layer) of each parameter that peft adapts in a weightless model.
+    """Yield (name, peft layer) of each parameter that peft adapts in a model on the meta device.
 
     Names are plain: those of the text model alone.
     """

@@ -58,7 +58,8 @@ def dequantize(
         scales: scales of the blocks that the rectangle touches, [row blocks, column blocks].
         start: row and column of the rectangle's first element in the whole matrix.
         block: rows and columns of a block.
-        beside: divisor of the scales of NVFP4 [1, 1], or codes of zero, shaped like the scales.
+        beside: third tensor of some encodings: the divisor [1, 1] of NVFP4's scales, or the zero
+            points, shaped like the scales.
     """
     num_rows = codes.shape[0]
     rows = torch.arange(start[0], start[0] + num_rows).div_(block[0], rounding_mode="floor")

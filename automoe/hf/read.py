@@ -161,10 +161,12 @@ def load_hf(
 
 
 def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
-    """Raise ``CheckpointError`` if a copy in the files differs from the tensor that it repeats.
+    """Raise ``CheckpointError`` if a stored copy of embedding or head differs from the original.
+
+    Files may repeat both for modules for multi-token prediction.
 
     Args:
-        copies: shards of ``mtp_copies``, filled with the numbers of the repeated tensors.
+        copies: the copies, as shards that are filled with the original's numbers.
     """
     catalog = reader.catalog
     there = [
@@ -212,7 +214,7 @@ class ReadItem(NamedTuple):
     A stored tensor is treated as a stack of matrices, and a vector as a matrix with one column.
 
     Attributes:
-        shard: destination.
+        shard: this rank's shard of a model tensor, which the slice fills.
         key: name of the stored tensor.
         source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
@@ -256,7 +258,10 @@ class ReadItem(NamedTuple):
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield (matrix, first row, end row, slice of ``place``) of reads of about ``max_bytes``."""
+        """Split the read into chunks of about ``max_bytes``.
+
+        Yields (index of the matrix, first row, end row, slice of ``place`` to fill).
+        """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
@@ -267,7 +272,13 @@ class ReadItem(NamedTuple):
 
 
 def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
-    """Return the read of ``source`` that fills ``shard`` from ``piece``; None without an overlap."""
+    """Return the read of a stored tensor that fills a shard; None if the two do not overlap.
+
+    Args:
+        shard: this rank's shard of one of the model's tensors.
+        piece: slice of that tensor, and where the HuggingFace tensor stores it.
+        source: the stored HuggingFace tensor.
+    """
     overlap = piece.overlap(shard.start, shard.extent)
     if overlap is None:
         return None

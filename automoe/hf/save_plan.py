@@ -74,16 +74,17 @@ def plan_writes(
     encoding: Encoding = "plain",
     source: Catalog | None = None,
 ) -> list[WriteItem]:
-    """Plan the tensors of this rank's stages; every rank of a stage returns the same plan.
+    """Plan the writing of this rank's pipeline stages; every rank of a stage returns the same plan.
 
     Bytes to write are spread evenly over the ranks.
 
     Args:
-        shards: this rank's parts of the model's tensors, or ``unread_shards``.
+        shards: this rank's shards of the model's tensors; if a checkpoint is rewritten,
+            ``unread_shards``.
         keys: layout of the checkpoint.
-        dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in
-            ``source`` (bfloat16 if it is quantized), or in the model if there is no source. Buffers
-            always keep their dtype, and so do parameters that transformers keeps in float32.
+        dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in ``source``
+            (bfloat16 if it is quantized), or in the model if there is no source. Buffers always
+            keep their dtype, and so do parameters that transformers keeps in float32.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from, or that is rewritten.
     """
@@ -139,9 +140,10 @@ def unread_shards(config: ModelConfig) -> list[LocalShard]:
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
-    """Return the dtype of the stored tensor that holds the first number of ``piece``.
+    """Return the dtype in which a checkpoint stores a slice of a tensor, or bfloat16 if quantized.
 
-    A quantized tensor counts as bfloat16.
+    Of a slice over several stored tensors the first one counts. A tensor that the checkpoint lacks
+    has the dtype of another one.
     """
     first = piece.start[0]
     pieces = catalog.keys.pieces(shard.name, shard.shape, range(first, first + 1))
@@ -250,8 +252,7 @@ class Transfer:
 
     @torch.no_grad()
     def compare(self, written: Catalog) -> float:
-        """Compare the numbers in the written files with the tensors that should be in them.
-        Collective.
+        """Compare the numbers in written files with the tensors that should be in them. Collective.
 
         Quantized numbers must equal the tensors' numbers after quantization.
 
@@ -373,7 +374,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem, rank: int) -> Tensor | None:
-    """Return the whole checkpoint tensor of ``item``, in its dtype; None on other ranks.
+    """Return the whole checkpoint tensor of ``item``, in its dtype; None on ranks without a part.
 
     Collective over the ranks of the item's pipeline stage.
 

@@ -64,7 +64,13 @@ _READ = "INT4, INT8, FP8 (e4m3), MXFP4, MXFP8 and NVFP4 of one scheme"
 
 
 class Scheme(NamedTuple):
-    """What a ``quantization_config`` states: encoding, rows and columns of a block, and zero points."""
+    """Quantization that a ``quantization_config`` states.
+
+    Attributes:
+        encoding: rule that turns codes and scales into numbers.
+        block: rows and columns that share a scale.
+        symmetric: False if blocks have zero points.
+    """
 
     encoding: Encoding = "plain"
     block: tuple[int, int] = FP8_BLOCK
@@ -131,7 +137,11 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return rows and columns of the matrix that share a scale; None if that is not known."""
+    """Return rows and columns that share a scale; None for a strategy that automoe does not know.
+
+    Args:
+        weights: section ``weights`` of a compressed-tensors configuration.
+    """
     size = weights.get("group_size")
     groups = (1, size) if type(size) is int and size > 0 and size % 8 == 0 else None
     return {

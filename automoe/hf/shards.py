@@ -31,7 +31,11 @@ EXPORT_DTYPES: dict[str, torch.dtype | None] = {
 
 
 def export_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of an ``EXPORT_DTYPES`` name. Raises ``ConfigError`` for an unknown name."""
+    """Return the torch dtype of ``bfloat16`` or ``float32``; None for ``keep``.
+
+    Raises:
+        ConfigError: any other name.
+    """
     if name not in EXPORT_DTYPES:
         raise ConfigError(
             "dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep"
@@ -73,9 +77,7 @@ class LocalShard:
 
     @property
     def base(self) -> str:
-        """Packing of the storage as ``lora.base`` names it, such as ``nf4``; empty if it is not
-        packed.
-        """
+        """Format of a packed storage, ``fp8`` or ``nf4``; empty if it is not packed."""
         return base_of(self.local) if self.columns else ""
 
     @property

@@ -93,11 +93,13 @@ def upcycled(
     granularity: int = 1,
     seed: int = 0,
 ) -> tuple[ModelConfig, KeyMap]:
-    """Return the mixture that the dense model at ``path`` becomes, and the dense key map.
+    """Return configuration and key map of the mixture that the dense model at ``path`` becomes.
+
+    The key map names the dense tensors that each weight is filled from.
 
     Args:
         granularity: number of equal parts into which each dense FFN is cut; an expert is one part.
-        seed: of the routers' random weights, which are drawn when the model is loaded.
+        seed: seed of the routers' random weights, which are drawn when the model is loaded.
 
     Raises:
         ConfigError: with these sizes the mixture would not compute the same function, or the family

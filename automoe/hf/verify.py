@@ -70,7 +70,7 @@ def verify_hf(
         dtype: expected dtypes of exported tensors by name; tensors without one have the model's
             own.
         encoding: tensors in this encoding are compared within its rounding error.
-        source: checkpoint whose other parts the export holds copies of.
+        source: checkpoint whose tensors outside the text model (a vision part) the export copied.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -301,7 +301,7 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
         Relative difference; None for models that are too large to run.
 
     Raises:
-        CheckpointError: the difference is more than ``LOGITS_TOLERANCE``.
+        CheckpointError: the relative difference is more than 1e-5.
     """
     configs = {folder: model_config_from_hf(folder) for folder in (dense, mixture)}
     if any(map(_too_large, configs.values())):

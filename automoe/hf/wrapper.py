@@ -96,11 +96,11 @@ def quantization_in(hf: Mapping[str, Any]) -> Any:
 
 
 def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
-    """Return the wrapper's ``config.json`` for an export, around the exported text model's ``text``.
+    """Return the ``config.json`` of an exported wrapper.
 
     Args:
-        base: config.json of the source.
-        text: configuration of the exported text model.
+        base: config.json of the source, whose settings of other parts are kept.
+        text: configuration of the exported text model, put in place of the source's.
     """
     outer, inner = (
         {key: value for key, value in part.items() if key not in _RESTATED}
@@ -202,7 +202,7 @@ def num_parameters(config: Any) -> int:
 
 
 def text_path(model: Any) -> str:
-    """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
+    """Return the module path of a wrapper's text model; empty if ``model`` is no wrapper."""
     kind = type(model.config.get_text_config(decoder=True))
     named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
     return next((name for name, config in named if type(config) is kind), "")

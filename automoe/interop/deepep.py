@@ -79,7 +79,8 @@ def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> Token
     Its first call allocates buffers.
 
     Args:
-        finish: decides when the current stream waits for an exchange; None: every call waits.
+        finish: function that gets a function which makes the current stream wait for an exchange,
+            and calls it when the results are needed; None: every call waits.
 
     Raises:
         BackendError: DeepEP is not installed, or does not support this group; the message names
@@ -149,11 +150,15 @@ class TokenExchange:
         return results
 
     def combine(self, rows_RH, probs_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sum outputs and weights (or None) at the tokens they belong to: [T, H] and [T, K].
+        """Send experts' outputs back to the ranks of their tokens, and sum them: [T, H].
 
         Args:
-            rows_RH: outputs for the tokens that ``dispatch`` brought here.
-            handle: that dispatch's record.
+            rows_RH: outputs for the R tokens that ``dispatch`` brought here.
+            probs_RK: routing weights (or their gradients) to send back as well, or None.
+            handle: DeepEP's record of that dispatch.
+
+        Returns:
+            (sum for each token of this rank, [T, K] weights or None).
         """
         buffer, layout = handle
         return self._call(buffer.combine, rows_RH, layout, topk_weights=probs_RK)

@@ -236,7 +236,7 @@ def use_ring_attention() -> None:
 def cached_functions() -> list[Any]:
     """Return every ``functools`` cache of torch.distributed that the garbage collector knows.
 
-    Their names change between releases, so none is named here.
+    The names of these caches change between releases, so they are found by type.
     """
     return [
         thing
@@ -278,11 +278,11 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
 
     The sum has the shape of the unsharded parameter and the dtype of the reduction; it is made of
     zeros if there is none yet. FSDP makes it in the first backward pass, from the gradient that
-    autograd returned, without public access. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13
-    to 2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_param``,
+    autograd returned, without public access. The unit's state has ``_fsdp_param_group`` in 2.11,
+    ``_fsdp_param_groups`` in 2.13 to 2.15. Their ``fsdp_params`` have ``unsharded_param``,
     ``_module_info.param_name`` and, to 2.14, ``unsharded_accumulated_grad`` and ``reduce_dtype``.
-    2.15: ``unsharded_param.grad`` in ``unsharded_grad_dtype``, to which autograd itself adds; the
-    earlier name only reads it.
+    In 2.15 the sum is ``unsharded_param.grad`` in ``unsharded_grad_dtype``, to which autograd
+    itself adds, and ``unsharded_accumulated_grad`` is a read-only property.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -390,8 +390,8 @@ def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch
 def profiler_runs() -> bool:
     """Return True while a torch profiler records in this process.
 
-    Opening a range costs time even if none records. Torch 2.11 to 2.15:
-    ``torch.autograd.profiler._is_profiler_enabled``.
+    Callers ask first, because opening a profiler range costs time even if nothing records. Torch
+    2.11 to 2.15: ``torch.autograd.profiler._is_profiler_enabled``.
     """
     return torch.autograd.profiler._is_profiler_enabled
 
@@ -400,11 +400,11 @@ def profiler_runs() -> bool:
 
 
 def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, int]:
-    """Return a checkpoint file's tensor on the meta device, and its storage's offset there.
+    """Return a checkpoint file's tensor on the meta device, and the file offset of its storage.
 
-    Publicly a ``FileSystemReader`` reads the numbers into memory of its own, from which they are
-    copied. Torch 2.11 to 2.15: ``_slice_file`` of the reader, and
-    ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
+    Public methods of ``FileSystemReader`` read the numbers into new memory; with the offset the
+    caller can read them straight into a parameter. Torch 2.11 to 2.15: ``_slice_file`` of the
+    reader, and ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
 
     Args:
         stream: the file, opened.
@@ -445,8 +445,8 @@ def cache_plans_under(planner: Any, key: str) -> None:
 def forget_cached_plans(key: str) -> None:
     """Drop the save plans that are cached under ``key``.
 
-    Torch 2.11 to 2.15: the dicts of ``SavePlanner`` whose names begin with ``_cached_``, each by
-    key.
+    Torch 2.11 to 2.15: ``SavePlanner`` has several dicts, all named ``_cached_...``, from such a
+    key to plans.
     """
     from torch.distributed.checkpoint.planner import SavePlanner
 

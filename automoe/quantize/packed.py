@@ -120,9 +120,9 @@ def _bitsandbytes() -> ModuleType:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """Autograd function: ``F.linear`` of a quantized weight, of which it saves the bytes.
+    """Autograd function: ``F.linear`` of a quantized weight, which it saves quantized.
 
-    The backward dequantizes them again.
+    The backward dequantizes the weight again.
     """
 
     @staticmethod

@@ -94,7 +94,7 @@ class Tensorwise(_Weights):
         time, pass the same scale again.
 
         Args:
-            operand: ``X``, ``W`` or ``GRAD``.
+            operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         amax = self.amax(tile_amax(tensor, WHOLE), operand)
         return scales_for(amax, self.formats[operand])
@@ -104,7 +104,7 @@ class Tensorwise(_Weights):
 
         Args:
             local: [..., 1, 1] largest number of this rank's shard.
-            operand: ``X``, ``W`` or ``GRAD``.
+            operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         # A max-reduction over ranks may ignore NaN, so NaN becomes infinity.
         local = local.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -117,7 +117,7 @@ class Tensorwise(_Weights):
 
         Args:
             scales: result of ``scales`` for the tensor.
-            operand: ``X``, ``W`` or ``GRAD``.
+            operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         assert scales is not None
         return encode(tensor, scales, self.formats[operand], WHOLE)

@@ -166,7 +166,7 @@ def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
 def _written_out(
     node: yaml.Node, known: dict[int, tuple[int, int]], depth: int, key: str
 ) -> tuple[int, int]:
-    """Return (values in ``node`` with aliases expanded, levels of nesting).
+    """Return (number of values in ``node`` with aliases expanded, its levels of nesting).
 
     Args:
         known: results by ``id`` of a node.

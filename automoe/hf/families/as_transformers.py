@@ -123,7 +123,9 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
-    """Raise ``ConfigError`` for an absurd number of layers, or an integer of 64 bits or more.
+    """Raise ``ConfigError`` for an impossible number of layers, or an integer beyond 63 bits.
+
+    A configuration class could take all memory or time for such numbers.
 
     Args:
         hf: content of config.json, whose text model is checked too.
@@ -164,7 +166,11 @@ def without_warnings() -> Iterator[None]:
 
 @cache
 def kept_in_float32(architecture: str) -> re.Pattern[str]:
-    """Return the pattern of the keys that ``transformers`` keeps in float32 in a bfloat16 model."""
+    """Return a pattern of the parameters that stay in float32 in transformers' bfloat16 models.
+
+    Args:
+        architecture: name of the model's class in transformers.
+    """
     import transformers
 
     cls = getattr(transformers, architecture, None)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi-K2: ``config.json`` and key map."""
+"""DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi-K2: keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 

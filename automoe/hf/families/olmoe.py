@@ -1,4 +1,4 @@
-"""OLMoE (arXiv 2409.02060): ``config.json`` and key map."""
+"""OLMoE (arXiv 2409.02060): keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 

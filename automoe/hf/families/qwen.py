@@ -1,4 +1,4 @@
-"""Qwen2-MoE, Qwen3-MoE, dense Qwen3, Qwen3-Next and Qwen3.5-MoE: ``config.json`` and key maps.
+"""Qwen2-MoE, Qwen3-MoE, dense Qwen3, Qwen3-Next and Qwen3.5-MoE: ``config.json`` and tensor names.
 
 Qwen2-MoE is described in arXiv 2407.10671, Qwen3 in arXiv 2505.09388.
 
