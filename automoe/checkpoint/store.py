@@ -270,9 +270,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Add the block's time to that of saves; a failed write warns, and raises if it is the
-        ``last``.
-        """
+        """Time a block in which the loop waits; a failed write warns, or raises if ``last``."""
         started = time.perf_counter()
         try:
             yield

@@ -45,7 +45,7 @@ def tokenise_chat(
     vocab_size: int,
     pairs: bool = False,
 ) -> dict[str, Any]:
-    """Write token ids, loss masks and a table to ``folder``; return the sizes of what was written.
+    """Write token ids, loss masks and a table of sequences to ``folder``; return a summary.
 
     A conversation becomes one or several token sequences (samples), and the table has a row for
     each. The row has the hash of the conversation, so that all its samples are in the same split;

@@ -120,9 +120,9 @@ class ChatRenderer:
         return text
 
     def _as_text(self, value: Any) -> Any:
-        """Return messages or tools in which each name of a special token has a mark inside.
+        """Return messages or tools in which a marker character breaks up names of special tokens.
 
-        The marked name is encoded as plain text, and the mark is removed later. Under
+        A broken name is encoded as plain text, and the marker is removed then. Under
         ``data.chat.special_text=token`` the value is returned unchanged.
         """
         if self.chat.special_text == "token":
@@ -132,9 +132,9 @@ class ChatRenderer:
 
     @cached_property
     def _marked(self) -> Any:
-        """Copy of the tokenizer in which each special token's name begins with the mark ``_TOKEN``.
+        """Copy of the tokenizer in which names of special tokens begin with a marker character.
 
-        Names that the template itself wrote get the same mark before a text is encoded, names in
+        Names that the template itself wrote get the same marker before a text is encoded, names in
         messages do not. So only the template can write special tokens.
         """
         from tokenizers import Tokenizer

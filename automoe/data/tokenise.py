@@ -44,7 +44,7 @@ class CorpusWriter:
         """Add a row to the table for a document whose tokens have just been written.
 
         Args:
-            length: number of its tokens.
+            length: number of tokens of the document.
             text_hash: BLAKE2b object of 8 bytes, fed with the text.
             place: index of the file, line, and the length of the first sequence if there are five
                 columns.

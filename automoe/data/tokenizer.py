@@ -268,7 +268,8 @@ class HFTokenizer(Tokenizer):
 def _cuts(text: str, end: int) -> Iterator[int]:
     """Yield indices near ``end`` at which to cut a text, best first.
 
-    After the last line ends before ``end`` come the last blanks, then the 64 indices up to ``end``.
+    First come the last line ends before ``end``, then the last spaces, then the 64 indices up to
+    ``end``.
     """
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end

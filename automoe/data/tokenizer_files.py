@@ -55,8 +55,8 @@ def text_of(directory: Path, name: str) -> str:
 def check_files(directory: Path) -> None:
     """Check a tokenizer's JSON files, and run each stage of tokenizer.json on a test text.
 
-    This happens in a child process, only if tokenizer.json has regular expressions or a precompiled
-    character map.
+    The stages run in a child process, and only if tokenizer.json has regular expressions or a
+    precompiled character map, since these alone can run for ever or crash.
 
     Raises:
         ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.

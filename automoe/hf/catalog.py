@@ -40,7 +40,7 @@ class Catalog:
 
     Attributes:
         folder: the directory.
-        keys: key map of the directory's layout: the HuggingFace tensors of each of our parameters.
+        keys: map of tensor names: which HuggingFace tensors hold each of our parameters.
         sources: stored tensors by plain name, that is, without a vision-language wrapper's prefix.
         block: rows and columns that share a scale in block-FP8.
         names: map between plain names and names in the files.
@@ -83,8 +83,8 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
 
     Args:
         config: configuration of the full model.
-        keys: key map of the dense checkpoint that ``config`` upcycles; default: the key map of the
-            model's family.
+        keys: map of tensor names for the dense checkpoint that ``config`` upcycles; default: that
+            of the model's family.
 
     Raises:
         CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
@@ -105,7 +105,8 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
 
     Args:
         config: configuration of the full model.
-        keys: key map of the dense checkpoint that ``config`` upcycles; default: that of the family.
+        keys: map of tensor names for the dense checkpoint that ``config`` upcycles; default: that
+            of the model's family.
     """
     folder = local_folder(path)
     tensors = read_headers(folder)

@@ -81,7 +81,7 @@ def check_target(path: Path, overwrite: bool) -> None:
 def check_conversion(
     config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
-    """Check the options of a conversion, and return the key map of the layout to write.
+    """Check the options of a conversion, and return the map of tensor names in the files to write.
 
     Args:
         layout: layout of experts: ``published``, or ``fused`` as in transformers 5.

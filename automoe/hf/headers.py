@@ -91,7 +91,7 @@ class StoredTensor(NamedTuple):
         These are the tensor itself, or its codes and scales, and in INT4 also its shape.
 
         Args:
-            key: plain name of this tensor.
+            key: name that this tensor has, or would have without quantization.
         """
         if self.scales is None:
             return {key: self}

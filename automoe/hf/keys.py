@@ -100,7 +100,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def box(self) -> tuple[int | slice, ...]:
-        """Index that selects the box in our full tensor.
+        """Index that selects this box (a slice of one of our model's tensors) in that full tensor.
 
         It is an integer on dims that the HuggingFace tensor does not have, else a slice.
         """
@@ -120,8 +120,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         Dims that the HuggingFace tensor merges stay separate.
 
         Args:
-            tensor: torch tensor: a slice of the box, without the dims that the HuggingFace tensor
-                does not have.
+            tensor: torch tensor: a slice of our tensor, without the dims that the HuggingFace
+                tensor does not have.
         """
         dims = [*chain.from_iterable(self.dims)]
         if dims == sorted(dims):
@@ -252,9 +252,10 @@ class KeyMap:
 
     @property
     def stacked(self) -> KeyMap:
-        """Key map of the same family as mlx-lm 0.32 saves it.
+        """Layout of the same family as mlx-lm 0.32 saves it.
 
-        Gates, ups and downs of all experts are one tensor each.
+        The gate projections of all experts are one tensor, and so are the up and the down
+        projections.
         """
         block, _, _ = self.per_expert.row(DOWN).partition("experts.")
         stack = f"{block}switch_mlp"
@@ -265,7 +266,7 @@ class KeyMap:
 
     @property
     def per_expert(self) -> KeyMap:
-        """Key map of the same family with a tensor for every expert and matrix.
+        """Layout of the same family with a tensor for every expert and matrix.
 
         ``transformers`` saves a model in this layout even if the family's published files have
         fused experts. Block-FP8 is always stored in it.
@@ -275,18 +276,18 @@ class KeyMap:
 
     @property
     def in_memory(self) -> KeyMap:
-        """Key map of the same family in the layout of transformers 5, where experts are fused.
+        """Layout of the same family in transformers 5, where a layer's experts are fused.
 
         ``save_pretrained(save_original_format=False)`` writes this layout too.
         """
         return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
     def pieces(self, name: str, shape: Shape, experts: range | None = None) -> Sequence[Piece]:
-        """Return the boxes of HuggingFace tensors, in order, that hold our tensor ``name``.
+        """Return the slices of HuggingFace tensors, in order, that hold our tensor ``name``.
 
         Args:
             shape: full shape of our tensor.
-            experts: experts that are needed; boxes of other experts may be left out.
+            experts: experts that are needed; slices of other experts may be left out.
         """
         if self.table:
             return self.table[name]

@@ -271,7 +271,7 @@ def _names(config: ModelConfig) -> Names:
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return the boxes of HuggingFace weights to which peft adds the product B A of an adapter.
+    """Return the slices of HuggingFace weights to which peft adds the product B A of an adapter.
 
     Args:
         module: name of our module that has the adapter.

@@ -92,14 +92,14 @@ def load_hf(
 
     Collective, unless ``catalog`` (of the same directory) is given.
 
-    Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
-    buffers that a checkpoint does not hold are initialised. Rows of embedding and head that the
-    checkpoint lacks become the mean of the rows that it has. Numbers are converted to each
-    parameter's dtype. Codes (``automoe.hf.schemes``) are dequantized while they are read.
+    Parameters may be DTensors on the dense mesh or on the mesh of the experts. They need storage
+    (``to_empty``) but no values; buffers that a checkpoint does not hold are initialised. Rows of
+    embedding and head that the checkpoint lacks become the mean of the rows that it has. Numbers
+    are converted to each parameter's dtype. Quantized tensors are dequantized while they are read.
 
     Args:
-        keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
-            default: the key map of the model's family.
+        keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the
+            model is a mixture; default: that of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
 
     Raises:

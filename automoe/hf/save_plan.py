@@ -174,8 +174,7 @@ class Transfer:
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
-        """Enter a context with an iterator over the items that this rank writes and their whole
-        tensors.
+        """Enter a context with an iterator over (item, whole tensor) of what this rank writes.
 
         If the body fails, the rank still takes part in gathering the other tensors before the error
         leaves the context, so that no other rank waits for it.
@@ -239,7 +238,7 @@ class Transfer:
     def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return what a file stores for ``tensor``: itself in the file's dtype, or its codes.
 
-        Exports and streams of weights (``automoe.rl.weights``) both get their numbers here.
+        Exports, and streams of weights to inference engines, both call this.
 
         Args:
             tensor: the item's whole checkpoint tensor.
@@ -347,8 +346,8 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
     Args:
         folder: the export's directory.
-        key: name of a tensor that has them.
-        count: their number in that tensor.
+        key: name of a tensor with such numbers.
+        count: how many of them it has.
     """
     return CheckpointError(
         f"{folder}: {count:,} numbers of {key} are NaN or infinite, and an export must be finite. Correct them, or "

@@ -142,10 +142,10 @@ def convert_hf(
 ) -> Written:
     """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
 
-    The conversion runs in one process. Codes are dequantized. Config,
-    generation config and tokenizer are copied. ``out`` gets its name only after every number was
-    read back and compared with ``source``, and after ``transformers`` built the same model from it,
-    with the same logits if the model is small enough to be run twice.
+    The conversion runs in one process. Quantized tensors are dequantized. Config, generation config
+    and tokenizer are copied. ``out`` gets its name only after every number was read back and
+    compared with ``source``, and after ``transformers`` built the same model from it, with the same
+    logits if the model is small enough to be run twice.
 
     Args:
         dtype: dtype of parameters: ``keep`` (quantized parameters become bfloat16), ``bfloat16`` or

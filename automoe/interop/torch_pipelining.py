@@ -47,8 +47,8 @@ def unshard_every_stage_once() -> None:
 def errors_of_stages() -> Iterator[None]:
     """Make a pipeline schedule raise a stage's own error, within this context.
 
-    Torch wraps it in one of another type, whose message is a list of tensors that begins with an
-    empty line. Torch 2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of
+    Torch wraps that error in a ``RuntimeError``, whose message is an empty line and a list of
+    tensors. Torch 2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of
     ``torch.distributed.pipelining``.
     """
     cause = None
@@ -230,9 +230,9 @@ class BufferlessStage(PipelineStage):
 
     Torch 2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments
     that differ) make the buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``,
-    tuples by micro-batch of objects with ``buffer``. Receives are public methods: 2.14 changed the
-    private one below them, ``_get_recv_ops``. 2.15 makes and frees buffers as this class does:
-    ``buffer`` is None except from the receive to the use.
+    tuples by micro-batch of objects with ``buffer``. The class overrides the public methods for
+    receives, because 2.14 changed the private ``_get_recv_ops`` that they call. 2.15 makes and
+    frees buffers as this class does: ``buffer`` is None except from the receive to the use.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

@@ -142,7 +142,7 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 def fake_store() -> Any:
     """Return the store of torch's fake process group (one without peers); register that backend.
 
-    It has no public name. Torch 2.11 to 2.15:
+    The store has no public name. Torch 2.11 to 2.15:
     ``torch.testing._internal.distributed.fake_pg.FakeStore``.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -185,7 +185,7 @@ concatenate_meshes = DeviceMesh._concatenate
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """Return the index in the full tensor of the first element of this rank's shard of a DTensor.
 
-    The rule for strided placements is torch's. Torch 2.11 to 2.15:
+    Only torch knows the rule for strided placements. Torch 2.11 to 2.15:
     ``compute_local_shape_and_global_offset`` of ``torch.distributed.tensor._utils`` returns (shape,
     offset).
     """
@@ -213,7 +213,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor, without torch's warning of slow gathers. Collective.
 
     Torch 2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes
-    shard is gathered axis by axis. That is known, and exact.
+    shard is gathered axis by axis. The warning is about time only: the result is exact.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -249,8 +249,8 @@ def cached_functions() -> list[Any]:
 def forget_meshes(hidden: list[Any]) -> None:
     """Clear torch.distributed's caches of meshes whose groups are gone.
 
-    DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its
-    groups have other names. Torch 2.11 to 2.15:
+    DTensor caches results by mesh. After process groups are destroyed and made again, a new mesh
+    may equal an old one although its groups have other names. Torch 2.11 to 2.15:
     ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
     ``torch.distributed.tensor._redistribute.clear_redistribute_planner_cache`` and
     ``DeviceMesh._pg_registry``, which keeps the groups of meshes that FSDP has seen.
@@ -276,13 +276,14 @@ def forget_meshes(hidden: list[Any]) -> None:
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     """Return the unreduced gradient sum of the FSDP unit's parameter ``name``.
 
-    The sum has the shape of the unsharded parameter and the dtype of the reduction; it is made of
-    zeros if there is none yet. FSDP makes it in the first backward pass, from the gradient that
-    autograd returned, without public access. The unit's state has ``_fsdp_param_group`` in 2.11,
-    ``_fsdp_param_groups`` in 2.13 to 2.15. Their ``fsdp_params`` have ``unsharded_param``,
-    ``_module_info.param_name`` and, to 2.14, ``unsharded_accumulated_grad`` and ``reduce_dtype``.
-    In 2.15 the sum is ``unsharded_param.grad`` in ``unsharded_grad_dtype``, to which autograd
-    itself adds, and ``unsharded_accumulated_grad`` is a read-only property.
+    The sum has the shape of the unsharded parameter and the dtype of the reduction; if there is
+    none yet, zeros are stored as the sum. FSDP makes it in the first backward pass, from the
+    gradient that autograd returned, without public access. The unit's state has
+    ``_fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13 to 2.15. Their ``fsdp_params``
+    have ``unsharded_param``, ``_module_info.param_name`` and, to 2.14,
+    ``unsharded_accumulated_grad`` and ``reduce_dtype``. In 2.15 the sum is ``unsharded_param.grad``
+    in ``unsharded_grad_dtype``, to which autograd itself adds, and ``unsharded_accumulated_grad``
+    is a read-only property.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -308,9 +309,9 @@ def cpu_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention [B, N, S, D] on the CPU, and the log-sum-exp [B, N, S] of the scores.
 
-    ``scaled_dot_product_attention`` does not return the log-sum-exp. For a query that sees no key
-    the results are 0 and -inf. Torch 2.11 to 2.15:
-    ``aten._scaled_dot_product_flash_attention_for_cpu``.
+    Shapes: B batch, N heads, S queries, R keys, D head dim. ``scaled_dot_product_attention`` does
+    not return the log-sum-exp. For a query that sees no key the results are 0 and -inf. Torch 2.11
+    to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu``.
 
     Args:
         q: [B, N, S, D].

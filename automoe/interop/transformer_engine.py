@@ -4,8 +4,8 @@ They are ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``. T
 signatures of 2.20.2 as published in its sources; this project has not run them on a GPU. Parameters
 stay the model's own, under their own names: a module of transformer-engine is made without storage
 and called with the model's parameters in place of its own. So checkpoints do not change and get no
-extra state of transformer-engine. If it does not import, each function raises ``BackendError`` and
-names the available alternative.
+extra state of transformer-engine. If transformer-engine cannot be imported, each function raises
+``BackendError`` and names the available alternative.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H
 hidden, I width.

@@ -44,6 +44,11 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     ``rope_scaling`` and the rotary keys of the top level. A ``model_type`` that this release of
     transformers does not know gets a class without defaults. ``name_or_path`` is ``path``.
 
+    Args:
+        hf: content of config.json, or of its part for the text model.
+        model_type: ``model_type`` that selects the class.
+        path: folder of config.json.
+
     Raises:
         ConfigError: the class refuses a value, or automoe supports a value in no family.
     """

@@ -92,7 +92,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
     """Return the content of ``config.json`` in a checkpoint directory.
 
     Args:
-        key: what the user named the directory by, for the message.
+        key: setting or option by which the user named the directory, for the message.
 
     Raises:
         ConfigError: config.json is missing or is not a JSON object.
@@ -150,7 +150,8 @@ def check_model(folder: Path) -> None:
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
     """Raise ``ConfigError`` if config.json has more layers than the folder has tensors.
 
-    It serves models of no family of automoe. Nothing is checked while files are missing.
+    The check is for models of a family that automoe does not know. Nothing is checked while files
+    are missing.
 
     Args:
         hf: content of config.json.
