@@ -238,7 +238,11 @@ def newest_valid(
 def step_to_resume(
     resume: str, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
 ) -> tuple[Path, dict[str, Any], bool] | None:
-    """Return the step that ``checkpoint.resume`` takes; None if there is none. Collective.
+    """Return the saved step that a run resumes from; None if it starts anew. Collective.
+
+    Args:
+        resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which only a run
+            without steps of its own takes.
 
     The folder of another run is not changed.
 

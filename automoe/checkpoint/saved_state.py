@@ -98,7 +98,7 @@ def begin_averages(state: TrainState, absent: Collection[str]) -> bool:
 
 
 def _averages(state: TrainState) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name in a checkpoint, average, parameter) of each average of this rank."""
+    """Yield (name in a checkpoint, average, parameter) of each weight average of this rank."""
     moments = state.optimizer.state
     for part in state.model_parts.values():
         for name, parameter in part.named_parameters():

@@ -140,7 +140,7 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` is set and has passed since a save began.
+        """Return True if ``checkpoint.every_minutes`` is set and over since the last save began.
 
         Each rank answers by its own clock.
         """
@@ -166,8 +166,8 @@ class CheckpointStore:
             failed.
 
         Raises:
-            SaveError: the last checkpoint of the run could not be written, or is not finite; on
-                every rank alike.
+            SaveError, on every rank: the last checkpoint of the run could not be written, or is not
+                finite.
         """
         self.poll(wait=True)
         self._began = time.monotonic()

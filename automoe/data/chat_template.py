@@ -96,9 +96,9 @@ class ChatTemplate(ChatRenderer):
     def samples(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
         """Return the token sequences of each conversation; each answer is trained in one of them.
 
-        A conversation is one sequence if the rendered text up to each answer is the beginning of
-        that up to the next answer. If the template rewrites earlier turns (it drops reasoning, or
-        ends the last answer differently), the conversation becomes several.
+        A conversation is one sequence if the rendered text through each answer is the beginning of
+        the text through the next answer. If the template rewrites earlier turns (it drops
+        reasoning, or ends the last answer differently), the conversation becomes several.
         ``data.chat.turns=last`` trains only the last answer.
 
         Raises:
@@ -142,7 +142,7 @@ class ChatTemplate(ChatRenderer):
         ]
 
     def exported(self) -> dict[str, str]:
-        """Return file name -> content of the template files of an export.
+        """Return file name -> content of the chat template's files for an exported checkpoint.
 
         ``data.chat.template_args`` are written into them as defaults. The result is {} if the
         tokenizer's own files can be used unchanged.

@@ -318,7 +318,7 @@ def _parsed(text: str) -> Any:
     """Parse JSON text; refuse repeated keys and deep nesting.
 
     Raises:
-        ValueError, RecursionError: the text is not such JSON.
+        ValueError, RecursionError: the text is not JSON, repeats a key or is nested too deep.
     """
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:

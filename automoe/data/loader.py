@@ -158,7 +158,7 @@ class Loader:
             yield self._batch(split, first, sources, rows)
 
     def every_pair(self, split: Split) -> Iterator[StepBatch]:
-        """Yield this rank's part of global batches that together hold every pair of ``split`` once.
+        """Yield this rank's rows of batches that hold each preference pair of ``split`` once.
 
         Padding rows fill up the last batch of each source.
         """
@@ -176,7 +176,7 @@ class Loader:
         return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the data's fingerprint, as JSON for a checkpoint.
+        """Return the position in the data and the data's ``fingerprint``, as JSON for a checkpoint.
 
         The values are equal on every rank.
         """

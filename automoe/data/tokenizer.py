@@ -387,7 +387,7 @@ def _by_transformers(folder: Path, tokenizer: str, rule: str, remedy: str) -> An
 
     Args:
         tokenizer: the setting that names the folder.
-        rule, remedy: texts of the error.
+        rule, remedy: texts of the error: what must hold, and what to do.
 
     Raises:
         ConfigError: the folder has no fast tokenizer.

@@ -56,7 +56,7 @@ def check_files(directory: Path) -> None:
     """Check a tokenizer's JSON files, and run each stage of tokenizer.json on a test text.
 
     The stages run in a child process, and only if tokenizer.json has regular expressions or a
-    precompiled character map, since these alone can run for ever or crash.
+    precompiled character map, since only these can run forever or crash.
 
     Raises:
         ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.

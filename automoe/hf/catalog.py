@@ -87,9 +87,9 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
             of the model's family.
 
     Raises:
-        CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
-            keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
-            no scales; the quantization is unknown.
+        CheckpointError, on every rank: a file is missing, truncated or a Git LFS pointer; keys are
+            missing or unexpected; a shape or the number of experts differs; FP8 codes have no
+            scales; the quantization is unknown.
     """
     from automoe.comm.agreement import Ranks  # torch
 

@@ -168,7 +168,7 @@ def split(
 
     Args:
         tensors: stored tensors by name in the files.
-        names: map from names in the files to plain names, those of a text model alone.
+        names: map from names in the files to plain names, which lack a wrapper's prefix.
 
     Returns:
         (the model's tensors by plain name, other tensors by name in the files).

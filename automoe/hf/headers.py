@@ -249,7 +249,7 @@ def has_own_head(folder: Path, tensors: Contents) -> bool:
 
 
 def are_equal(folder: Path, stored: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:
-    """Return whether two stored tensors have one dtype and shape, and the same bytes."""
+    """Return whether two stored tensors have the same dtype, shape and bytes."""
     if (stored.dtype, stored.shape) != (other.dtype, other.shape):
         return False
     pairs = zip(raw_bytes(folder, stored), raw_bytes(other_folder, other), strict=True)

@@ -164,7 +164,7 @@ def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piec
 def one_by_one(
     keys: list[str], shape: Shape, experts: Iterable[int], parts: int = 1
 ) -> Iterator[Piece]:
-    """Yield the boxes of a stacked expert tensor that files store as one matrix per expert.
+    """Yield the slices of a stacked expert tensor that files store as one matrix per expert.
 
     Args:
         keys: stored names with ``{expert}``: those of gate and up (a matrix each), or that of down.
@@ -199,7 +199,7 @@ class KeyMap:
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in such
             a mixture.
-        table: boxes by our name, which replace ``rows`` for a class of transformers without a
+        table: slices by our name, which replace ``rows`` for a class of transformers without a
             family.
         layouts: layouts that files may have, if they cannot be derived; the last one is that of the
             parameters in memory.
@@ -361,7 +361,7 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
 
 
 def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> bool:
-    """Return True if checkpoints in ``encoding`` store codes and scales for this box of a tensor.
+    """Return True if checkpoints in ``encoding`` store codes and scales for this slice of a tensor.
 
     MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, except
     routers, gates, the weights of an indexer's heads and the input projection of a module for
@@ -369,7 +369,7 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
 
     Args:
         name: name of our tensor.
-        piece: the box, and the HuggingFace tensor that stores it.
+        piece: the slice, and the HuggingFace tensor that stores it.
     """
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))

@@ -56,14 +56,14 @@ def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tens
 
 @torch.no_grad()
 def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
-    """Return the rows of B and columns of A for this rank's shard of ``weight``. Collective.
+    """Return the parts of LoRA's A and B that act on this rank's shard of ``weight``. Collective.
 
     Args:
         weight: [..., O, I], maybe a packed 8- or 4-bit matrix.
         a, b: whole or sharded factors [r, I] or [E, r, I], and [..., O, r].
 
     Returns:
-        A and B of the shard, at least in float32, and the scale.
+        Columns of A and rows of B for the shard, at least in float32, and the scale.
     """
     local = local_shard(weight)
     packed = is_packed(weight)

@@ -80,8 +80,8 @@ def to_peft(
         BackendError: peft is not installed.
         ConfigError: the layout is unknown or peft cannot load it, or the model started from random
             weights or has modules for multi-token prediction.
-        CheckpointError: on every rank alike: the model has no adapter, the directory exists or
-            cannot be written, or peft loads something else.
+        CheckpointError, on every rank: the model has no adapter, the directory exists or cannot be
+            written, or peft loads something else.
     """
     from safetensors.torch import save_file
 
@@ -466,7 +466,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield what peft adds to a parameter: one matrix per expert, in the parameter's layout.
+    """Yield the update that peft adds to a parameter: one matrix per expert, in its layout.
 
     Args:
         module: peft's layer around the parameter.

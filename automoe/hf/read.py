@@ -103,9 +103,9 @@ def load_hf(
         progress: show a progress bar on rank 0 if stderr is a terminal.
 
     Raises:
-        CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
-            keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
-            no scales.
+        CheckpointError, on every rank: a file is missing, truncated or a Git LFS pointer; keys are
+            missing or unexpected; a shape or the number of experts differs; FP8 codes have no
+            scales.
     """
     started = time.perf_counter()
     parts = as_parts(parts)

@@ -46,7 +46,7 @@ class WriteItem:
     Attributes:
         shard: this rank's shard of the model's tensor, on the meta device if its numbers are read
             from files.
-        pieces: boxes of the model's tensor that make up the checkpoint's tensor.
+        pieces: slices of the model's tensor that make up the checkpoint's tensor.
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.

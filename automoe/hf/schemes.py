@@ -21,8 +21,9 @@ class Format(NamedTuple):
         scale_dtypes: dtypes that scales may have; U8 holds exponents with bias 127 (e8m0).
         packed: numbers in each element of the codes, the earlier ones in its lower bits.
         beside: suffix of a third tensor. ``_zero_point``: codes of zero, if the scheme is not
-            symmetric, packed along R if the codes are packed. ``_global_scale``: divisor of all scales.
-        dims: fewest dims of codes.
+            symmetric, packed along R if the codes are packed. ``_global_scale``: divisor of all
+            scales.
+        dims: smallest number of dims that codes have.
     """
 
     codes: str
@@ -99,7 +100,7 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
-    """Return the one scheme of all groups of a compressed-tensors configuration.
+    """Return the scheme that all groups of a compressed-tensors configuration share.
 
     If the groups cannot be read, return a text that says why. Settings for activations are ignored,
     because only weights are read.

@@ -76,7 +76,7 @@ def verify_hf(
         Relative error of the logits; None for a model that is too large to run.
 
     Raises:
-        CheckpointError: on every rank alike: names the first difference.
+        CheckpointError, on every rank: names the first difference.
     """
     parts = as_parts(parts)
     config = config_of(parts)
@@ -247,7 +247,7 @@ def _relative_error(
 
     Args:
         wanted: logits of transformers.
-        rule: what the error says was expected, such as ``logits differ from transformers'``.
+        rule: what the error says is wrong, such as ``logits differ from transformers'``.
         remedy: sentence to append to the error.
     """
     if odd := num_not_finite(wanted):

@@ -39,14 +39,17 @@ class Names(NamedTuple):
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the plain name of the file's tensor ``key``; None if it is not the text model's."""
+        """Return the name of the file's tensor ``key`` without the wrapper's prefix.
+
+        Returns None for a tensor outside the text model.
+        """
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
         return None if self.prefixes else key
 
     def stored(self, key: str) -> str:
-        """Return the name in files of the text model's tensor with the plain name ``key``."""
+        """Return the name in files of the tensor that a text model alone would call ``key``."""
         pairs = (pair for pair in self.prefixes if key.startswith(pair[1]))
         stored, plain = next(pairs, ("", ""))
         return stored + key.removeprefix(plain)
@@ -113,9 +116,9 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map between names in the files and plain names of the text model's tensors.
+    """Return the map between names in the files and names of the text model alone.
 
-    The two differ in multimodal checkpoints, where the text model's names have a prefix.
+    The two differ by a prefix in multimodal checkpoints.
 
     Args:
         hf: content of config.json.
@@ -209,7 +212,10 @@ def text_path(model: Any) -> str:
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the map between parameter names of a class of ``transformers`` and plain names."""
+    """Return the map between names of parameters in a model of transformers and in its text model.
+
+    The two differ by a prefix if the model is a wrapper with vision or audio parts.
+    """
     path = text_path(model)
     if not path:
         return ALONE

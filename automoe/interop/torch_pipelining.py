@@ -1,6 +1,6 @@
 """Private parts of torch's pipelining that automoe uses or replaces.
 
-``torch_private`` has those of the rest of torch.
+``torch_private`` holds the private parts of the rest of torch.
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.

@@ -1,6 +1,7 @@
 """Private parts of torch that automoe uses, except for pipelining and fake tensors.
 
-``automoe.interop.torch_pipelining`` and ``automoe.interop.torch_fake`` have those.
+``automoe.interop.torch_pipelining`` and ``automoe.interop.torch_fake`` hold the parts for these
+two.
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.

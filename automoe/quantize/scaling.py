@@ -224,7 +224,7 @@ class Blockwise(_Weights):
     """
 
     def scales(self, tensor: Tensor, operand: int) -> None:
-        """Return None: ``quantize`` computes scales of tiles, which need no other rank."""
+        """Return None: scales of tiles need no communication, so ``quantize`` computes them itself."""
 
     def quantize(self, tensor: Tensor, scales: Tensor | None, operand: int) -> Quantized:
         return quantize(tensor, E4M3, BLOCK if operand == W else LINE)

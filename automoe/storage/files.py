@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def wrong_kind(path: Path | str | int) -> str | None:
-    """Return the kind of a path or descriptor, such as "a FIFO".
+    """Return what a path or descriptor is, such as "a FIFO", if it is not a regular file.
 
     Returns None for a regular file, or if nothing has the name.
     """

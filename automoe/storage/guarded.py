@@ -1,6 +1,6 @@
 """Work on untrusted files in a forked child, with limits of processor time and memory.
 
-A template may loop for ever; a regular expression may backtrack for years, or overflow the stack of
+A template may loop forever; a regular expression may backtrack for years, or overflow the stack of
 native code. In a child, either becomes an error that names what the child was doing.
 """
 

@@ -77,8 +77,8 @@ class Family(Tier):
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
         unread: keys of published config.json files that change nothing here, and without which some
             readers refuse a file (mistral.rs). An export copies them from its source checkpoint;
-            without a source it writes this value, or that of this function of the model's
-            configuration.
+            without a source it writes the value given here, or the result of the function of the
+            ``ModelConfig`` given here.
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.

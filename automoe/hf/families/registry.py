@@ -124,7 +124,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
 
 
 def check_model(folder: Path) -> None:
-    """Check a checkpoint before ``transformers`` loads it, as strictly as a run checks its own.
+    """Check a checkpoint as a training run does, before ``transformers`` loads it.
 
     Of a family that automoe does not know, the number of layers and the quantization are checked.
 
