@@ -52,9 +52,10 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def is_saved(step_dir: Path) -> bool:
-    """Return True if ``step_dir`` holds the step of its name.
+    """Return True if ``step_dir`` exists and its manifest states the step of the folder's name.
 
-    A folder that holds another step under this name is renamed first.
+    A folder that holds another step (a copy under a wrong name) is renamed first, so that the step
+    can be saved.
     """
     if step_dir.exists() and is_misnamed(step_dir):
         set_aside(step_dir, f"misnamed-{step_dir.name}")
@@ -86,7 +87,7 @@ def _delete(path: Path) -> None:
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete steps that the settings ``checkpoint`` do not keep; return a warning if unsafe.
+    """Delete the steps that the settings ``checkpoint`` do not keep.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
@@ -96,6 +97,9 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     Args:
         folder: checkpoint folder of the run.
         newest: folder name of the newest step.
+
+    Returns:
+        A warning if ``newest`` is damaged or cannot be read, else None.
     """
     try:
         manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
@@ -234,7 +238,11 @@ def newest_valid(
 def step_to_resume(
     resume: str, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
 ) -> tuple[Path, dict[str, Any], bool] | None:
-    """Return the step that ``checkpoint.resume`` takes; None if there is none. Collective.
+    """Return the saved step that a run resumes from; None if it starts anew. Collective.
+
+    Args:
+        resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which only a run
+            without steps of its own takes.
 
     The folder of another run is not changed.
 

@@ -64,7 +64,8 @@ class HashingStream(io.RawIOBase):
     def release(self) -> None:
         """Close the file for good.
 
-        ``close`` leaves it open, because torch calls ``close`` before the file can be sealed.
+        ``close`` leaves it open, because torch calls ``close`` before ``seal`` has flushed the
+        file.
         """
         self._file.close()
 

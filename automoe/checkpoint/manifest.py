@@ -189,12 +189,12 @@ def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
 
 
 def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None) -> None:
-    """Raise ``CheckpointError`` if a step depends on other weights than those of this run.
+    """Raise ``CheckpointError`` if a step was trained with other fixed weights than this run's.
 
-    A step depends on frozen weights, which it omits, or on the weights of a reference model.
+    Fixed weights are frozen ones, which a step omits, and those of a reference model.
 
     Args:
-        base: identity of this run's such weights (``checkpoint_identity``); None without any.
+        base: ``checkpoint_identity`` (a digest) of this run's fixed weights; None if it has none.
     """
     saved = manifest.get("base", base)
     if saved != base:

@@ -16,7 +16,7 @@ class CachedPlanner(DefaultSavePlanner):
     """Save planner of torch that keeps plans from one save to the next, under its own ``key``.
 
     A rank whose tensors are unchanged neither sends nor receives a plan. The key replaces torch's
-    key, the class name, which several stores in a process would share.
+    key, the class name, which several checkpoint stores in a process would share.
     """
 
     def __init__(self, key: str) -> None:

@@ -1,7 +1,7 @@
 """Reader of training state that runs no code named by a checkpoint's files.
 
 ``.metadata`` of ``torch.distributed.checkpoint`` is a pickle, and torch's loader calls any function
-that the pickle names. Torch does the same with entries that are no tensors. A step may come from
+that the pickle names. Torch also unpickles entries that are not tensors. A step may come from
 somebody else (``checkpoint.resume=DIR``, ``automoe export DIR``).
 """
 
@@ -47,7 +47,7 @@ _NEWER = "A newer torch may have written it: its manifest.json says which (versi
 def dcp_error(error: CheckpointException) -> Exception:
     """Return the error to raise for a failed load or save of torch.distributed.checkpoint.
 
-    It is the first rank's error in ``error``, the same on every rank. ``CheckpointException``
+    The result is the first failed rank's error, the same on every rank. ``CheckpointException``
     itself is not an ``Exception``.
     """
     return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
@@ -81,8 +81,8 @@ class StepReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read tensors: contiguous ones straight into their parameters, others as torch does.
 
-        Torch reads every tensor into new memory first, and unpickles a description of each one.
-        Here tensors whose files begin with the same bytes share a description.
+        Torch reads every tensor into new memory first, and unpickles a header of each one. Here a
+        header is unpickled once if several tensors have the same one, byte for byte.
         """
         others: list[ReadItem] = []
         described: dict[Any, tuple[bytes, torch.Tensor]] = {}
@@ -123,7 +123,8 @@ class StepReader(dcp.FileSystemReader):
             ranks: ``process_group`` or ``no_dist`` of ``dcp.load``.
 
         Raises:
-            CheckpointError: on every rank alike: a tensor is missing or cannot be read.
+            CheckpointError: a tensor is missing or cannot be read; every rank raises the same
+                error.
         """
 
         def load() -> None:

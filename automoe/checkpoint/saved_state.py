@@ -15,8 +15,8 @@ from automoe.training.state import TrainState
 def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor]:
     """Return this rank's tensors that a checkpoint holds, by global name.
 
-    These are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
-    stages of this rank hold a copy of a parameter, the first copy is returned.
+    These are parameters, saved buffers, AdamW's moments and step counts, and weight averages. If
+    two stages of this rank hold a copy of a parameter, the first copy is returned.
 
     Args:
         frozen: True to include frozen parameters.
@@ -69,7 +69,10 @@ def not_finite(state: TrainState) -> list[str]:
 
 
 def optional_names(state: TrainState) -> set[str]:
-    """Return tensor names that a checkpoint may lack: modules' ``optional_state``, and averages."""
+    """Return tensor names that a checkpoint may lack: weight averages and optional buffers.
+
+    A module lists such buffers in its attribute ``optional_state``.
+    """
     return {
         f"model.{name}.{buffer}"
         for part in state.model_parts.values()
@@ -79,10 +82,13 @@ def optional_names(state: TrainState) -> set[str]:
 
 
 def begin_averages(state: TrainState, absent: Collection[str]) -> bool:
-    """Start weight averages that a checkpoint lacks from the weights; return True if any exists.
+    """Copy weights into the weight averages that a checkpoint lacks, where averaging then starts.
 
     Args:
         absent: names of tensors that the loaded checkpoint lacks.
+
+    Returns:
+        True if any average was missing.
     """
     begun = [pair for name, *pair in _averages(state) if name in absent]
     with torch.no_grad():
@@ -92,7 +98,7 @@ def begin_averages(state: TrainState, absent: Collection[str]) -> bool:
 
 
 def _averages(state: TrainState) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name in a checkpoint, average, parameter) of each average of this rank."""
+    """Yield (name in a checkpoint, average, parameter) of each weight average of this rank."""
     moments = state.optimizer.state
     for part in state.model_parts.values():
         for name, parameter in part.named_parameters():

@@ -107,7 +107,8 @@ class CheckpointStore:
 
         Raises:
             CheckpointError, DataError: the folder cannot be written by every rank, or differs
-                between ranks; torch lacks the stager of ``async_save``; or as ``load_latest``.
+                between ranks; torch lacks the stager of ``async_save``; or an error of
+                ``load_latest``.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
@@ -139,7 +140,7 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` is set and has passed since a save began.
+        """Return True if ``checkpoint.every_minutes`` is set and over since the last save began.
 
         Each rank answers by its own clock.
         """
@@ -165,8 +166,8 @@ class CheckpointStore:
             failed.
 
         Raises:
-            SaveError: the last checkpoint of the run could not be written, or is not finite; on
-                every rank alike.
+            SaveError, on every rank: the last checkpoint of the run could not be written, or is not
+                finite.
         """
         self.poll(wait=True)
         self._began = time.monotonic()
@@ -269,7 +270,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the time the loop waits in the block; warn about a failed write, raise the ``last``."""
+        """Time a block in which the loop waits; a failed write warns, or raises if ``last``."""
         started = time.perf_counter()
         try:
             yield
@@ -283,7 +284,7 @@ class CheckpointStore:
 
     @cached_property
     def base(self) -> str | None:
-        """Identity of the checkpoint at ``model.hf_path`` if weights are frozen, else None.
+        """Digest of the checkpoint at ``model.hf_path`` if weights are frozen, else None.
 
         Saved steps leave out the frozen weights, which that checkpoint holds. Collective.
         """
@@ -295,7 +296,7 @@ class CheckpointStore:
 
     @cached_property
     def first_weights(self) -> str:
-        """Identity of the weights that the run starts from. Collective."""
+        """Digest of the weights that the run starts from; their seed if random. Collective."""
         hf_path = self.config.model.hf_path
         if hf_path is None:
             return f"random:{self.config.train.seed}"
@@ -305,9 +306,10 @@ class CheckpointStore:
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> Path:
-        """Write the files, commit the step, replace ``LATEST`` and delete old steps.
+        """Write the files, commit the step, replace ``LATEST`` and delete old steps. Collective.
 
-        Each part is done on all ranks or on none.
+        If a rank fails in one of these stages, no rank begins the next. ``content`` goes to the
+        manifest.
         """
         step = content["step"]
         final = self.folder / f"step-{step}"
@@ -421,9 +423,9 @@ class CheckpointStore:
             return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
-        """Return (step folder, its manifest, True if this run wrote it) of ``load_latest``, or None.
+        """Return the step to resume: (folder, manifest, True if this run wrote it), or None.
 
-        The step is looked for and verified once; later calls return the same one. Collective.
+        The step is searched for and verified once; later calls return the same one. Collective.
         """
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":
@@ -446,7 +448,7 @@ class CheckpointStore:
         self._found = None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Rename the step that ``load_latest`` ``resumed`` as bad, and load the step before it.
+        """Rename the ``resumed`` step, so that no run uses it, and load the step before it.
 
         Returns:
             None, with nothing changed, if no earlier step exists or the step belongs to another

@@ -1,8 +1,8 @@
-"""Conversations read from files: messages, prompts with completions, ShareGPT and Alpaca records,
-and pairs of answers.
+"""Conversations read from files: messages, prompts with completions, ShareGPT, Alpaca, preferences.
 
-A pair is a prompt with a preferred and a rejected answer. This module also makes questions about
-this Python's own library.
+A preference pair is a prompt with a preferred and a rejected answer. For the kinds ``stdlib_chat``
+and ``stdlib_preference`` this module makes questions and answers from the docstrings of Python's
+standard library.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class _Reader:
     """Converter of one record of a data file to messages; its errors name file and line.
 
     Attributes:
+        chat: ``data.chat``, which names the record's keys.
         where: ``file:line`` of the record.
         pairs: True if records hold a preferred and a rejected answer.
     """
@@ -150,10 +151,10 @@ class _Reader:
         self.roles = _ROLES | roles | (self.chat.roles or {})
 
     def read(self, record: Record) -> tuple[list[list[Message]], int]:
-        """Return a record's conversations, and how many of their first messages are not trained.
+        """Return a record's conversations, and how many leading messages of each are not trained.
 
         A record with a preference pair has two conversations, the preferred one first; any other
-        has one.
+        record has one.
         """
         if self.pairs:
             return self._answers(record, ("chosen", "rejected"))
@@ -180,13 +181,17 @@ class _Reader:
         return [[*self._system(record, messages), *messages]], 0
 
     def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
-        """Return a conversation for each answer of a record, and the number of messages before it.
+        """Return a conversation for each answer of a record, and the length of their common prompt.
 
-        These messages come from the column ``prompt`` (text there is a user's question). If a
-        preference pair has no such column, they are those with which both answers begin.
+        The prompt is the messages before the answer. It comes from the record's key ``prompt``,
+        where plain text is a user's question. If a preference pair has no such key, the prompt is
+        the messages with which both answers begin.
 
         Args:
             names: keys of the answers, e.g. ``("chosen", "rejected")``.
+
+        Returns:
+            (the conversations, number of messages in the prompt).
         """
         answers = [self._turns(record, key, "assistant") for key in names]
         where = ""
@@ -220,7 +225,11 @@ class _Reader:
         return [before + answer for answer in answers], len(before)
 
     def _turns(self, record: Record, key: str, role: str) -> list[Message]:
-        """Return the messages of a record's column; plain text becomes one message of ``role``."""
+        """Return the messages at a key of a record; plain text becomes one message.
+
+        Args:
+            role: role of that message, e.g. ``assistant``.
+        """
         value = self._value(record, key)
         name = self.keys[key]
         parsed = _parsed(value)
@@ -238,7 +247,11 @@ class _Reader:
         return [reader._message(turn, n) for n, turn in enumerate(parsed, start=1)]
 
     def _system(self, record: Record, messages: list[Message]) -> list[Message]:
-        """Return the system message in a record's column for it; [] if that is missing or empty."""
+        """Return a record's system message, stored at a key of its own, as a list; [] if missing.
+
+        Args:
+            messages: the record's other messages, which must then hold no system message.
+        """
         name = self.keys.get("system", "")
         system = record.get(name)
         if not system:
@@ -332,6 +345,10 @@ class _Reader:
         """Return a message's text; a list of {"type": "text", ...} if it has several parts.
 
         The chat template joins such parts. Parts that are not text are refused.
+
+        Args:
+            value: content of the message: text, or a list of parts.
+            field: name of the content, for an error.
         """
         if not isinstance(value, list):
             return self._text(value, field)

@@ -1,4 +1,4 @@
-"""Tokenisation of conversations into a corpus: files of samples, and of marks on trained tokens."""
+"""Tokenisation of conversations into the files of a corpus: token ids and loss masks."""
 
 from __future__ import annotations
 
@@ -45,19 +45,21 @@ def tokenise_chat(
     vocab_size: int,
     pairs: bool = False,
 ) -> dict[str, Any]:
-    """Write the tokens, loss masks and table of conversations to ``folder``; return their facts.
+    """Write token ids, loss masks and a table of sequences to ``folder``; return a summary.
 
-    A conversation becomes one or several token sequences (samples). All have the conversation's
-    hash, so that they are in the same split; pairs with the same prompt share a hash too. The two
-    sequences of a preference pair are stored one after the other as one sample, and the fifth
-    column of the table has the length of the first sequence.
+    A conversation becomes one or several token sequences (samples), and the table has a row for
+    each. The row has the hash of the conversation, so that all its samples are in the same split;
+    preference pairs with the same prompt share a hash too. The two sequences of a preference pair
+    are stored one after the other as one sample, and the fifth column of the table has the length
+    of the first sequence.
 
     Args:
         pairs: True if ``conversations`` are preference pairs, the two of each pair one after the
             other.
 
     Returns:
-        ``CorpusWriter.save``'s dictionary, and ``chat``: counts that ``describe_chat`` prints.
+        The dictionary of ``CorpusWriter.save`` (type of a token, digest of the content, bytes of
+            text), and ``chat``: counts that ``describe_chat`` prints.
 
     Raises:
         DataError: a record is malformed, the chat template refuses it, or an answer of a pair takes
@@ -110,11 +112,12 @@ def _paired(
 ) -> Iterator[tuple[Conversation, list[Sample], list[int]]]:
     """Yield (conversation, [sample], [length of the first sequence]) for each preference pair.
 
-    The sample has the preferred and then the rejected sequence. The input has both as
-    conversations, one after the other.
+    The sample is the preferred sequence followed by the rejected one.
 
     Args:
-        counts: is increased by 1 at ``pairs``, and at ``equal`` if both answers are the same.
+        batched: (conversation, its sequences); the two conversations of a pair follow each other.
+        counts: ``counts["pairs"]`` grows by 1 per pair, ``counts["equal"]`` if both answers are
+            equal.
     """
     for (conversation, chosen), (other, rejected) in zip(batched, batched, strict=True):
         if several := max(len(chosen), len(rejected)) - 1:
@@ -141,7 +144,7 @@ def describe_chat(
 
     Args:
         chat: ``chat`` of the dictionary that ``tokenise_chat`` returns.
-        tokens, samples: size of the whole corpus.
+        tokens, samples: numbers of tokens and of token sequences in the whole corpus.
         where: function of a file's index and a line that returns ``file:line``.
     """
     count = Counter(chat)

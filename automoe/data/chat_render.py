@@ -1,4 +1,4 @@
-"""Rendering of messages as text and token ids by ``transformers``, as at inference."""
+"""Rendering of messages as text and token ids by ``transformers``, as an inference server does it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class ChatRenderer:
     """Renderer of messages to text by a Jinja chat template, and to ids by its tokenizer.
 
     Attributes:
-        stored: text of the chat template.
-        own: the template that ``data.chat.template`` names; None if the tokenizer's is used.
+        stored: text of the chat template in use.
+        own: the same text if ``data.chat.template`` is set; None if the tokenizer's template is
+            used.
 
     Args:
         tokenizer: ``byte`` or a directory.
@@ -81,7 +82,10 @@ class ChatRenderer:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Pattern that matches the name of any special token but ``<think>`` and ``</think>``."""
+        """Pattern that matches the name of any special token except ``<think>`` and ``</think>``.
+
+        Those two are also special tokens in messages, because datasets write reasoning with them.
+        """
         names = (n for n in self._special_names if not re.fullmatch("</?think>", n))
         names = sorted(names, key=len)
         return re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")
@@ -116,9 +120,10 @@ class ChatRenderer:
         return text
 
     def _as_text(self, value: Any) -> Any:
-        """Mark names of special tokens in messages or tools, so that they are encoded as text.
+        """Return messages or tools in which a marker character breaks up names of special tokens.
 
-        Does nothing under ``data.chat.special_text=token``.
+        A broken name is encoded as plain text, and the marker is removed then. Under
+        ``data.chat.special_text=token`` the value is returned unchanged.
         """
         if self.chat.special_text == "token":
             return value
@@ -127,9 +132,10 @@ class ChatRenderer:
 
     @cached_property
     def _marked(self) -> Any:
-        """Copy of the tokenizer in which each special token's name has the prefix ``_TOKEN``.
+        """Copy of the tokenizer in which names of special tokens begin with a marker character.
 
-        So a special token is recognised only where the template wrote it.
+        Names that the template itself wrote get the same marker before a text is encoded, names in
+        messages do not. So only the template can write special tokens.
         """
         from tokenizers import Tokenizer
 
@@ -153,7 +159,11 @@ class ChatRenderer:
         )["input_ids"]
 
     def _normal(self, messages: list[Message], where: str) -> list[Message]:
-        """Return messages with text parts joined, and tool calls in the form the template takes."""
+        """Return messages in the form the template takes: text parts joined, tool calls converted.
+
+        Args:
+            where: ``file:line`` of the conversation, for an error.
+        """
         turns = []
         for message in messages:
             if isinstance(parts := message.get("content"), list):
@@ -171,7 +181,8 @@ class ChatRenderer:
     def _joint(self) -> str:
         """Text that the template writes between two text parts of a message.
 
-        If the template takes only text, this is a line end, as in inference servers.
+        It is a line end if the template takes only plain text as content; inference servers join
+        parts in this way.
         """
         parts = [{"type": "text", "text": text} for text in PROBE[:2]]
         try:
@@ -185,7 +196,7 @@ class ChatRenderer:
         """Return in which form the template takes tool calls, found by trying each form.
 
         Most templates do not fail on a wrong form: they write Python's brackets or JSON inside
-        JSON, or leave the call out.
+        JSON, or leave the call out. So the rendered text is examined.
 
         Returns:
             True if arguments must be JSON text, False if an object; and the content of a message
@@ -215,7 +226,12 @@ class ChatRenderer:
 
 
 def calling(content: str | None, arguments: Any) -> Message:
-    """Return an assistant message that calls the probe tool, to see how a template writes calls."""
+    """Return an assistant message with a tool call, rendered to see how a template writes calls.
+
+    Args:
+        content: text of the message beside the call.
+        arguments: arguments of the call, as JSON text or as an object.
+    """
     function = {"name": PROBE[0], "arguments": arguments}
     call = {"id": "probe0000", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}

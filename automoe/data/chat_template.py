@@ -1,6 +1,6 @@
 """Conversations as tokens, with marks on the tokens that a model has to generate.
 
-The stored templates of the main families do not mark where answers begin and end. So this module
+Chat templates published with checkpoints do not mark where answers begin and end. So this module
 finds out: an answer begins after the longest common prefix of two renders (the messages before it
 with generation prompt, and the messages through it), and ends with the stop token. As at inference,
 ``transformers`` renders the text and tokenises it; the library is imported when first used.
@@ -48,12 +48,12 @@ class ChatTemplate(ChatRenderer):
 
     Attributes:
         digest: hash of all settings that affect the tokens of a record.
-        counts: what ``describe_chat`` prints about all calls of ``samples``. ``answers``: answers;
-            among them ``prompt_cut`` (written without the end of the generation prompt),
-            ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is trained)
-            and ``no_reasoning`` (the generation prompt opens reasoning, and there is none).
-            ``left_out``: texts, tools and arguments of conversations that the template does not
-            write.
+        counts: totals over all calls of ``samples``, printed by ``describe_chat``. ``answers``
+            counts answers; among them are ``prompt_cut`` (written without the end of the generation
+            prompt), ``eos_added`` (without a stop token), ``empty`` (nothing but a stop token is
+            trained) and ``no_reasoning`` (the generation prompt opens reasoning, and there is
+            none). ``left_out`` counts texts, tools and arguments of conversations that the template
+            does not write.
         first: for each key of ``counts``, file index and line of the first conversation counted.
 
     Args:
@@ -87,8 +87,8 @@ class ChatTemplate(ChatRenderer):
     def tokenizer_settings(self) -> bytes:
         """Return the bytes of the tokenizer's settings files, which name its special tokens.
 
-        Templates write these tokens, so the bytes are part of the cache's name. ``tokenizer.json``
-        is not among the files.
+        A chat template may write these tokens, so the bytes are hashed into the name of the cached
+        corpus. ``tokenizer.json`` is not among the files.
         """
         files = [local_folder(self.tokenizer) / name for name in _SETTINGS]
         return b"".join(file.read_bytes() for file in files if file.is_file())
@@ -96,9 +96,9 @@ class ChatTemplate(ChatRenderer):
     def samples(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
         """Return the token sequences of each conversation; each answer is trained in one of them.
 
-        A conversation is one sequence if the rendered text up to each answer is the beginning of
-        that up to the next answer. If the template rewrites earlier turns (it drops reasoning, or
-        ends the last answer differently), the conversation becomes several.
+        A conversation is one sequence if the rendered text through each answer is the beginning of
+        the text through the next answer. If the template rewrites earlier turns (it drops
+        reasoning, or ends the last answer differently), the conversation becomes several.
         ``data.chat.turns=last`` trains only the last answer.
 
         Raises:
@@ -142,7 +142,7 @@ class ChatTemplate(ChatRenderer):
         ]
 
     def exported(self) -> dict[str, str]:
-        """Return file name -> content of the template files of an export.
+        """Return file name -> content of the chat template's files for an exported checkpoint.
 
         ``data.chat.template_args`` are written into them as defaults. The result is {} if the
         tokenizer's own files can be used unchanged.
@@ -253,11 +253,12 @@ class ChatTemplate(ChatRenderer):
     def _turn(
         self, before: str, through: str, prompt: list[int], ids: list[int], asked: tuple[bool, str]
     ) -> Turn:
-        """Return the ids up to the end of an answer, and the index of its first generated token.
+        """Return the ids up to the end of an answer, and the index of the answer's first id.
 
         Args:
-            before, through: the two texts that ``_renders`` returns.
-            prompt, ids: the token ids of these texts.
+            before: rendered text of the conversation up to the answer, with the generation prompt.
+            through: rendered text of the conversation through the answer.
+            prompt, ids: token ids of ``before`` and of ``through``.
             asked: True if the answer calls tools, and the conversation's arguments for the template
                 as JSON.
         """
@@ -286,9 +287,9 @@ class ChatTemplate(ChatRenderer):
         return [*ids, stop_id], start
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return the ids of ``text`` as they are when other text comes before it.
+        """Return the ids that ``text`` has in the middle of a longer text.
 
-        Some tokenizers add a blank at the beginning of a text; here that must not happen.
+        Some tokenizers add a space at the beginning of a text; the ids do not include it.
         """
         for prefix in ("", "\n", "."):
             head, ids = (
@@ -302,10 +303,10 @@ class ChatTemplate(ChatRenderer):
     def _stop(self, ids: list[int], start: int, asked: tuple[bool, str]) -> int | None:
         """Return the index after the special token that ends an answer; None if there is none.
 
-        After that token comes only the text that the template writes after every answer.
+        After that token ``ids`` hold only what the template writes after every answer.
 
         Args:
-            ids: tokens through the answer.
+            ids: token ids of the conversation through the answer.
             start: index of the answer's first token.
             asked: True if the answer calls tools, and the conversation's arguments for the template
                 as JSON.
@@ -319,11 +320,12 @@ class ChatTemplate(ChatRenderer):
         return ends[0] if ends and not behind[ends[0]] else None
 
     def _find_ending(self, calls: bool, args: str) -> tuple[str, int | None]:
-        """Find out by probe messages how the template ends the last answer of a conversation.
+        """Find out, by rendering test messages, how the template ends a conversation's last answer.
 
-        Several special tokens may follow the text of an answer. Tokens that also follow it inside a
-        conversation belong to the turn (two for Command-R). Other tokens close the conversation
-        (Phi-3 writes end of text after end of turn), unless they replace the turn's own (GPT-OSS).
+        Several special tokens may follow the text of an answer. Those that the template also writes
+        after an answer that is not the last one end the answer (two tokens for Command-R). Others
+        close the conversation (Phi-3 writes end of text after end of turn), unless they stand in
+        place of the token that ends other answers (GPT-OSS).
 
         Args:
             calls: True if the answer calls tools.
@@ -331,7 +333,7 @@ class ChatTemplate(ChatRenderer):
 
         Returns:
             The text after the token that ends the answer; and the special token that begins the
-                next turn, or None.
+                next message, or None.
         """
         render = partial(self._render, tools=None, args=json.loads(args))
         answer = {"role": "assistant", "content": PROBE[2]}
@@ -361,7 +363,8 @@ class ChatTemplate(ChatRenderer):
     def _always_opens(self) -> bool:
         """True if the template writes a generation prompt despite ``add_generation_prompt=False``.
 
-        It is False if that text is only the beginning of the next turn.
+        It is False if a following user message begins after that same text, which is then no
+        generation prompt.
         """
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:

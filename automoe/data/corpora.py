@@ -1,4 +1,4 @@
-"""Documents read from files: this Python's own library, plain text, JSON lines, parquet and Arrow.
+"""Documents read from files: Python's standard library, plain text, JSON lines, parquet and Arrow.
 
 Text and JSON lines may be compressed (``.gz``, ``.zst``).
 """
@@ -47,7 +47,11 @@ _PART_BYTES = 1 << 20  # bytes of a text file read at a time
 class Document:
     """Text to tokenise with its place in the corpus: a document, or a piece of a very long one.
 
-    The pieces of a document are consecutive and have the same place.
+    The pieces of a document are consecutive and have the same file and line.
+
+    Attributes:
+        file: index of the file in the corpus's list of files.
+        line: 1-based line or row in the file; 0 if the document is the whole file.
     """
 
     text: str
@@ -78,7 +82,7 @@ def source_of(kind: str) -> Source:
 def reader_digest(kind: str) -> str:
     """Return a hash of the plugin code that reads ``data.kind``; "" for automoe's own kinds.
 
-    The hash is part of a cache entry's name.
+    The hash is part of the cached corpus's name, so that changed code reads the files again.
 
     Raises:
         ConfigError: the plugin's reader has no source file, e.g. a partial or a callable object.
@@ -314,7 +318,7 @@ def _parsed(text: str) -> Any:
     """Parse JSON text; refuse repeated keys and deep nesting.
 
     Raises:
-        ValueError, RecursionError: the text is not such JSON.
+        ValueError, RecursionError: the text is not JSON, repeats a key or is nested too deep.
     """
     value = json.loads(text, object_pairs_hook=unique)
     if text.count("{") + text.count("[") > MAX_DEPTH:
@@ -409,11 +413,14 @@ def _python(value: Any) -> Any:
 
 
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) for each record of a file; a record without text is an error.
+    """Yield (line, text) for each record of a file.
 
     Args:
         read: function of ``path`` that yields (line, record).
         text_key: key of the text in a record.
+
+    Raises:
+        DataError: a record has no text.
     """
     sep = ": row " if path.suffix in (".parquet", ".arrow") else ":"
     for line, record in read(path, text_key):

@@ -36,10 +36,11 @@ class Loader:
         weights: shares of the sources; their sum is 1.
         corpora: tokenised corpus of each source.
         tokenizer: the tokenizer of the configuration.
-        rows_per_rank: rows of a full global batch that this rank holds.
-        rows_of_last_step: rows of all ranks in the step that ``next_step`` returned last.
+        rows_per_rank: number of rows of a full global batch that this rank gets.
+        rows_of_last_step: number of rows, over all ranks, of the last step that ``next_step``
+            returned.
         rows_per_epoch: rows of the split in one epoch, summed over the sources.
-        consumed_rows: rows of all ranks in the steps that ``next_step`` has returned.
+        consumed_rows: number of rows, over all ranks, of all steps that ``next_step`` has returned.
 
     Args:
         config: the configuration of the run.
@@ -50,8 +51,8 @@ class Loader:
         pairs: True if the recipe compares pairs of answers, False if it trains on every answer.
 
     Raises:
-        ConfigError: the tokenizer has more ids than the embedding has rows, or ``pairs`` does not
-            fit the data.
+        ConfigError: the tokenizer has more ids than the embedding has rows, or ``pairs`` is True
+            for data without preference pairs, or False for data with them.
         DataError: text cannot be read, a document is too long, or a split is empty.
     """
 
@@ -157,7 +158,7 @@ class Loader:
             yield self._batch(split, first, sources, rows)
 
     def every_pair(self, split: Split) -> Iterator[StepBatch]:
-        """Yield this rank's part of global batches that together hold every pair of ``split`` once.
+        """Yield this rank's rows of batches that hold each preference pair of ``split`` once.
 
         Padding rows fill up the last batch of each source.
         """
@@ -175,7 +176,7 @@ class Loader:
         return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the data's fingerprint, as JSON for a checkpoint.
+        """Return the position in the data and the data's ``fingerprint``, as JSON for a checkpoint.
 
         The values are equal on every rank.
         """
@@ -249,7 +250,7 @@ class Loader:
         return content
 
     def describe(self) -> list[str]:
-        """Return lines to print at a run's start: conversations and rows, its length, warnings."""
+        """Return lines to print at a run's start: its data, length in steps and epochs, warnings."""
         lines: list[str] = []
         for source, corpus in enumerate(self.corpora):
             if corpus.chat:
@@ -310,9 +311,13 @@ class Loader:
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row, pairs=pairs)
 
     def _pairs(self, split: Split, sources: np.ndarray, indices: np.ndarray) -> torch.Tensor:
-        """Return the indices of the preference pairs in each row, [R, P] int64, over all sources.
+        """Return the preference pairs of each row, as indices over all sources, [R, P] int64.
 
-        A row of fewer than P pairs ends in -1.
+        P is the largest number of pairs in a row; a row with fewer pairs is filled up with -1.
+
+        Args:
+            sources, indices: [R] source of each row, and its index within that source; -1 is a
+                padding row.
         """
         by_row = []
         for source, index in zip(sources, indices, strict=True):
@@ -326,16 +331,26 @@ class Loader:
         return torch.from_numpy(numbers)
 
     def _where(self, source: int, start: int) -> str:
-        """Return ``file`` or ``file:line`` of the document that has token ``start`` of a source."""
+        """Return ``file`` or ``file:line`` of the document that contains a token.
+
+        Args:
+            source: index of the source.
+            start: index of the token in the source's corpus.
+        """
         corpus = self.corpora[source]
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
 
     def _check_ids(
         self, split: Split, sources: np.ndarray, indices: np.ndarray, rows: Rows
     ) -> None:
-        """Raise ``DataError`` if a token id of these rows has no row in the embedding.
+        """Raise ``DataError`` if a token id of these rows is too large for the embedding.
 
-        A cache that was verified at the start may still be damaged while a job runs.
+        Corpora are verified when they are opened, but the cached file may be damaged later, while a
+        job runs.
+
+        Args:
+            sources, indices: [R] source of each row, and its index within that source.
+            rows: the tokens of these rows.
         """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size

@@ -53,7 +53,11 @@ class Mixture:
         return sources[order], rows[order]
 
     def _before(self, source: int, time: int) -> int:
-        """Return how many rows of a source have a time (see the class) before ``time``."""
+        """Return how many rows of a source have a time before ``time``.
+
+        Times are keys by which ``Mixture`` merges its sources: the sequence is all rows sorted by
+        time.
+        """
         # The number is ``near`` or differs from it by one.
         near = int(self.weights[source] * time)
         candidates = np.arange(max(0, near - 1), near + 2)

@@ -1,6 +1,6 @@
-"""Packing into rows of ``seq_len`` tokens, by row index: a stream of documents, or whole samples.
+"""Packing of a stream of documents, or of whole samples, into rows of ``seq_len`` tokens.
 
-Letters: N documents, R rows, S seq_len.
+Any row is computed from its index. Letters: N documents, R rows, S seq_len.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ Epoch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Rows:
-    """R packed rows; each array is [R, S] int64.
+    """R packed rows of S tokens; each array is [R, S] int64.
 
-    ``positions`` count from 0 in each document; ``doc_ids`` number a row's documents, -1 in
-    padding; ``labels`` are the next tokens, with an ignore index.
+    Attributes:
+        labels: the next token of each token; -100 (ignored by the loss) at a document's end, in
+            padding, and where the next token is not trained.
+        positions: index of each token within its document, from 0.
+        doc_ids: number of each token's document within the row, from 0; -1 in padding.
     """
 
     tokens: np.ndarray
@@ -50,7 +53,8 @@ class PackedRows:
 
     Args:
         tokens: every token of the corpus, any integer dtype (a memory map).
-        starts, lengths: [N] place of each document in ``tokens``; lengths are at least 1.
+        starts, lengths: [N] index of each document's first token in ``tokens``, and its number of
+            tokens, at least 1.
         seq_len, seed: row length S, and seed of the order.
         pad_id: token of padding.
         document_mask: True numbers the documents of a row in ``doc_ids`` and restarts ``positions``
@@ -89,7 +93,13 @@ class PackedRows:
         return rows
 
     def fill(self, rows: Rows, row: int, index: int) -> None:
-        """Write row ``index`` of the endless sequence into ``rows`` at ``row``, a padding row."""
+        """Write one row of the endless sequence into arrays.
+
+        Args:
+            rows: the arrays.
+            row: index in ``rows`` of a row that holds only padding so far.
+            index: index in the endless sequence of the row to write.
+        """
         # Pieces may have one token more than the row, which is its last label.
         starts, lengths = self._pieces(index)
         place = np.arange(lengths.sum())
@@ -120,9 +130,13 @@ class PackedRows:
         return self._span(index, self.seq_len)[0]
 
     def _span(self, index: int, size: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Return the documents that have tokens among the ``size`` tokens from a row's first one.
+        """Return the documents that a row consists of, and where they lie in the epoch.
 
-        Positions below count the tokens of the epoch's concatenated documents.
+        An epoch's documents are concatenated; positions below are indices into all their tokens.
+
+        Args:
+            index: index of the row in the endless sequence.
+            size: number of tokens to cover, from the row's first one.
 
         Returns:
             Indices of the documents; the position after each document; the positions of the row's
@@ -137,9 +151,10 @@ class PackedRows:
         return doc_order[here], doc_ends[here], start, end
 
     def _pieces(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which slices of ``tokens`` a row consists of: their starts and lengths, [P] each.
+        """Return start and length of the P slices of ``tokens`` that a row consists of, [P] each.
 
-        If the last document goes on in the next row, its slice has one more token, the last label.
+        If the last document continues in the next row, its slice has one more token: the label of
+        the row's last token.
         """
         documents, ends, start, end = self._span(index, self.seq_len + 1)
         begins = ends - self.lengths[documents]
@@ -147,21 +162,27 @@ class PackedRows:
         return self.starts[documents] + skipped, np.minimum(ends, end) - begins - skipped
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return an epoch's order of documents, their ends when concatenated, and the row order."""
+        """Return how an epoch's documents are shuffled and cut into rows.
+
+        Returns:
+            [N] indices of the documents in shuffled order; [N] end of each when they are
+                concatenated; [num_rows] the order of the rows.
+        """
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Return the row of each sample, [N] int64: the fullest row that still has room for it.
+    """Assign samples to rows by best fit; return the index of each sample's row, [N] int64.
 
-    Samples are placed in the given order. If the longest come first, this is best-fit decreasing,
-    which needs at most 11/9 of the fewest rows possible, plus one (Johnson 1973), and in practice
-    wastes about a percent.
+    A sample goes to the fullest row that still has space for it, in the given order. If the longest
+    samples come first, this is best-fit decreasing, which needs at most 11/9 of the fewest rows
+    possible, plus one (Johnson 1973), and in practice wastes about a percent.
 
     Args:
-        lengths: [N], each at most ``size``.
+        lengths: [N] tokens of each sample, at most ``size``.
+        size: tokens of a row.
     """
     rows = np.empty(len(lengths), dtype=np.int64)
     by_room = [[] for _ in range(size + 1)]
@@ -215,9 +236,11 @@ class SampleRows(PackedRows):
         return order[row_starts[row] : row_starts[row + 1]]
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return an epoch's order of samples, where each row begins in it, and the row order.
+        """Return how an epoch's samples are assigned to rows.
 
-        The second array also has the total number of samples at its end.
+        Returns:
+            [N] indices of the samples, row after row; [num_rows + 1] index in this list of each
+                row's first sample, then N; [num_rows] the order of the rows.
         """
         shuffled = seeded_order(len(self.lengths), self.seed, epoch, 0)
         order = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]

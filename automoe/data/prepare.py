@@ -52,6 +52,7 @@ class TokenCorpus:
         hashes: [N] uint64 hash of each text.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
         content: digest of all tokens and lengths; it does not depend on the names of files.
+        text_bytes: UTF-8 bytes of all texts.
         firsts: [N] length of the preferred sequence of each pair; None without pairs.
         trained: [sum of lengths] True for tokens to generate; None: all tokens.
         chat: counts of ``tokenise_chat``; None if documents are not conversations.
@@ -195,7 +196,8 @@ def with_steps(config: Config) -> Config:
     """Return ``config`` with ``train.steps`` computed from ``train.epochs``, if epochs are set.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded, or a rule on the number of steps is broken.
+        ConfigError: the tokenizer cannot be loaded, or the computed number of steps violates a rule
+            of the configuration.
         DataError: text cannot be read.
     """
     if not getattr(config.recipe_args, "reads_data", True):
@@ -214,10 +216,11 @@ def with_steps(config: Config) -> Config:
 
 
 def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:
-    """Return the packed rows of one split of a source.
+    """Return the packed rows of one split of one source.
 
     Args:
-        config: configuration whose ``data`` has the settings of this source.
+        config: the run's configuration, with the settings of this source as ``data``.
+        pad_id: token id of padding.
     """
     starts, lengths = fitting_documents(corpus, config, split)
     options = {
@@ -236,7 +239,7 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
 
 
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
-    """Return documents of one row each with uniformly random ids, equal on every machine."""
+    """Return a corpus of documents of ``seq_len`` uniformly random ids, equal on every machine."""
     count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
     # NumPy promises stable raw bits, as ``seeded_order`` explains.
     generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))
@@ -288,9 +291,9 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
 def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Documents:
     """Return starts and lengths of the documents of one split, with conversations cut to a row.
 
-    Text may be longer than a row. A conversation longer than a row is left out
-    (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no trained token
-    remains.
+    Plain text may be longer than a row, since packing cuts it. A conversation longer than a row is
+    left out (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no
+    trained token remains.
 
     Raises:
         DataError: no document is left for the split.

@@ -1,4 +1,4 @@
-"""Tokenisation of documents into the files of a corpus; memory does not grow with their text."""
+"""Tokenisation of documents into the files of a corpus, in bounded memory."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class CorpusWriter:
         file.write(raw)
 
     def end(self, length: int, text_hash: Any, *place: int) -> None:
-        """Add a document, whose tokens are written, to the table.
+        """Add a row to the table for a document whose tokens have just been written.
 
         Args:
-            length: number of its tokens.
+            length: number of tokens of the document.
             text_hash: BLAKE2b object of 8 bytes, fed with the text.
             place: index of the file, line, and the length of the first sequence if there are five
                 columns.

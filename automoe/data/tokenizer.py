@@ -77,7 +77,10 @@ class Tokenizer:
     special_ids: dict[str, int | None] = field(default_factory=dict)
 
     def shares(self, number: int, other: Tokenizer | None) -> bool:
-        """Return True if the id ``number`` stands for the same token in the other tokenizer."""
+        """Return True if the id ``number`` decodes to the same text in both tokenizers.
+
+        Without ``other``, or if the text is empty, return False.
+        """
         text = self.decode([number]) if number >= 0 and other is not None else ""
         return other is not None and text != "" and text == other.decode([number])
 
@@ -263,7 +266,11 @@ class HFTokenizer(Tokenizer):
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:
-    """Yield indices to cut a text at, best first: the last line ends up to ``end``, blanks, any."""
+    """Yield indices near ``end`` at which to cut a text, best first.
+
+    First come the last line ends before ``end``, then the last spaces, then the 64 indices up to
+    ``end``.
+    """
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end
         for _ in range(16):
@@ -305,7 +312,10 @@ def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
 
 
 def check_tokenizer(spec: str) -> None:
-    """Check and try a tokenizer's files; call this once before ranks start, not on every rank.
+    """Check a tokenizer's files and try them out; call this once before ranks start.
+
+    Args:
+        spec: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
         ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.
@@ -349,12 +359,13 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
 
 
 def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> int | None:
-    """Return the id of a special token such as ``eos_token`` from the directory's files, or None.
+    """Return the id of a special token from the files of a tokenizer's directory; None if unnamed.
 
     Files and keys are searched in the order of transformers.
 
     Args:
-        key: key of the token in the files.
+        backend: the tokenizer, which maps the token's text to an id.
+        key: ``bos_token_id``, ``eos_token_id`` or ``pad_token_id``.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = settings_of(directory, name).get(key.removesuffix("_id"))
@@ -376,7 +387,7 @@ def _by_transformers(folder: Path, tokenizer: str, rule: str, remedy: str) -> An
 
     Args:
         tokenizer: the setting that names the folder.
-        rule, remedy: texts of the error.
+        rule, remedy: texts of the error: what must hold, and what to do.
 
     Raises:
         ConfigError: the folder has no fast tokenizer.

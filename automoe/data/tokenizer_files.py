@@ -1,4 +1,4 @@
-"""Checks of a tokenizer's files, which a stranger may have written, before they are used.
+"""Checks of a tokenizer's files, which may be untrusted, before they are used.
 
 Importing this module does not load tokenizers.
 """
@@ -53,7 +53,10 @@ def text_of(directory: Path, name: str) -> str:
 
 
 def check_files(directory: Path) -> None:
-    """Check the JSON files of a tokenizer, and try each stage of tokenizer.json in a child process.
+    """Check a tokenizer's JSON files, and run each stage of tokenizer.json on a test text.
+
+    The stages run in a child process, and only if tokenizer.json has regular expressions or a
+    precompiled character map, since only these can run forever or crash.
 
     Raises:
         ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.

@@ -1,4 +1,4 @@
-"""Turns of a conversation: the answers to train, and the samples that their tokens make."""
+"""Answers within a tokenised conversation, and the token sequences that hold them."""
 
 from __future__ import annotations
 
@@ -74,9 +74,12 @@ def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[in
 
 
 def joined(turns: list[Turn]) -> Iterator[Sample]:
-    """Yield the token sequences of one conversation, from the turns up to each of its answers.
+    """Yield the token sequences of one conversation, each with its trained answers.
 
-    A turn joins the sequence of the turn before it if it begins with all of its tokens.
+    Args:
+        turns: for each answer in order, the ids of the conversation up to the answer's end, and the
+            index of the answer's first id. Answers share a sequence as long as the ids of one begin
+            with all ids of the answer before it.
     """
     ids = []
     spans = []

@@ -40,7 +40,7 @@ class Catalog:
 
     Attributes:
         folder: the directory.
-        keys: key map of the directory's layout: the HuggingFace tensors of each of our parameters.
+        keys: map of tensor names: which HuggingFace tensors hold each of our parameters.
         sources: stored tensors by plain name, that is, without a vision-language wrapper's prefix.
         block: rows and columns that share a scale in block-FP8.
         names: map between plain names and names in the files.
@@ -83,13 +83,13 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
 
     Args:
         config: configuration of the full model.
-        keys: key map of the dense checkpoint that ``config`` upcycles; default: the key map of the
-            model's family.
+        keys: map of tensor names for the dense checkpoint that ``config`` upcycles; default: that
+            of the model's family.
 
     Raises:
-        CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
-            keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
-            no scales; the quantization is unknown.
+        CheckpointError, on every rank: a file is missing, truncated or a Git LFS pointer; keys are
+            missing or unexpected; a shape or the number of experts differs; FP8 codes have no
+            scales; the quantization is unknown.
     """
     from automoe.comm.agreement import Ranks  # torch
 
@@ -105,7 +105,8 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
 
     Args:
         config: configuration of the full model.
-        keys: key map of the dense checkpoint that ``config`` upcycles; default: that of the family.
+        keys: map of tensor names for the dense checkpoint that ``config`` upcycles; default: that
+            of the model's family.
     """
     folder = local_folder(path)
     tensors = read_headers(folder)
@@ -197,9 +198,10 @@ def _without_codes(
 
 
 def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
-    """Remove tensors that the model computes or ties from ``sources``; return notes for the user.
+    """Remove from ``sources`` the tensors that the model does not read; return notes for the user.
 
-    These are stored rotary tables, and an output head that is a copy of the embedding.
+    These are stored rotary tables, which the model computes, and a stored copy of the embedding as
+    output head, which the model ties.
     """
     computed = [key for key in sources if key.endswith(".rotary_emb.inv_freq")]
     tied = [HEAD] if config.tie_embeddings and HEAD in sources else []

@@ -1,4 +1,4 @@
-"""The judge of quantised folders: which codes have scales that decode them, by the headers alone."""
+"""Checks of quantized checkpoints: which tensors have scales to decode them, by the headers alone."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ INTEGERS = "I64"
 def decodable(
     folder: Path, hf: Mapping[str, Any], tensors: Contents
 ) -> tuple[Contents, Encoding, tuple[int, int]]:
-    """Attach scales to quantized codes; return the tensors, their encoding and its block size.
+    """Join quantized tensors' codes with their scales; return tensors, encoding and block size.
 
-    Every reader of a folder calls this before it reads weights.
+    Every reader of a checkpoint directory calls this before it reads weights.
 
     Args:
         hf: content of config.json.
-        tensors: headers of the model's tensors, by plain name if automoe will read them.
+        tensors: headers of the stored tensors by name. Names of the text model's tensors have no
+            prefix of a vision-language wrapper.
+
+    Returns:
+        The tensors, each quantized one a single entry; the encoding; the rows and columns that
+            share a scale.
 
     Raises:
         CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
@@ -51,7 +56,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
     """Join each quantized tensor's codes with its scales, under the unquantized tensor's name.
 
     Returns:
-        All tensors by name; those of scales are now part of their codes' entries.
+        All tensors by name; a tensor of scales is now a field of the entry that it scales.
     """
     encoding = scheme.encoding
     if encoding == "plain":
@@ -97,7 +102,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
 
 
 def _of_blocks(stored: StoredTensor) -> StoredTensor:
-    """Return a tensor with one number, the scale of a whole matrix, as a matrix."""
+    """Return scales as a [1, 1] matrix if they are one number, the scale of a whole matrix."""
     return stored._replace(shape=(1, 1)) if math.prod(stored.shape) == 1 else stored
 
 
@@ -163,7 +168,7 @@ def split(
 
     Args:
         tensors: stored tensors by name in the files.
-        names: map from names in the files to plain names, those of a text model alone.
+        names: map from names in the files to plain names, which lack a wrapper's prefix.
 
     Returns:
         (the model's tensors by plain name, other tensors by name in the files).

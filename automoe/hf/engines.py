@@ -1,7 +1,7 @@
-"""What engines are known to ignore in a checkpoint, without a word.
+"""Table of the settings in config.json that an inference engine silently ignores.
 
-``make test-llama``, ``make test-mlx`` and ``make test-vllm`` load models that state something else, and fail when the
-table is no longer so.
+``make test-llama``, ``make test-mlx`` and ``make test-vllm`` load models with such settings in
+these engines, and fail when the table is out of date.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ IGNORED: dict[str, dict[str, Taken]] = {
 def ignored_keys(folder: Path) -> list[str]:
     """Return warnings about inference engines that ignore settings of the checkpoint in ``folder``.
 
-    A warning is ``vLLM 0.32 ignores norm_eps=1e-06, and computes another model``.
+    An example is ``vLLM 0.32 ignores norm_eps=1e-06, and computes another model``.
     """
     kind = str(text_config(read_hf_config(folder)).get("model_type"))
     concerned = {engine: taken[kind] for engine, taken in IGNORED.items() if kind in taken}

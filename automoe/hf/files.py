@@ -39,7 +39,7 @@ class Written:
         num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
         dtype: dtype of the first parameter.
         checked: True if the files were compared with the live weights and with transformers.
-        encoding: encoding of the quantized tensors, which equal the weights after quantization.
+        encoding: encoding of the quantized tensors, ``plain`` if there are none.
         error: relative difference (L2) of the quantized numbers to the weights; None if no tensor
             is quantized, or none was compared.
         logits_error: relative difference to transformers' logits; None for a model too large to be
@@ -131,7 +131,7 @@ def write_files(
     Args:
         files: path of each file, and the tensors that it will hold, by name.
         tensors: for each tensor of ``files``, in order: its numbers, or codes and scales, in the
-            dtypes of the file, or the bytes.
+            dtypes of the file, or raw bytes (uint8).
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -191,6 +191,6 @@ def header_bytes(contents: Contents) -> bytes:
 
 
 def _in_file(contents: Contents) -> Contents:
-    """Replace each quantized tensor by the codes, scales and shapes that a file stores for it."""
+    """Return ``contents`` with the codes and scales that files store in place of quantized tensors."""
     parts = (stored.in_file(key) for key, stored in contents.items())
     return {key: stored for part in parts for key, stored in part.items()}

@@ -58,7 +58,11 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise ``CheckpointError`` if an export may not be written to ``path``; create nothing."""
+    """Raise ``CheckpointError`` if an export may not be written to ``path``; write nothing.
+
+    Args:
+        overwrite: True to allow a checkpoint directory at ``path``, which the export replaces.
+    """
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(
             f"{path} exists. Name another directory, or overwrite it (--overwrite)"
@@ -77,7 +81,11 @@ def check_target(path: Path, overwrite: bool) -> None:
 def check_conversion(
     config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
-    """Check the options of a conversion, and return the key map of the layout to write.
+    """Check the options of a conversion, and return the map of tensor names in the files to write.
+
+    Args:
+        layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
+        overwrite: allow an existing checkpoint at ``path``.
 
     Raises:
         ConfigError: the layout is unknown, or ``encoding`` is not one of the family's or is
@@ -159,8 +167,8 @@ def write_settings(
         quantization: ``quantization_config`` of the written config.json.
         chat: chat template of the training; it is written too, and the token that ends an answer is
             added to the ``eos_token_id`` of generation.
-        source: checkpoint that other parts were copied from. If it is a wrapper, its config.json is
-            written around the text model's.
+        source: checkpoint whose tensors outside the text model (a vision part) were copied, or
+            None. If its config.json wraps a text model's settings, so does the written one.
     """
     origin = local_folder(config.hf_path) if config.hf_path is not None else None
     base = origin and read_hf_config(origin)
@@ -213,7 +221,8 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     These are generation_config.json and the files of tokenizer and processor.
 
     Args:
-        tokenizer: as ``write_settings`` takes it.
+        tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
+            default: that of ``config.hf_path``.
 
     Raises:
         ConfigError: the tokenizer's directory does not exist.
@@ -257,9 +266,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization_config`` with module names as in ``source``'s files, with prefixes.
+    """Return ``quantization_config`` with module names as in ``source``'s files.
 
-    Copied parts outside the text model are added to the modules that are not quantized.
+    Names of the text model's modules get the wrapper's prefix, and copied parts (a vision part) are
+    added to the modules that are not quantized.
     """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [
@@ -273,9 +283,9 @@ def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
-    """Return True if the export's tokenizer is that of the checkpoint ``source``.
+    """Return True if the export keeps the tokenizer of the checkpoint ``source``.
 
-    Its token ids and generation settings then apply to the export.
+    If so, the export also keeps token ids and generation settings of ``source``.
 
     Args:
         tokenizer: folder of the tokenizer; None stands for that of ``source``.
@@ -305,15 +315,16 @@ def _write_json(file: Path, content: HFConfig) -> None:
 
 
 def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], HFConfig]:
-    """Return a function that adapts token ids in a checkpoint's settings to another tokenizer.
+    """Return a function that adapts a checkpoint's settings to the token ids of a tokenizer.
 
-    The tokenizer's ids replace those of ``base``; an id that it lacks becomes None, because
-    transformers would take the family's published id for an absent key. Stops of generation stay if
-    the tokenizer has the same tokens under their ids.
+    The function takes config.json or generation_config.json, and replaces their token ids by those
+    of the tokenizer. An id that the tokenizer lacks becomes None, because transformers fills an
+    absent key with the family's published id. Other ids that end generation stay if the tokenizer
+    has the same tokens under these ids.
 
     Args:
-        tokenizer: tokenizer of the training; None or ``none``: it has no ids.
-        base: checkpoint whose config.json and generation_config.json are adapted.
+        tokenizer: tokenizer of the training; None or ``none``: there are no ids.
+        base: checkpoint that the settings come from.
     """
     ids = dict.fromkeys(SPECIAL_IDS)
     unchanged = ids.__contains__  # no id is

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: where tensors lie, and which models fit them. Needs no torch.
+"""Headers of safetensors files: names, dtypes, shapes and byte ranges of tensors. Needs no torch.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range)
 and the tensors' bytes, without holes: https://github.com/huggingface/safetensors
@@ -54,8 +54,8 @@ class StoredTensor(NamedTuple):
         dtype: dtype in the spelling of safetensors (``BF16``).
         shape: shape of the stored numbers or codes.
         start, num_bytes: byte range in the file.
-        scales: scales of quantized codes; None if not quantized. Its own ``scales`` is the third
-            tensor of ``automoe.hf.schemes.Format``.
+        scales: scales of quantized codes; None if not quantized. Their own ``scales`` is a third
+            tensor that some formats have: codes of zero, or a divisor of the scales.
         encoding: rule that turns codes and scales into numbers.
     """
 
@@ -86,12 +86,12 @@ class StoredTensor(NamedTuple):
         return sum(part.num_bytes for part in self.in_file("").values())
 
     def in_file(self, key: str) -> Contents:
-        """Return the tensors of a file that hold this one, by name and in byte order.
+        """Return the entries of a file's header that store this tensor, in byte order.
 
         These are the tensor itself, or its codes and scales, and in INT4 also its shape.
 
         Args:
-            key: plain name of this tensor.
+            key: name that this tensor has, or would have without quantization.
         """
         if self.scales is None:
             return {key: self}
@@ -116,7 +116,11 @@ Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and
 
 @lru_cache
 def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
-    """Return dtype, shape and size in bytes; equal tensors share the cached objects."""
+    """Return (dtype, shape, size in bytes) of a tensor.
+
+    Results are cached: the headers of many equal tensors share the same objects, which saves
+    memory.
+    """
     return dtype, shape, math.prod(shape) * BITS[dtype] // 8
 
 
@@ -142,7 +146,7 @@ def coded_shapes(
 def switched_off(
     is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]
 ) -> Iterator[None]:
-    """Switch a setting of the process off, and on again afterwards if it was on."""
+    """Switch a setting of the process off in the block, and on again afterwards if it was on."""
     was_on = is_on()
     off()
     try:
@@ -162,8 +166,9 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
     """Return file, dtype, shape and byte range of every tensor of a checkpoint directory, by name.
 
     Args:
-        last: transformers will read the files. Of a tensor in two files it takes the last one,
-            whatever the index says, so both must have the same numbers.
+        last: True if transformers will read the files. If two files have a tensor, transformers
+            takes the one in the last file, whatever the index says; so both must have the same
+            numbers.
 
     Raises:
         CheckpointError: the directory has no safetensors files; a file of the index is missing,
@@ -220,7 +225,7 @@ def _read_all(folder: Path, last: bool) -> Contents:
 
 
 def unread_adapter(folder: Path) -> list[str]:
-    """Return a note if a peft adapter, which no command applies, lies beside the weights; else []."""
+    """Return a note if the folder holds a peft adapter, which automoe does not apply; else []."""
     if not is_there(folder, ADAPTER):
         return []
     return [
@@ -229,10 +234,10 @@ def unread_adapter(folder: Path) -> list[str]:
 
 
 def has_own_head(folder: Path, tensors: Contents) -> bool:
-    """Return whether the files hold an output head with other numbers than the embedding.
+    """Return True if the files hold an output head that differs from the embedding.
 
-    Both are compared byte by byte, up to the first difference. Of an embedding under another name
-    nothing is known.
+    Both are compared byte by byte, up to the first difference. The result is also True if no tensor
+    has the embedding's usual name.
 
     Args:
         tensors: the headers of ``folder``.
@@ -244,7 +249,7 @@ def has_own_head(folder: Path, tensors: Contents) -> bool:
 
 
 def are_equal(folder: Path, stored: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:
-    """Return whether two stored tensors have one dtype and shape, and the same bytes."""
+    """Return whether two stored tensors have the same dtype, shape and bytes."""
     if (stored.dtype, stored.shape) != (other.dtype, other.shape):
         return False
     pairs = zip(raw_bytes(folder, stored), raw_bytes(other_folder, other), strict=True)
@@ -281,17 +286,18 @@ def complete_headers(folder: Path) -> Contents:
 
 
 def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
-    """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
+    """Refuse a model far larger than the files of ``folder``.
 
-    The check is arithmetic only. While files are missing, only sizes that no model has are refused.
+    The sizes are only multiplied: a list of the tensors of an absurd model could take all memory.
+    While files are missing, only sizes that no model has are refused.
 
     Args:
         config: configuration read from config.json.
-        tensors: ``complete_headers`` of ``folder``.
+        tensors: headers of the files by name; {} while files are missing.
 
     Raises:
-        ConfigError: the model has more than ``MANY`` layers or experts per layer, or more than
-            twice as many parameters as the files hold numbers.
+        ConfigError: the model has more than 10,000 layers or experts per layer, or more than twice
+            as many parameters as the files hold numbers.
     """
     if (count := max(config.num_layers, config.num_experts)) > MANY:
         raise damaged(folder, f"{count:,} layers or experts, and at most {MANY:,} are read")
@@ -303,7 +309,7 @@ def check_numbers(folder: Path, params: int, tensors: Contents) -> None:
     """Refuse a model of ``params`` parameters if its files hold less than half as many numbers.
 
     Args:
-        tensors: ``read_headers`` of ``folder``.
+        tensors: headers of the files by name.
 
     Raises:
         ConfigError: the model is too large for its files.

@@ -39,10 +39,10 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 
 def complete(config: Config, weights: bool = True) -> None:
-    """Download the files of a run's Hub ids that this machine lacks.
+    """Download the files of Hub ids in a run's configuration that this machine lacks.
 
     Args:
-        weights: False to leave the weights of ``model.hf_path`` out.
+        weights: False to leave out the weights of ``model.hf_path``.
 
     Raises:
         ConfigError: a Hub id cannot be downloaded.
@@ -63,7 +63,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     reading.
 
     Raises:
-        CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
+        CheckpointError: files are missing or damaged, or cannot be read; every rank raises it.
     """
     from automoe.comm.agreement import Ranks  # torch
 

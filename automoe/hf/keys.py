@@ -1,5 +1,6 @@
-"""Which boxes of a HuggingFace checkpoint's tensors hold which boxes of ours. Needs no torch.
+"""Map between tensors of a HuggingFace checkpoint and tensors of the model. Needs no torch.
 
+Both are cut into boxes (rectangular slices), and each box of one has an equal box in the other.
 Checkpoints of the families differ from our model only in the names of the feed-forward and in the
 split of routed experts: published files have one tensor per expert and projection, transformers 5
 keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hidden size.
@@ -39,16 +40,18 @@ Shape = tuple[int, ...]  # of a tensor or a box, or a place in it
 
 
 class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
-    """Box of one of our tensors, and the equal box of the HuggingFace tensor that stores it.
+    """Box (rectangular slice) of one of our model's tensors, and the box that stores its numbers.
 
-    ``KeyMap.pieces`` makes them; reading and writing of checkpoints copy between the two boxes.
+    The second box is in a HuggingFace tensor. ``KeyMap.pieces`` makes pieces; reading and writing
+    of checkpoints copy between the two boxes.
 
     Attributes:
         key: name of the HuggingFace tensor.
         shape: full shape of the HuggingFace tensor.
         start, size: the box in our tensor.
-        dims: for each dim of the HuggingFace tensor, our dims that it runs over. If there are
-            several, boxes span all but the first. Dims of ours that are in none have size 1.
+        dims: for each dim of the HuggingFace tensor, the dims of our tensor that are flattened into
+            it. If there are several, boxes span all but the first. The box has size 1 on dims of
+            our tensor that are in no entry.
         offset: start of the box in the HuggingFace tensor.
     """
 
@@ -62,15 +65,16 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the intersection of this piece with a rank's shard, a box of our tensor.
+        """Return where a rank's shard of our tensor overlaps this box, a slice of the same tensor.
 
         Args:
             start: index of the shard's first element.
             size: shape of the shard.
 
         Returns:
-            (slices of the HuggingFace tensor, index into the shard), or None if the two do not
-            overlap. ``from_stored`` and ``in_stored_order`` convert between the two layouts.
+            (slices of the HuggingFace tensor that stores the box, index into the shard), or None if
+                the two do not overlap. ``from_stored`` and ``in_stored_order`` convert between the
+                two layouts.
         """
         begins, ends = [], []
         for begin, width, first, count in zip(self.start, self.size, start, size, strict=True):
@@ -96,14 +100,17 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def box(self) -> tuple[int | slice, ...]:
-        """Index that selects the box in our full tensor; an integer on dims that files do not have."""
+        """Index that selects this box (a slice of one of our model's tensors) in that full tensor.
+
+        It is an integer on dims that the HuggingFace tensor does not have, else a slice.
+        """
         stored = {*chain.from_iterable(self.dims)}
         pairs = enumerate(zip(self.start, self.size, strict=True))
         return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
 
     @property
     def order(self) -> list[int]:
-        """Permutation that brings the box's dims into the order of the HuggingFace tensor."""
+        """Permutation that brings the dims of our tensor into the order of the HuggingFace tensor."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -113,7 +120,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         Dims that the HuggingFace tensor merges stay separate.
 
         Args:
-            tensor: torch tensor, a part of the box without the dims that files do not have.
+            tensor: torch tensor: a slice of our tensor, without the dims that the HuggingFace
+                tensor does not have.
         """
         dims = [*chain.from_iterable(self.dims)]
         if dims == sorted(dims):
@@ -122,7 +130,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return a view of a slice of the HuggingFace tensor with our dims, in our order."""
+        """Return a slice of the HuggingFace tensor as a view with the dims of our tensor."""
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
             units = [self.size[dim] for dim in inner]
@@ -131,19 +139,22 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
 
     def within(self, stored: Any) -> Any:
-        """Return the view of the HuggingFace tensor ``stored`` that this piece covers, in our layout."""
+        """Return the slice of the HuggingFace tensor ``stored`` that holds this box of our tensor.
+
+        The result is a view with the dims of our tensor.
+        """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None
         return self.from_stored(stored[overlap[0]])
 
 
 def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piece:
-    """Describe a tensor of ours that is stored whole as the HuggingFace tensor ``key``.
+    """Describe a tensor of our model that is stored whole as the HuggingFace tensor ``key``.
 
     Args:
         shape: shape of our tensor.
-        dims: for each stored dim, our dims that are flattened into it, such as ((0, 1), (2,));
-            default: the same dims.
+        dims: for each dim of the HuggingFace tensor, the dims of our tensor that are flattened into
+            it, such as ((0, 1), (2,)); default: the same dims.
     """
     dims = dims or tuple((dim,) for dim in range(len(shape)))
     full = tuple(prod(shape[dim] for dim in group) for group in dims)
@@ -153,14 +164,14 @@ def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piec
 def one_by_one(
     keys: list[str], shape: Shape, experts: Iterable[int], parts: int = 1
 ) -> Iterator[Piece]:
-    """Yield the pieces of stacked experts that are stored as one matrix per expert and projection.
+    """Yield the slices of a stacked expert tensor that files store as one matrix per expert.
 
     Args:
-        keys: stored names with ``{expert}``: those of gate and up, or that of down.
+        keys: stored names with ``{expert}``: those of gate and up (a matrix each), or that of down.
         shape: full shape of our stacked tensor, [E, 2, I, H] or [E, H, I].
         experts: experts to yield.
-        parts: number of experts that share a dense FFN: each has some rows of gate and up, and some
-            columns of down.
+        parts: number of experts that a stored FFN is cut into, for a mixture made of a dense model:
+            each has some rows of gate and up, and some columns of down.
     """
     outer, size = len(shape) - 2, shape[-2:]
     cut = len(keys) % 2
@@ -176,18 +187,20 @@ def one_by_one(
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Layout of a checkpoint: which HuggingFace tensors hold each of our tensors.
+    """Layout of a checkpoint: which HuggingFace tensors hold each tensor of our model.
 
     Attributes:
-        rows: names below ``model.layers.N.`` of our tensors below ``layers.N.``, where they differ
-            from the column ``hf`` of ``automoe.model.params``. ``{expert}`` stands for an expert's
-            number, gate and up may have two names, and the row "" is in no file. Dims of the stored
-            tensor may follow in the letters of that table: ``[E 2*I H]`` has the gates first, ``[E
-            H I*2]`` has gates and ups in turn.
-        ffn_parts: number of experts that a dense FFN is cut into (``automoe.hf.upcycle``): expert e
-            is part e mod ``ffn_parts`` of the layer's.
-        router_std, router_seed: standard deviation and seed of the routers that are then drawn.
-        table: the pieces themselves, for a class of transformers; there are no rows then.
+        rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is
+            not the usual one. ``{expert}`` stands for an expert's number; gate and up may have two
+            names; an empty name means that files lack the tensor. Dims of the stored tensor may
+            follow in letters: ``[E 2*I H]`` has all gates before the ups, ``[E H I*2]`` alternates
+            gates and ups.
+        ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
+            a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
+        router_std, router_seed: standard deviation and seed of the routers' random weights in such
+            a mixture.
+        table: slices by our name, which replace ``rows`` for a class of transformers without a
+            family.
         layouts: layouts that files may have, if they cannot be derived; the last one is that of the
             parameters in memory.
         unread: regular expressions of stored tensors to skip.
@@ -206,14 +219,15 @@ class KeyMap:
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        It may be two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E H I]``.
+        The result may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E
+        H I]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
 
     @property
     def fused(self) -> bool:
-        """True if one tensor holds the gates and ups of all experts."""
+        """True if one tensor holds the gate and up projections of all experts."""
         return " [E" in self.row(GATE_UP)
 
     @property
@@ -222,7 +236,7 @@ class KeyMap:
         return " [E H" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
-        """Return the variant of this layout that fits files with the tensors ``keys``.
+        """Return the variant of this layout that fits files with tensors of the names ``keys``.
 
         Experts may be stored one by one, or fused.
         """
@@ -238,7 +252,11 @@ class KeyMap:
 
     @property
     def stacked(self) -> KeyMap:
-        """Key map of the same family as mlx-lm 0.32 saves it: a tensor for gates, ups and downs each."""
+        """Layout of the same family as mlx-lm 0.32 saves it.
+
+        The gate projections of all experts are one tensor, and so are the up and the down
+        projections.
+        """
         block, _, _ = self.per_expert.row(DOWN).partition("experts.")
         stack = f"{block}switch_mlp"
         rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I H]"}
@@ -248,28 +266,28 @@ class KeyMap:
 
     @property
     def per_expert(self) -> KeyMap:
-        """Key map of the same family with a tensor for every expert and matrix.
+        """Layout of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves families that are published fused in this layout, and block-FP8 is
-        stored in it.
+        ``transformers`` saves a model in this layout even if the family's published files have
+        fused experts. Block-FP8 is always stored in it.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)
 
     @property
     def in_memory(self) -> KeyMap:
-        """Key map of the same family in the layout of transformers 5, where experts are fused.
+        """Layout of the same family in transformers 5, where a layer's experts are fused.
 
         ``save_pretrained(save_original_format=False)`` writes this layout too.
         """
         return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
     def pieces(self, name: str, shape: Shape, experts: range | None = None) -> Sequence[Piece]:
-        """Return the boxes of HuggingFace tensors, in order, that make up our tensor ``name``.
+        """Return the slices of HuggingFace tensors, in order, that hold our tensor ``name``.
 
         Args:
             shape: full shape of our tensor.
-            experts: experts that are needed; pieces of other experts may be left out.
+            experts: experts that are needed; slices of other experts may be left out.
         """
         if self.table:
             return self.table[name]
@@ -318,10 +336,10 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
 
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield name and full shape of every tensor of ours that a checkpoint holds, buffers included.
+    """Yield name and full shape of each tensor of our model in a checkpoint, buffers included.
 
-    Copies of embedding and head in modules for multi-token prediction count as tensors of their
-    own.
+    If files repeat embedding and head for modules for multi-token prediction, the copies are
+    yielded too.
     """
     yield from ((param.name, param.shape) for param in model_params(config, buffers=True))
     for name in mtp_copies(config):
@@ -343,11 +361,15 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
 
 
 def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> bool:
-    """Return True if checkpoints in ``encoding`` store codes and scales of our tensor's ``piece``.
+    """Return True if checkpoints in ``encoding`` store codes and scales for this slice of a tensor.
 
     MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, except
     routers, gates, the weights of an indexer's heads and the input projection of a module for
     multi-token prediction. It leaves the embedding, the head and their copies alone.
+
+    Args:
+        name: name of our tensor.
+        piece: the slice, and the HuggingFace tensor that stores it.
     """
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))
@@ -367,7 +389,7 @@ def quantization_config(
 
     Raises:
         ConfigError: the family has no checkpoints in ``encoding``, or the rows of its experts are
-            no multiple of ``GROUP``.
+            no multiple of the numbers that share a scale.
     """
     if encoding == "plain":
         return None

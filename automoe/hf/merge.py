@@ -1,4 +1,4 @@
-"""Adapters that are added to weights on their way out: exports, and weights for engines.
+"""LoRA adapters merged into weights that leave training: exports, and weights for engines.
 
 Letters: I input and O output features, r rank, E experts.
 """
@@ -20,10 +20,14 @@ from automoe.quantize.packed import block_size, is_packed
 
 
 def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Callable[[], Added]]:
-    """Return functions that gather the LoRA factors for this rank's shards, by weight name.
+    """Return a function for each adapted weight, by name, that gathers its LoRA factors.
 
-    A function returns (A, B, scale): an export adds scale B A to the weight. All ranks of the
-    stages call the functions together and in one order; the results of the last two are kept.
+    A function returns (A, B, scale) for this rank's shard: an export adds scale B A to the weight.
+    Functions are collective: all ranks of a pipeline stage call them in the same order. The last
+    two results are cached.
+
+    Args:
+        parts: this rank's pipeline stages by number.
     """
     adapted = {
         f"{path}.{name}": (module.get_parameter(name), a, b, module.lora.scale)
@@ -52,14 +56,14 @@ def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tens
 
 @torch.no_grad()
 def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
-    """Return the rows of B and columns of A for this rank's shard of ``weight``. Collective.
+    """Return the parts of LoRA's A and B that act on this rank's shard of ``weight``. Collective.
 
     Args:
         weight: [..., O, I], maybe a packed 8- or 4-bit matrix.
         a, b: whole or sharded factors [r, I] or [E, r, I], and [..., O, r].
 
     Returns:
-        A and B of the shard, at least in float32, and the scale.
+        Columns of A and rows of B for the shard, at least in float32, and the scale.
     """
     local = local_shard(weight)
     packed = is_packed(weight)
@@ -81,8 +85,8 @@ def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
 def add_low_rank(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add scale B A to ``into`` [..., O, I] in place; B is [..., O, r] and A [r, I] or [E, r, I].
 
-    Matrices are multiplied one by one, so that no bit depends on their number. If A lacks inner
-    dims of B (gate and up), they share one A.
+    Matrices are multiplied one by one, so that rounding does not depend on how many there are. If A
+    lacks inner dims of B (gate and up), all matrices along them share one A.
     """
     if b.dim() == 2:
         into.add_(b @ a, alpha=scale)

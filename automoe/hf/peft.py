@@ -69,7 +69,9 @@ def to_peft(
         model: the model, or this rank's pipeline stages of it; not changed.
         layout: layout of routed experts; ``auto``: the layout of the family's checkpoints if peft
             can load it, else ``fused``.
-        averaged: the weights are averages (``optim.ema_decay``), for the summary.
+        overwrite: replace an existing directory.
+        averaged: True if the weights are averages (``optim.ema_decay``); the returned sentence says
+            so.
 
     Returns:
         A sentence for the user: the directory, and what is in it.
@@ -78,8 +80,8 @@ def to_peft(
         BackendError: peft is not installed.
         ConfigError: the layout is unknown or peft cannot load it, or the model started from random
             weights or has modules for multi-token prediction.
-        CheckpointError: on every rank alike: the model has no adapter, the directory exists or
-            cannot be written, or peft loads something else.
+        CheckpointError, on every rank: the model has no adapter, the directory exists or cannot be
+            written, or peft loads something else.
     """
     from safetensors.torch import save_file
 
@@ -192,9 +194,9 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
 
 
 def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
-    """Return text saved with an adapter, by which a load knows its base weights and settings.
+    """Return a line that identifies an adapter's base weights and LoRA settings.
 
-    Collective over ``ranks``.
+    The line is saved with the adapter, and loading compares it. Collective over ``ranks``.
     """
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
@@ -210,7 +212,7 @@ def gathered_adapters(parts: Parts) -> Tensors:
 
 
 def _first_holder(parts: Parts) -> int:
-    """Return the lowest rank that holds these stages."""
+    """Return the lowest rank that holds the same pipeline stages as this rank."""
     return stage_ranks(p for part in parts.values() for p in part.parameters())[0]
 
 
@@ -264,16 +266,16 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def _names(config: ModelConfig) -> Names:
-    """Return the names of the text model's parameters in the class that peft adapts."""
+    """Return the map between our names of parameters and those in the class that peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return the boxes of HuggingFace weights to which peft adds the product B A of an adapter.
+    """Return the slices of HuggingFace weights to which peft adds the product B A of an adapter.
 
     Args:
         module: name of our module that has the adapter.
-        suffix: 13 for gate and up of routed experts, 2 for down, and empty for others.
+        suffix: the adapter's suffix: 13 for gate and up of routed experts, 2 for down, else empty.
         tensor: B, or the product B A: it has the weight's dims, the last one of any size.
     """
     name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)
@@ -282,7 +284,13 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
 
 
 def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
-    """List the boxes that make up adapter_model.safetensors, each as (name of our A or B, box)."""
+    """List the slices of our factors A and B that make up adapter_model.safetensors.
+
+    Each is (our name of A or B; slice, and the file's tensor that stores it).
+
+    Args:
+        keys, names: layout and names of the parameters that peft adapts.
+    """
     table = []
     for module, suffix, a, b in _adapters(tensors):
         # If two parameters of a module have adapters, peft wraps the second around the first.
@@ -309,7 +317,12 @@ def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piec
 
 
 def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
-    """Copy ``tensor``'s box into the HuggingFace tensor of ``piece`` in ``stored``, made if absent."""
+    """Copy a slice of our ``tensor`` into the HuggingFace tensor that stores it.
+
+    Args:
+        piece: the slice, and name and shape of the HuggingFace tensor.
+        stored: HuggingFace tensors by name; a missing one is added.
+    """
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
 
@@ -322,7 +335,8 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         belongs: line that identifies base weights and settings, written to the file's metadata.
 
     Returns:
-        A phrase with the number of values written and of matrices by group.
+        A phrase with the number of values written and of adapted matrices by kind, such as
+            attention.
     """
     from peft import LoraConfig as PeftConfig
     from safetensors.torch import load_file, save_file
@@ -385,7 +399,8 @@ def verify_peft(
         ours: whole adapters by their names in the model.
 
     Returns:
-        Number of matrices by group; all experts of one tensor count as one.
+        Number of adapted matrices by kind, such as attention; all experts of one tensor count as
+            one.
 
     Raises:
         CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the
@@ -418,7 +433,7 @@ def verify_peft(
 
 
 def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (name, peft layer) of each parameter that peft adapts in a weightless model.
+    """Yield (name, peft layer) of each parameter that peft adapts in a model on the meta device.
 
     Names are plain: those of the text model alone.
     """
@@ -451,7 +466,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield what peft adds to a parameter: one matrix per expert, in the parameter's layout.
+    """Yield the update that peft adds to a parameter: one matrix per expert, in its layout.
 
     Args:
         module: peft's layer around the parameter.

@@ -58,7 +58,8 @@ def dequantize(
         scales: scales of the blocks that the rectangle touches, [row blocks, column blocks].
         start: row and column of the rectangle's first element in the whole matrix.
         block: rows and columns of a block.
-        beside: divisor of the scales of NVFP4 [1, 1], or codes of zero, shaped like the scales.
+        beside: third tensor of some encodings: the divisor [1, 1] of NVFP4's scales, or the zero
+            points, shaped like the scales.
     """
     num_rows = codes.shape[0]
     rows = torch.arange(start[0], start[0] + num_rows).div_(block[0], rounding_mode="floor")
@@ -87,7 +88,7 @@ def dequantize(
 
 
 def _widened(encoding: Encoding, codes: Tensor) -> tuple[Tensor, int]:
-    """Return the numbers of codes in float32, [R, C] over a factor, and the factor."""
+    """Return float32 numbers [R, C] and a factor; each code's value is its number times the factor."""
     if encoding in ("mxfp4", "mxfp4_rows", "nvfp4"):
         return _from_e2m1(codes), 1
     if encoding in ("int4", "int8_packed"):
@@ -165,7 +166,11 @@ def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpack_integers(codes: Tensor, packed: int) -> Tensor:
-    """Return the signed numbers of int32 words [R, words] in float32, 4 or 8 of each word."""
+    """Return the signed numbers that int32 words [R, words] hold, in float32 [R, words * packed].
+
+    Args:
+        packed: numbers in a word: 8 of 4 bits, or 4 of 8 bits.
+    """
     byte = codes.contiguous().view(torch.uint8)
     if packed == 8:
         byte = torch.stack((byte & 0xF, byte >> 4), dim=-1).flatten(1)

@@ -92,20 +92,20 @@ def load_hf(
 
     Collective, unless ``catalog`` (of the same directory) is given.
 
-    Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
-    buffers that a checkpoint does not hold are initialised. Rows of the vocabulary that it lacks
-    become the mean of its own. Numbers are converted to each parameter's dtype. Codes
-    (``automoe.hf.schemes``) are dequantized while they are read.
+    Parameters may be DTensors on the dense mesh or on the mesh of the experts. They need storage
+    (``to_empty``) but no values; buffers that a checkpoint does not hold are initialised. Rows of
+    embedding and head that the checkpoint lacks become the mean of the rows that it has. Numbers
+    are converted to each parameter's dtype. Quantized tensors are dequantized while they are read.
 
     Args:
-        keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
-            default: the key map of the model's family.
+        keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the
+            model is a mixture; default: that of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
 
     Raises:
-        CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
-            keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
-            no scales.
+        CheckpointError, on every rank: a file is missing, truncated or a Git LFS pointer; keys are
+            missing or unexpected; a shape or the number of experts differs; FP8 codes have no
+            scales.
     """
     started = time.perf_counter()
     parts = as_parts(parts)
@@ -161,10 +161,12 @@ def load_hf(
 
 
 def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
-    """Raise ``CheckpointError`` if a copy in the files differs from the tensor that it repeats.
+    """Raise ``CheckpointError`` if a stored copy of embedding or head differs from the original.
+
+    Files may repeat both for modules for multi-token prediction.
 
     Args:
-        copies: shards of ``mtp_copies``, filled with the numbers of the repeated tensors.
+        copies: the copies, as shards that are filled with the original's numbers.
     """
     catalog = reader.catalog
     there = [
@@ -212,7 +214,7 @@ class ReadItem(NamedTuple):
     A stored tensor is treated as a stack of matrices, and a vector as a matrix with one column.
 
     Attributes:
-        shard: destination.
+        shard: this rank's shard of a model tensor, which the slice fills.
         key: name of the stored tensor.
         source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
@@ -232,7 +234,10 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Byte range of each stored row that holds the columns, in whole words of codes."""
+        """Range of the bytes to copy from each stored row.
+
+        It begins and ends at whole elements of the codes, which may hold several numbers each.
+        """
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -240,7 +245,10 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> Span:
-        """Byte range to read of each stored row: ``wanted``, or the row if that costs little."""
+        """Range of the bytes to read from each stored row: ``wanted``, or the whole row.
+
+        Whole rows take fewer reads, so they are read if that costs few bytes.
+        """
         begin, end = self.wanted
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
@@ -250,7 +258,10 @@ class ReadItem(NamedTuple):
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield (matrix, first row, end row, slice of ``place``) of reads of about ``max_bytes``."""
+        """Split the read into chunks of about ``max_bytes``.
+
+        Yields (index of the matrix, first row, end row, slice of ``place`` to fill).
+        """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
@@ -261,7 +272,13 @@ class ReadItem(NamedTuple):
 
 
 def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
-    """Return the read of ``source`` that fills ``shard`` from ``piece``; None without an overlap."""
+    """Return the read of a stored tensor that fills a shard; None if the two do not overlap.
+
+    Args:
+        shard: this rank's shard of one of the model's tensors.
+        piece: slice of that tensor, and where the HuggingFace tensor stores it.
+        source: the stored HuggingFace tensor.
+    """
     overlap = piece.overlap(shard.start, shard.extent)
     if overlap is None:
         return None
@@ -328,9 +345,9 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of embedding or head, the float64 mean of its stored rows, and their number.
+        """Return our name of the embedding or head ``key``, and (mean, number) of its stored rows.
 
-        Rows are added in order, so that threads do not change a bit.
+        The mean is float64. Rows are added in order, so that the result does not depend on threads.
         """
         name, (rows, columns) = key.removeprefix("model."), self.catalog.sources[key].shape
         whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
@@ -342,7 +359,7 @@ class Reader:
         return name, (total / rows, rows)
 
     def fill(self, items: Iterable[ReadItem]) -> None:
-        """Copy every item into its place.
+        """Read every item into the slice of the shard that it fills.
 
         Raises:
             CheckpointError: a file was removed, shortened or made unreadable since its header was

@@ -46,7 +46,7 @@ class WriteItem:
     Attributes:
         shard: this rank's shard of the model's tensor, on the meta device if its numbers are read
             from files.
-        pieces: boxes of the model's tensor that make up the checkpoint's tensor.
+        pieces: slices of the model's tensor that make up the checkpoint's tensor.
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.
@@ -74,16 +74,17 @@ def plan_writes(
     encoding: Encoding = "plain",
     source: Catalog | None = None,
 ) -> list[WriteItem]:
-    """Plan the tensors of this rank's stages; every rank of a stage returns the same plan.
+    """Plan the writing of this rank's pipeline stages; every rank of a stage returns the same plan.
 
     Bytes to write are spread evenly over the ranks.
 
     Args:
-        shards: this rank's parts of the model's tensors, or ``unread_shards``.
+        shards: this rank's shards of the model's tensors; if a checkpoint is rewritten,
+            ``unread_shards``.
         keys: layout of the checkpoint.
-        dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in
-            ``source`` (bfloat16 if it is quantized), or in the model if there is no source. Buffers
-            always keep their dtype, and so do parameters that transformers keeps in float32.
+        dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in ``source``
+            (bfloat16 if it is quantized), or in the model if there is no source. Buffers always
+            keep their dtype, and so do parameters that transformers keeps in float32.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from, or that is rewritten.
     """
@@ -139,9 +140,10 @@ def unread_shards(config: ModelConfig) -> list[LocalShard]:
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
-    """Return the dtype of the stored tensor that holds the first number of ``piece``.
+    """Return the dtype in which a checkpoint stores a slice of a tensor, or bfloat16 if quantized.
 
-    A quantized tensor counts as bfloat16.
+    Of a slice over several stored tensors the first one counts. A tensor that the checkpoint lacks
+    has the dtype of another one.
     """
     first = piece.start[0]
     pieces = catalog.keys.pieces(shard.name, shard.shape, range(first, first + 1))
@@ -172,9 +174,13 @@ class Transfer:
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
-        """Yield an iterator over this rank's items to write, each with its whole tensor.
+        """Enter a context with an iterator over (item, whole tensor) of what this rank writes.
 
-        A rank that fails still takes part in gathering; its error is raised at the end.
+        If the body fails, the rank still takes part in gathering the other tensors before the error
+        leaves the context, so that no other rank waits for it.
+
+        Args:
+            advance: callback that receives the bytes of each tensor part that was read.
         """
         rank = self.ranks.rank
         with ExitStack() as opened:
@@ -232,7 +238,7 @@ class Transfer:
     def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return what a file stores for ``tensor``: itself in the file's dtype, or its codes.
 
-        Exports and streams of weights (``automoe.rl.weights``) both get their numbers here.
+        Exports, and streams of weights to inference engines, both call this.
 
         Args:
             tensor: the item's whole checkpoint tensor.
@@ -245,8 +251,7 @@ class Transfer:
 
     @torch.no_grad()
     def compare(self, written: Catalog) -> float:
-        """Compare the numbers in the written files with the tensors that should be in them.
-        Collective.
+        """Compare the numbers in written files with the tensors that should be in them. Collective.
 
         Quantized numbers must equal the tensors' numbers after quantization.
 
@@ -318,7 +323,7 @@ def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> No
     """Check that ``written`` has the tensors outside the text model that ``source`` has.
 
     Args:
-        keys: those whose bytes this process compares.
+        keys: names of the tensors whose bytes this process compares.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or different.
@@ -337,7 +342,13 @@ def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> No
 
 
 def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
-    """Return the error for an export of NaN or infinite weights."""
+    """Return the error for an export of NaN or infinite weights.
+
+    Args:
+        folder: the export's directory.
+        key: name of a tensor with such numbers.
+        count: how many of them it has.
+    """
     return CheckpointError(
         f"{folder}: {count:,} numbers of {key} are NaN or infinite, and an export must be finite. Correct them, or "
         "export an earlier checkpoint"
@@ -362,7 +373,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem, rank: int) -> Tensor | None:
-    """Return the whole checkpoint tensor of ``item``, in its dtype; None on other ranks.
+    """Return the whole checkpoint tensor of ``item``, in its dtype; None on ranks without a part.
 
     Collective over the ranks of the item's pipeline stage.
 
@@ -393,12 +404,14 @@ def gather(item: WriteItem, rank: int) -> Tensor | None:
 
 
 def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:
-    """Gather the dims of ``part`` that the checkpoint tensor has, over mesh axes that shard them.
+    """Gather a slice of a parameter over the mesh axes that shard dims of the stored tensor.
 
     Args:
-        part: this rank's local slice; it has one index on each other dim.
-        tensor: our parameter, whose placements say what is sharded.
-        shape: full shape of our parameter.
+        part: this rank's slice of the parameter; its size is 1 on dims that the HuggingFace tensor
+            does not have, such as the expert.
+        tensor: the parameter, whose placements say which axis shards which dim.
+        shape: full shape of the parameter.
+        piece: the slice in the parameter, and the HuggingFace tensor that stores it.
     """
     stored = {*chain.from_iterable(piece.dims)}
     axes = [axis for axis, by in enumerate(tensor.placements) if _cut_dim(by) in stored]

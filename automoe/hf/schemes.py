@@ -21,8 +21,9 @@ class Format(NamedTuple):
         scale_dtypes: dtypes that scales may have; U8 holds exponents with bias 127 (e8m0).
         packed: numbers in each element of the codes, the earlier ones in its lower bits.
         beside: suffix of a third tensor. ``_zero_point``: codes of zero, if the scheme is not
-            symmetric, packed along R if the codes are packed. ``_global_scale``: divisor of all scales.
-        dims: fewest dims of codes.
+            symmetric, packed along R if the codes are packed. ``_global_scale``: divisor of all
+            scales.
+        dims: smallest number of dims that codes have.
     """
 
     codes: str
@@ -64,7 +65,13 @@ _READ = "INT4, INT8, FP8 (e4m3), MXFP4, MXFP8 and NVFP4 of one scheme"
 
 
 class Scheme(NamedTuple):
-    """What a ``quantization_config`` states: encoding, rows and columns of a block, and zero points."""
+    """Quantization that a ``quantization_config`` states.
+
+    Attributes:
+        encoding: rule that turns codes and scales into numbers.
+        block: rows and columns that share a scale.
+        symmetric: False if blocks have zero points.
+    """
 
     encoding: Encoding = "plain"
     block: tuple[int, int] = FP8_BLOCK
@@ -72,7 +79,10 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
-    """Return the scheme that a ``quantization_config`` states, or why it is not read."""
+    """Return the scheme that a ``quantization_config`` states.
+
+    If automoe cannot read such a checkpoint, return a text that says why.
+    """
     if stated is None:
         return Scheme()
     method = stated.get("quant_method")
@@ -90,9 +100,10 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
-    """Return the one scheme of all groups of compressed-tensors, or why they are not read.
+    """Return the scheme that all groups of a compressed-tensors configuration share.
 
-    How activations are rounded is of no account: a model computes with the numbers of its weights.
+    If the groups cannot be read, return a text that says why. Settings for activations are ignored,
+    because only weights are read.
     """
     groups = stated.get("config_groups")
     schemes = [*groups.values()] if isinstance(groups, dict) else []
@@ -127,7 +138,11 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return rows and columns of the matrix that share a scale; None if that is not known."""
+    """Return rows and columns that share a scale; None for a strategy that automoe does not know.
+
+    Args:
+        weights: section ``weights`` of a compressed-tensors configuration.
+    """
     size = weights.get("group_size")
     groups = (1, size) if type(size) is int and size > 0 and size % 8 == 0 else None
     return {
@@ -140,7 +155,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _sizes(block: Any) -> tuple[int, int] | None:
-    """Return the two sizes of a block, or None."""
+    """Return the two sizes of a block in a configuration, rows and columns; None if malformed."""
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
     fit = all(type(size) is int and 0 < size < WHOLE for size in sizes)
     return (sizes[0], sizes[1]) if fit else None

@@ -31,7 +31,11 @@ EXPORT_DTYPES: dict[str, torch.dtype | None] = {
 
 
 def export_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of an ``EXPORT_DTYPES`` name. Raises ``ConfigError`` for an unknown name."""
+    """Return the torch dtype of ``bfloat16`` or ``float32``; None for ``keep``.
+
+    Raises:
+        ConfigError: any other name.
+    """
     if name not in EXPORT_DTYPES:
         raise ConfigError(
             "dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep"
@@ -54,11 +58,11 @@ class LocalShard:
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
         copy: True for a later stage's copy of the embedding, which the first stage holds too.
-        again: True for embedding or head as a module for multi-token prediction repeats it in
-            files.
+        again: True for a copy of embedding or head that files store again for a module for
+            multi-token prediction.
         columns: columns of the full matrix if it is packed, else 0.
-        added: function that gathers the adapter which an export adds to the numbers as scale B A:
-            A [..., r, I] and B [..., O, r] of this shard, and the scale. Collective.
+        added: function that gathers the adapter which an export adds to the numbers as scale B A: A
+            [..., r, I] and B [..., O, r] of this shard, and the scale. Collective.
     """
 
     name: str
@@ -73,9 +77,7 @@ class LocalShard:
 
     @property
     def base(self) -> str:
-        """Packing of the storage as ``lora.base`` names it, such as ``nf4``; empty if it is not
-        packed.
-        """
+        """Format of a packed storage, ``fp8`` or ``nf4``; empty if it is not packed."""
         return base_of(self.local) if self.columns else ""
 
     @property
@@ -139,9 +141,10 @@ def config_of(parts: Parts) -> ModelConfig:
 
 
 def stage_ranks(tensors: Iterable[Tensor]) -> Shape:
-    """Return the ranks of the largest mesh, which hold the same stages as this rank.
+    """Return, in order, the ranks that hold the same pipeline stages as this rank.
 
-    Without any mesh, only the first rank is returned.
+    These are the ranks of the largest mesh of ``tensors``, this rank's tensors. If no tensor has a
+    mesh, the result is (0,).
     """
     meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
     return tuple(sorted(max(meshes, key=Tensor.numel).flatten().tolist())) if meshes else (0,)

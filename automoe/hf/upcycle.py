@@ -36,7 +36,7 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
     Other shards, and all shards of models that are not upcycled, stay unchanged.
 
     Args:
-        keys: key map of the checkpoint; it says if experts are made of a dense FFN.
+        keys: map of tensor names, which says if experts are made of a dense FFN.
     """
     if keys.ffn_parts and shard.name.endswith(DOWN):
         shard.local.mul_(keys.ffn_parts)
@@ -54,10 +54,10 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
 
 
 def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyMap]:
-    """Return configuration and key map of the mixture that the dense ``model.hf_path`` becomes.
+    """Return the mixture's configuration and map of tensor names for the dense ``model.hf_path``.
 
-    The mixture has the experts that ``model`` asks for. The key map names the dense tensors that
-    each weight is filled from.
+    The mixture has the experts that ``model`` asks for. The map names the dense tensors that each
+    weight is filled from.
 
     Args:
         seed: seed of the routers' initial weights.
@@ -93,11 +93,13 @@ def upcycled(
     granularity: int = 1,
     seed: int = 0,
 ) -> tuple[ModelConfig, KeyMap]:
-    """Return the mixture that the dense model at ``path`` becomes, and the dense key map.
+    """Return the mixture's configuration and map of tensor names for the dense model at ``path``.
+
+    The map names the dense tensors that each weight is filled from.
 
     Args:
         granularity: number of equal parts into which each dense FFN is cut; an expert is one part.
-        seed: of the routers' random weights, which are drawn when the model is loaded.
+        seed: seed of the routers' random weights, which are drawn when the model is loaded.
 
     Raises:
         ConfigError: with these sizes the mixture would not compute the same function, or the family

@@ -70,13 +70,13 @@ def verify_hf(
         dtype: expected dtypes of exported tensors by name; tensors without one have the model's
             own.
         encoding: tensors in this encoding are compared within its rounding error.
-        source: checkpoint whose other parts the export holds copies of.
+        source: checkpoint whose tensors outside the text model (a vision part) the export copied.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
 
     Raises:
-        CheckpointError: on every rank alike: names the first difference.
+        CheckpointError, on every rank: names the first difference.
     """
     parts = as_parts(parts)
     config = config_of(parts)
@@ -247,7 +247,7 @@ def _relative_error(
 
     Args:
         wanted: logits of transformers.
-        rule: what the error says was expected, such as ``logits differ from transformers'``.
+        rule: what the error says is wrong, such as ``logits differ from transformers'``.
         remedy: sentence to append to the error.
     """
     if odd := num_not_finite(wanted):
@@ -301,7 +301,7 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
         Relative difference; None for models that are too large to run.
 
     Raises:
-        CheckpointError: the difference is more than ``LOGITS_TOLERANCE``.
+        CheckpointError: the relative difference is more than 1e-5.
     """
     configs = {folder: model_config_from_hf(folder) for folder in (dense, mixture)}
     if any(map(_too_large, configs.values())):

@@ -39,14 +39,17 @@ class Names(NamedTuple):
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the plain name of the file's tensor ``key``; None if it is not the text model's."""
+        """Return the name of the file's tensor ``key`` without the wrapper's prefix.
+
+        Returns None for a tensor outside the text model.
+        """
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
         return None if self.prefixes else key
 
     def stored(self, key: str) -> str:
-        """Return the name in files of the text model's tensor with the plain name ``key``."""
+        """Return the name in files of the tensor that a text model alone would call ``key``."""
         pairs = (pair for pair in self.prefixes if key.startswith(pair[1]))
         stored, plain = next(pairs, ("", ""))
         return stored + key.removeprefix(plain)
@@ -73,7 +76,7 @@ def is_wrapper(hf: Mapping[str, Any]) -> bool:
 
 
 def text_config(hf: HFConfig) -> HFConfig:
-    """Return the text model's configuration: a part of ``config.json``, or all of it.
+    """Return the text model's configuration: ``text_config`` of a wrapper, else all of ``hf``.
 
     As in transformers, the wrapper decides whether head and embedding are tied.
     """
@@ -96,11 +99,11 @@ def quantization_in(hf: Mapping[str, Any]) -> Any:
 
 
 def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
-    """Return the wrapper's ``config.json`` for an export, around the exported text model's ``text``.
+    """Return the ``config.json`` of an exported wrapper.
 
     Args:
-        base: config.json of the source.
-        text: configuration of the exported text model.
+        base: config.json of the source, whose settings of other parts are kept.
+        text: configuration of the exported text model, put in place of the source's.
     """
     outer, inner = (
         {key: value for key, value in part.items() if key not in _RESTATED}
@@ -113,12 +116,13 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map between names in files that hold the tensors ``keys`` and our text model's.
+    """Return the map between names in the files and names of the text model alone.
 
-    They differ in multimodal checkpoints, where the text model's names have a prefix.
+    The two differ by a prefix in multimodal checkpoints.
 
     Args:
         hf: content of config.json.
+        keys: names of the tensors in the files of ``folder``.
 
     Raises:
         CheckpointError: config.json describes a wrapper, and the text model is not in the files.
@@ -192,7 +196,8 @@ def weightless(config: Any, whole: bool = False) -> Any:
 def num_parameters(config: Any) -> int:
     """Build the class of a ``transformers`` configuration on meta, and count its parameters.
 
-    Buffers, such as tables of positions, count beyond the first GiB, as numbers of 4 bytes.
+    Buffers, such as tables of positions, count as parameters of 4 bytes once they exceed 1 GiB in
+    total.
     """
     model = weightless(config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -200,14 +205,17 @@ def num_parameters(config: Any) -> int:
 
 
 def text_path(model: Any) -> str:
-    """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
+    """Return the module path of a wrapper's text model; empty if ``model`` is no wrapper."""
     kind = type(model.config.get_text_config(decoder=True))
     named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
     return next((name for name, config in named if type(config) is kind), "")
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the map between parameter names of a class of ``transformers`` and plain names."""
+    """Return the map between names of parameters in a model of transformers and in its text model.
+
+    The two differ by a prefix if the model is a wrapper with vision or audio parts.
+    """
     path = text_path(model)
     if not path:
         return ALONE

@@ -51,9 +51,9 @@ def to_hf(
     Args:
         model: the model, or this rank's pipeline stages of it.
         dtype: dtype of parameters, as a name or a torch dtype: ``bfloat16``, ``float32`` or
-            ``keep``. The last keeps the dtype of each tensor in the checkpoint at hf_path
-            (bfloat16 if it is quantized), or in the model without such a checkpoint. Buffers always
-            keep their dtype.
+            ``keep``. The last keeps the dtype of each tensor in the checkpoint at hf_path (bfloat16
+            if it is quantized), or in the model without such a checkpoint. Buffers always keep
+            their dtype.
         encoding: ``fp8``: store the matrices of layers in block-FP8, like DeepSeek-V3's own
             checkpoint; ``mxfp4``, ``int4``: store experts as GPT-OSS and Kimi-K2-Thinking do. MXFP4
             and INT4 codes of hf_path are kept if they decode to the model's numbers.
@@ -68,8 +68,8 @@ def to_hf(
     Raises:
         ConfigError: the family has no checkpoints in ``encoding``, ``dtype`` is unknown, or the
             tokenizer does not exist (a CheckpointError if there are several ranks).
-        CheckpointError: on every rank alike: the directory exists or cannot be written, or is not
-            equal to the model. Nothing is left under ``path`` then, and an older export stays.
+        CheckpointError, on every rank: the directory exists or cannot be written, or is not equal
+            to the model. Nothing is left under ``path`` then, and an older export stays.
     """
     dtype = str(dtype).removeprefix("torch.")
     parts = as_parts(model)
@@ -142,10 +142,10 @@ def convert_hf(
 ) -> Written:
     """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
 
-    The conversion runs in one process. Codes are dequantized. Config,
-    generation config and tokenizer are copied. ``out`` gets its name only after every number was
-    read back and compared with ``source``, and after ``transformers`` built the same model from it,
-    with the same logits if the model is small enough to be run twice.
+    The conversion runs in one process. Quantized tensors are dequantized. Config, generation config
+    and tokenizer are copied. ``out`` gets its name only after every number was read back and
+    compared with ``source``, and after ``transformers`` built the same model from it, with the same
+    logits if the model is small enough to be run twice.
 
     Args:
         dtype: dtype of parameters: ``keep`` (quantized parameters become bfloat16), ``bfloat16`` or

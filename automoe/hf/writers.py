@@ -1,4 +1,4 @@
-"""Folders of other programs that are not read here: what they are, and a way out.
+"""Checkpoint directories of other programs that automoe cannot read, and what to do instead.
 
 Importing this module does not load torch.
 """
@@ -32,9 +32,9 @@ _ROWS = {
 
 
 def check_writer(folder: Path, family: str, tensors: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a program wrote the folder in a form that is not read here.
+    """Raise ``CheckpointError`` if a program wrote the folder in a form that automoe cannot read.
 
-    The message names the program or format and a way out.
+    The message names the program or format, and a checkpoint or a conversion to use instead.
 
     Args:
         family: ``model_type`` of config.json.

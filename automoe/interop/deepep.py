@@ -79,7 +79,8 @@ def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> Token
     Its first call allocates buffers.
 
     Args:
-        finish: decides when the current stream waits for an exchange; None: every call waits.
+        finish: function that gets a function which makes the current stream wait for an exchange,
+            and calls it when the results are needed; None: every call waits.
 
     Raises:
         BackendError: DeepEP is not installed, or does not support this group; the message names
@@ -127,7 +128,12 @@ class TokenExchange:
         self._sizes: tuple[int, ...] = ()
 
     def _grown(self, *sizes: int) -> Any:
-        """Return the buffer, made larger if it has no room for ``sizes``. Collective."""
+        """Return the shared buffer, replaced by a larger one if it is too small. Collective.
+
+        Args:
+            sizes: what ``_make_buffer`` takes: bytes of a row (v1), or tokens, hidden size and
+                top-k (v2).
+        """
         before = self._sizes or (0,) * len(sizes)
         if any(new > old for new, old in zip(sizes, before, strict=True)):
             self._sizes = tuple(map(max, sizes, before))
@@ -144,17 +150,25 @@ class TokenExchange:
         return results
 
     def combine(self, rows_RH, probs_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sum outputs and weights (or None) at the tokens they belong to: [T, H] and [T, K].
+        """Send experts' outputs back to the ranks of their tokens, and sum them: [T, H].
 
         Args:
-            rows_RH: outputs for the tokens that ``dispatch`` brought here.
-            handle: that dispatch's record.
+            rows_RH: outputs for the R tokens that ``dispatch`` brought here.
+            probs_RK: routing weights (or their gradients) to send back as well, or None.
+            handle: DeepEP's record of that dispatch.
+
+        Returns:
+            (sum for each token of this rank, [T, K] weights or None).
         """
         buffer, layout = handle
         return self._call(buffer.combine, rows_RH, layout, topk_weights=probs_RK)
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Send other numbers [T, H] of the same tokens as the dispatch of ``handle``: [R, H]."""
+        """Send other rows x_TH of the same tokens along the routes of an earlier dispatch: [R, H].
+
+        Args:
+            handle: DeepEP's record of that dispatch.
+        """
         buffer, layout = handle
         return self._call(buffer.dispatch, x_TH, handle=layout, **self._options)[0]
 

@@ -1,8 +1,8 @@
-"""Guards around lm-eval-harness: what a task file may run, and how long its parts may take.
+"""Guards around lm-evaluation-harness: what a task file may run, with limits of time and memory.
 
 A task file of lm_eval is code: it names functions of Python files, metrics and data that the
-harness imports or unpickles, and its templates run in a plain Jinja environment. Without
-``trusted``, a task file is data here.
+harness imports or unpickles, and its templates run in a plain Jinja environment. Unless the user
+trusts them, task files may only hold data here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _refuse(file: object, rule: str) -> None:
 def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
     """Run lm-evaluation-harness tasks with a model that guesses, in a limited child process.
 
-    Its time and memory are limited, so that a hostile chat template shows here.
+    The child's time and memory are limited. So a hostile chat template ends the child with an
+    error, before the real evaluation renders it.
 
     Args:
         tokenizer: tokenizer of the checkpoint, which renders and tokenises prompts.

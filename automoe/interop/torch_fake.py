@@ -1,7 +1,8 @@
-"""Private parts of torch with which code runs on tensors without storage.
+"""Private parts of torch to run code on fake tensors, which have shapes but no storage.
 
-``automoe.classes.activations`` counts a class of ``transformers`` with them. Tests of both files
-fail when a release changes them. Import this module only in functions, since it takes long.
+``automoe.classes.activations`` uses them to estimate the activation memory of a class of
+``transformers``. Tests of both modules fail when a torch release changes these parts. Import this
+module only in functions, since the import takes long.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ NEED_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 class AliveBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of operators' results from creation until they are freed.
 
-    Torch's own tracker counts by module. Checked with torch 2.13: fake tensors, how their numbers
-    are read, and the key of a storage. If code reads a number, it is 0; a condition is false;
-    experts have equal shares.
+    Torch's own tracker counts by module. Fake tensors have no values: if code reads a number, it
+    gets 0; a condition is False; every expert gets the same number of tokens. The private parts are
+    those of torch 2.13: fake tensors, the operator that reads a number, and the key of a storage.
     """
 
     def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:

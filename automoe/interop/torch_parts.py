@@ -1,6 +1,7 @@
-"""Which options need which private parts of torch, looked up in torch's files without importing it.
+"""Which configuration options need which private parts of torch, and whether torch has them.
 
-``torch_private`` and ``torch_pipelining`` use these parts and say what for.
+The parts are searched for in torch's source files, without importing torch. ``torch_private`` and
+``torch_pipelining`` use them and describe each one.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ _LATER = "unsharded_grad_dtype"  # since 2.15
 
 # fmt: off
 def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, str, list[str]]]:
-    """Yield the options that need private parts of torch, and where these parts stand.
+    """Yield the options that need private parts of torch, and the files that define these parts.
 
-    An option is (is chosen, key=value, remedy, file, forms). ``remedy`` is a key=value that does
-    without. ``file`` is torch's source file, and each of ``forms`` is the words that must stand in
-    it in some release.
+    Yields:
+        (True if the option is chosen; the option as key=value; a key=value that avoids it; torch's
+            source file; alternatives). Each alternative is the words that the file must contain in
+            some torch release; one of them must be there.
     """
     parallel = config.parallel
     name = f"parallel.schedule={parallel.schedule}"

@@ -1,6 +1,6 @@
 """Private parts of torch's pipelining that automoe uses or replaces.
 
-``torch_private`` has those of the rest of torch.
+``torch_private`` holds the private parts of the rest of torch.
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
@@ -31,9 +31,9 @@ def unshard_every_stage_once() -> None:
 
     By default torch keeps at most three stages unsharded and all-gathers the others again for every
     round of micro-batches: 39 all-gathers per step for DeepSeek-V3 with 4 stages per rank and 128
-    micro-batches, instead of 4. Torch 2.11 to 2.15: schedules call
-    ``schedules._add_unshard_reshard``, which takes ``max_active_stages``, by its name in the
-    module: without that argument, and since 2.15 with 3.
+    micro-batches, instead of 4. Torch 2.11 to 2.15: schedules look up
+    ``schedules._add_unshard_reshard`` in their module, so it can be replaced; they leave its
+    argument ``max_active_stages`` at 3, and since 2.15 pass 3.
     """
     add = schedules._add_unshard_reshard
 
@@ -47,8 +47,8 @@ def unshard_every_stage_once() -> None:
 def errors_of_stages() -> Iterator[None]:
     """Make a pipeline schedule raise a stage's own error, within this context.
 
-    Torch wraps it in one of another type, whose message is a list of tensors that begins with an
-    empty line. Torch 2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of
+    Torch wraps that error in a ``RuntimeError``, whose message is an empty line and a list of
+    tensors. Torch 2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of
     ``torch.distributed.pipelining``.
     """
     cause = None
@@ -76,10 +76,10 @@ def starts_sends_one_by_one(schedule: Any) -> bool:
 
 
 def wait_as_schedules_do(works: Works) -> None:
-    """Wait for sends or receives by torch's function, or by the one of ``replaced_waits``.
+    """Wait for sends or receives as torch's schedules do, or as ``replaced_waits`` makes them.
 
-    Torch 2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. It is looked up at every call, since
-    ``replaced_waits`` replaces it.
+    Torch 2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. The function is looked up at every
+    call, since ``replaced_waits`` replaces it.
     """
     schedules._wait_batch_p2p(works)
 
@@ -120,10 +120,12 @@ def ordered_schedule(
 
     Torch 2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV
     file, and its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets
-    the function for ``OVERLAP_F_B``, an action of two others.
+    the function for ``OVERLAP_F_B``, an action that merges two others.
 
     Args:
-        order: for each rank the actions in order; an entry may merge a forward and a backward.
+        order: for each rank its actions (forward or backward of a micro-batch) in order; an entry
+            may merge a forward and a backward.
+        run_both: function of a backward and a forward pass that runs both.
     """
     kinds = schedules._ComputationType
     schedule = schedules._PipelineScheduleRuntime(stages, **options)
@@ -142,9 +144,10 @@ def ordered_schedule(
 
 
 def _run_weight_half(action: Any, context: Any) -> None:
-    """Run the weight half of a backward pass, and add its gradients to FSDP's accumulator.
+    """Run the weight half of a split backward pass, and add its gradients to FSDP's accumulator.
 
-    After a whole backward pass FSDP moves gradients to its accumulator, which has the dtype of the
+    Zero-bubble schedules split a backward pass into gradients of inputs and of weights. After a
+    whole backward pass FSDP moves gradients to its accumulator, which has the dtype of the
     reduction. Torch's schedules do not do so after a weight half: gradients of all micro-batches
     would be summed in the dtype of the parameters. Torch 2.11 to 2.14:
     ``accumulate_unsharded_grad_if_needed`` and ``to_accumulated_grad_if_needed`` of FSDP's
@@ -227,16 +230,18 @@ class BufferlessStage(PipelineStage):
 
     Torch 2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments
     that differ) make the buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``,
-    tuples by micro-batch of objects with ``buffer``. Receives are public methods: 2.14 changed the
-    private one below them, ``_get_recv_ops``. 2.15 makes and frees buffers as this class does:
-    ``buffer`` is None except from the receive to the use.
+    tuples by micro-batch of objects with ``buffer``. The class overrides the public methods for
+    receives, because 2.14 changed the private ``_get_recv_ops`` that they call. 2.15 makes and
+    frees buffers as this class does: ``buffer`` is None except from the receive to the use.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the first sends and receives of 2.11, without those from this rank to itself.
+        """Return the sends and receives with which torch 2.11 connects neighbouring stages.
+
+        Those from this rank to itself are left out.
 
         V-shaped schedules have two neighbouring stages on one rank, and a gloo rank has no
-        connection to itself. Later versions do not begin this way by default.
+        connection to itself. Later versions of torch do not connect stages first by default.
         """
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]

@@ -1,14 +1,16 @@
 """Private parts of torch that automoe uses, except for pipelining and fake tensors.
 
-``automoe.interop.torch_pipelining`` and ``automoe.interop.torch_fake`` have those.
+``automoe.interop.torch_pipelining`` and ``automoe.interop.torch_fake`` hold the parts for these
+two.
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
 ``tests/interop/test_torch_private.py`` has a test for each that fails when a release removes the
 name or changes its meaning. No file outside these three names a private part of torch.
 
-Rooms from ``automoe.storage`` upwards import this module; it imports none of them. Parts of torch
-that take long to import, or that only some runs need, are imported in the function that uses them.
+Packages of automoe, ``automoe.storage`` included, import this module; it imports none of them.
+Parts of torch that take long to import, or that only some runs need, are imported in the function
+that uses them.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 def fake_store() -> Any:
     """Return the store of torch's fake process group (one without peers); register that backend.
 
-    It has no public name. Torch 2.11 to 2.15:
+    The store has no public name. Torch 2.11 to 2.15:
     ``torch.testing._internal.distributed.fake_pg.FakeStore``.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -184,8 +186,8 @@ concatenate_meshes = DeviceMesh._concatenate
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """Return the index in the full tensor of the first element of this rank's shard of a DTensor.
 
-    The rule for strided placements is torch's. Torch 2.11 to 2.15:
-    ``torch.distributed.tensor._utils .compute_local_shape_and_global_offset`` returns (shape,
+    Only torch knows the rule for strided placements. Torch 2.11 to 2.15:
+    ``compute_local_shape_and_global_offset`` of ``torch.distributed.tensor._utils`` returns (shape,
     offset).
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -212,7 +214,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor, without torch's warning of slow gathers. Collective.
 
     Torch 2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes
-    shard is gathered axis by axis. That is known, and exact.
+    shard is gathered axis by axis. The warning is about time only: the result is exact.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -235,7 +237,7 @@ def use_ring_attention() -> None:
 def cached_functions() -> list[Any]:
     """Return every ``functools`` cache of torch.distributed that the garbage collector knows.
 
-    Their names change between releases, so none is named here.
+    The names of these caches change between releases, so they are found by type.
     """
     return [
         thing
@@ -248,8 +250,8 @@ def cached_functions() -> list[Any]:
 def forget_meshes(hidden: list[Any]) -> None:
     """Clear torch.distributed's caches of meshes whose groups are gone.
 
-    DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its
-    groups have other names. Torch 2.11 to 2.15:
+    DTensor caches results by mesh. After process groups are destroyed and made again, a new mesh
+    may equal an old one although its groups have other names. Torch 2.11 to 2.15:
     ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
     ``torch.distributed.tensor._redistribute.clear_redistribute_planner_cache`` and
     ``DeviceMesh._pg_registry``, which keeps the groups of meshes that FSDP has seen.
@@ -275,13 +277,14 @@ def forget_meshes(hidden: list[Any]) -> None:
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     """Return the unreduced gradient sum of the FSDP unit's parameter ``name``.
 
-    The sum has the shape of the unsharded parameter and the dtype of the reduction; it is made of
-    zeros if there is none yet. FSDP makes it in the first backward pass, from the gradient that
-    autograd returned, without public access. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13
-    to 2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_param``,
-    ``_module_info.param_name`` and, to 2.14, ``unsharded_accumulated_grad`` and ``reduce_dtype``.
-    2.15: ``unsharded_param.grad`` in ``unsharded_grad_dtype``, to which autograd itself adds; the
-    earlier name only reads it.
+    The sum has the shape of the unsharded parameter and the dtype of the reduction; if there is
+    none yet, zeros are stored as the sum. FSDP makes it in the first backward pass, from the
+    gradient that autograd returned, without public access. The unit's state has
+    ``_fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13 to 2.15. Their ``fsdp_params``
+    have ``unsharded_param``, ``_module_info.param_name`` and, to 2.14,
+    ``unsharded_accumulated_grad`` and ``reduce_dtype``. In 2.15 the sum is ``unsharded_param.grad``
+    in ``unsharded_grad_dtype``, to which autograd itself adds, and ``unsharded_accumulated_grad``
+    is a read-only property.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -307,9 +310,9 @@ def cpu_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention [B, N, S, D] on the CPU, and the log-sum-exp [B, N, S] of the scores.
 
-    ``scaled_dot_product_attention`` does not return the log-sum-exp. For a query that sees no key
-    the results are 0 and -inf. Torch 2.11 to 2.15:
-    ``aten._scaled_dot_product_flash_attention_for_cpu``.
+    Shapes: B batch, N heads, S queries, R keys, D head dim. ``scaled_dot_product_attention`` does
+    not return the log-sum-exp. For a query that sees no key the results are 0 and -inf. Torch 2.11
+    to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu``.
 
     Args:
         q: [B, N, S, D].
@@ -389,8 +392,8 @@ def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch
 def profiler_runs() -> bool:
     """Return True while a torch profiler records in this process.
 
-    Opening a range costs time even if none records. Torch 2.11 to 2.15:
-    ``torch.autograd.profiler._is_profiler_enabled``.
+    Callers ask first, because opening a profiler range costs time even if nothing records. Torch
+    2.11 to 2.15: ``torch.autograd.profiler._is_profiler_enabled``.
     """
     return torch.autograd.profiler._is_profiler_enabled
 
@@ -399,11 +402,11 @@ def profiler_runs() -> bool:
 
 
 def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, int]:
-    """Return a checkpoint file's tensor on the meta device, and its storage's offset there.
+    """Return a checkpoint file's tensor on the meta device, and the file offset of its storage.
 
-    Publicly a ``FileSystemReader`` reads the numbers into memory of its own, from which they are
-    copied. Torch 2.11 to 2.15: ``_slice_file`` of the reader, and
-    ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
+    Public methods of ``FileSystemReader`` read the numbers into new memory; with the offset the
+    caller can read them straight into a parameter. Torch 2.11 to 2.15: ``_slice_file`` of the
+    reader, and ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
 
     Args:
         stream: the file, opened.
@@ -444,8 +447,8 @@ def cache_plans_under(planner: Any, key: str) -> None:
 def forget_cached_plans(key: str) -> None:
     """Drop the save plans that are cached under ``key``.
 
-    Torch 2.11 to 2.15: the dicts of ``SavePlanner`` whose names begin with ``_cached_``, each by
-    key.
+    Torch 2.11 to 2.15: ``SavePlanner`` has several dicts, all named ``_cached_...``, from such a
+    key to plans.
     """
     from torch.distributed.checkpoint.planner import SavePlanner
 

@@ -4,8 +4,8 @@ They are ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``. T
 signatures of 2.20.2 as published in its sources; this project has not run them on a GPU. Parameters
 stay the model's own, under their own names: a module of transformer-engine is made without storage
 and called with the model's parameters in place of its own. So checkpoints do not change and get no
-extra state of transformer-engine. If it does not import, each function raises ``BackendError`` and
-names the available alternative.
+extra state of transformer-engine. If transformer-engine cannot be imported, each function raises
+``BackendError`` and names the available alternative.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H
 hidden, I width.
@@ -56,7 +56,13 @@ def attention() -> AttentionFn:
         )
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
-        """Return attention of q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv]: [B, S, N, Dv]."""
+        """Return causal attention of q [B, S, N, D], k [B, S, G, D] and v [B, S, G, Dv].
+
+        The result is [B, S, N, Dv].
+
+        Raises:
+            BackendError: ``mask`` or ``sinks`` is given.
+        """
         if mask is not None or sinks is not None:
             raise BackendError(
                 "kernels.attention=te attends to all of the row before a query, and this layer has "
@@ -85,7 +91,11 @@ def experts() -> ExpertBackend:
         )
 
     def multiply(rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
-        """Return [R, N]: rows [R, K], sorted by expert, times the experts' weights [E, N, K]."""
+        """Return [R, N]: rows [R, K], sorted by expert, times the experts' weights [E, N, K].
+
+        Args:
+            splits: number of rows of each expert.
+        """
         num_experts, size_out, size_in = weights.shape
         ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
         return functional_call(

@@ -105,9 +105,9 @@ def dequantize(q: Quantized) -> Tensor:
 def transposed(q: Quantized) -> Quantized:
     """Return the transposed matrix, row-major.
 
-    ``WHOLE`` and ``BLOCK`` tiles keep their codes. ``LINE`` tiles cannot: their numbers are
-    quantized again in lines along the other dim (DeepSeek-V3, arXiv 2412.19437, section 3.3.3:
-    1x128 to 128x1).
+    ``WHOLE`` tiles (all of the matrix) and ``BLOCK`` tiles (128 x 128) keep their codes. ``LINE``
+    tiles (1 x 128) cannot: their numbers are quantized again in tiles along the other dim
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
     """
     if q.tile == LINE:
         return quantize(dequantize(q).transpose(-2, -1), q.codes.dtype, LINE)

@@ -28,10 +28,10 @@ _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this
 class _Product(torch.autograd.Function):
     """Autograd function: float8 product that saves x and weight unquantized.
 
-    Its backward quantizes both again, but the weight not if ``scaling.cached`` holds its codes.
-    Other operations save x anyway (other products with the same input, attention's backward, the
-    router), so saved codes would be a second copy. FSDP owns the weight and may free it between
-    forward and backward.
+    Its backward quantizes both again, except a weight whose codes are in ``scaling.cached``. Other
+    operations save x anyway (other products with the same input, attention's backward, the router),
+    so saved codes would be a second copy. FSDP owns the weight and may free it between forward and
+    backward.
     """
 
     @staticmethod
@@ -89,8 +89,9 @@ class QuantizedProduct(nn.Module):
 def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the product a [M, K] @ b [N, K].T of quantized operands as [M, N] in ``dtype``.
 
-    The tiles of the operands are ``LINE`` and ``LINE``, ``LINE`` and ``BLOCK``, or ``WHOLE`` and
-    ``WHOLE``. Both operands are contiguous along the summed dim, as Hopper's float8 units need.
+    The numbers that share a scale are 1 x 128 in both operands (``LINE``), 1 x 128 in a and 128 x
+    128 in b (``BLOCK``), or a whole matrix in both (``WHOLE``). Both operands are contiguous along
+    the summed dim, as Hopper's float8 units need.
     """
     if a.codes.is_cuda:
         num_rows, num_cols = len(a.codes), len(b.codes)
@@ -111,8 +112,8 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 def _padded(q: Quantized, step: int) -> Quantized:
     """Return ``q`` with both dims of the codes padded with zeros to multiples of ``step``.
 
-    Zeros change no sum. ``BLOCK`` and ``WHOLE`` scales already cover full tiles; ``LINE`` scales
-    get a row of ones for each new row.
+    Zeros change no sum. If a scale belongs to 1 x 128 numbers (``LINE``), each new row gets scales
+    of one; scales of 128 x 128 blocks or of a whole matrix already cover the padding.
     """
     rows, cols = q.codes.shape
     more_rows = -rows % step
@@ -127,7 +128,8 @@ def _padded(q: Quantized, step: int) -> Quantized:
 def _kernel_scales(q: Quantized) -> Tensor:
     """Return the scales of ``q`` in the layout that torch's ``scaled_mm`` reads.
 
-    Scales of lines are column-major; scales of blocks are transposed and padded to multiples of 4.
+    Scales of 1 x 128 tiles are column-major; scales of 128 x 128 tiles are transposed and padded to
+    multiples of 4.
     """
     if q.tile == WHOLE:
         return q.scales.view(1)

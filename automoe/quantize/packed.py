@@ -95,7 +95,10 @@ def unpack(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize [R, blocks, bytes] to [R, blocks, numbers per block], float32 or ``dtype``."""
+    """Dequantize [R, blocks, bytes] to [R, blocks, numbers per block].
+
+    The result of nf4 is in ``dtype`` if that is a 16-bit type; all other results are float32.
+    """
     codes = blocks[..., :-_SCALE]
     scales = blocks[..., -_SCALE:].contiguous().view(torch.float32)
     if base_of(blocks) == "fp8":
@@ -120,9 +123,9 @@ def _bitsandbytes() -> ModuleType:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """Autograd function: ``F.linear`` of a quantized weight, of which it saves the bytes.
+    """Autograd function: ``F.linear`` of a quantized weight, which it saves quantized.
 
-    The backward dequantizes them again.
+    The backward dequantizes the weight again.
     """
 
     @staticmethod

@@ -71,8 +71,9 @@ class Tensorwise(_Weights):
 
     Args:
         gradients: float8 dtype of gradients.
-        reduce_rows: maximum over the ranks that share activations and gradients.
-        reduce_weight: maximum over the ranks that share the weight.
+        reduce_rows: function that takes the maximum over the ranks that share activations and
+            gradients.
+        reduce_weight: function that takes the maximum over the ranks that share the weight.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Tensorwise(_Weights):
         time, pass the same scale again.
 
         Args:
-            operand: ``X``, ``W`` or ``GRAD``.
+            operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         amax = self.amax(tile_amax(tensor, WHOLE), operand)
         return scales_for(amax, self.formats[operand])
@@ -103,7 +104,7 @@ class Tensorwise(_Weights):
 
         Args:
             local: [..., 1, 1] largest number of this rank's shard.
-            operand: ``X``, ``W`` or ``GRAD``.
+            operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         # A max-reduction over ranks may ignore NaN, so NaN becomes infinity.
         local = local.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -116,7 +117,7 @@ class Tensorwise(_Weights):
 
         Args:
             scales: result of ``scales`` for the tensor.
-            operand: ``X``, ``W`` or ``GRAD``.
+            operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         assert scales is not None
         return encode(tensor, scales, self.formats[operand], WHOLE)
@@ -147,8 +148,8 @@ class Delayed(Tensorwise):
 
     Args:
         gradients: float8 dtype of gradients.
-        reduce: maximum over the ranks that share an operand. It applies to weights as well, since
-            the experts of all ranks share a history.
+        reduce: function that takes the maximum over the ranks that share an operand. It applies to
+            weights as well, since the experts of all ranks share a history.
     """
 
     history: Tensor
@@ -223,7 +224,7 @@ class Blockwise(_Weights):
     """
 
     def scales(self, tensor: Tensor, operand: int) -> None:
-        """Return None: ``quantize`` computes scales of tiles, which need no other rank."""
+        """Return None: scales of tiles need no communication, so ``quantize`` computes them itself."""
 
     def quantize(self, tensor: Tensor, scales: Tensor | None, operand: int) -> Quantized:
         return quantize(tensor, E4M3, BLOCK if operand == W else LINE)

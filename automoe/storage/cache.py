@@ -25,11 +25,11 @@ def default_cache_dir() -> Path:
 
 
 def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return what is stored about a cache entry (a folder) after verifying its bytes, or make it.
+    """Return the values stored with a cache entry (a folder), verified; make the entry if missing.
 
     One process of a machine writes, and the others wait for it. A rename makes the entry visible
     completely or not at all. The system releases the lock of a writer that dies. An entry that is
-    damaged, or was made under another name, is made anew, and a line on standard error says so.
+    damaged, or was renamed since it was made, is made anew, and a line on standard error says so.
 
     Args:
         entry: folder of the entry; its name identifies the content.

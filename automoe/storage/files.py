@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def wrong_kind(path: Path | str | int) -> str | None:
-    """Return the kind of a path or descriptor, such as "a FIFO".
+    """Return what a path or descriptor is, such as "a FIFO", if it is not a regular file.
 
     Returns None for a regular file, or if nothing has the name.
     """
@@ -41,7 +41,7 @@ def wrong_kind(path: Path | str | int) -> str | None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that automoe wrote without blocking, and return a file descriptor.
+    """Open a file that automoe wrote, and return a file descriptor; the call never blocks.
 
     Opening a FIFO would wait for its other end, and reading from a device might not end.
 
@@ -55,7 +55,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file that automoe wrote; errors that may pass are retried.
+    """Return the bytes of a file that automoe wrote; temporary errors are retried.
 
     Raises:
         OSError: the file cannot be read, or is a FIFO or device; the error names the file.
@@ -70,10 +70,10 @@ def read_file(path: Path) -> bytes:
 
 @contextmanager
 def named(path: Path, size: int = 0) -> Iterator[None]:
-    """Add ``path`` to an ``OSError`` of the body; on a full disk also the bytes needed and free.
+    """Add ``path`` to an ``OSError`` of the block; on a full disk also the bytes needed and free.
 
     Args:
-        size: bytes that the body writes; 0 if it reads.
+        size: bytes that the block writes; 0 if it reads.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def named(path: Path, size: int = 0) -> Iterator[None]:
 
 @contextmanager
 def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
-    """Turn an ``OSError`` of the body into a ``CheckpointError`` that ends with ``remedy``.
+    """Turn an ``OSError`` of the block into a ``CheckpointError`` that ends with ``remedy``.
 
     Args:
         place: file or folder for the message, if the error names none or ``fault`` is given.
@@ -153,7 +153,11 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def _write(scratch: Path, path: Path, raw: bytes, flushed: bool = False) -> None:
-    """Write ``raw`` to the file ``scratch``, ``flushed`` by fsync if wanted; rename it to ``path``."""
+    """Write ``raw`` to the file ``scratch``, and rename that to ``path``.
+
+    Args:
+        flushed: True to flush the content to the disk before the rename.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with named(path, len(raw)):
         with os.fdopen(open_regular(scratch, flags), "wb") as file:

@@ -1,4 +1,4 @@
-"""Opening, parsing and copying of all files that a stranger may have written. Needs no torch.
+"""Opening, parsing and copying of all files that may be untrusted. Needs no torch.
 
 A name must stand for a regular file in its folder. A link may lead to another file of the folder
 or, in HuggingFace's cache (where ``snapshots/REVISION`` holds only links), to ``blobs`` of the same
@@ -166,7 +166,7 @@ def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
 def _written_out(
     node: yaml.Node, known: dict[int, tuple[int, int]], depth: int, key: str
 ) -> tuple[int, int]:
-    """Return (values in ``node`` with aliases expanded, levels of nesting).
+    """Return (number of values in ``node`` with aliases expanded, its levels of nesting).
 
     Args:
         known: results by ``id`` of a node.
@@ -363,7 +363,8 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file such as ``config.json``; {} if the file does not exist.
 
     Raises:
-        CheckpointError, OSError: the file cannot be read, or must not be.
+        CheckpointError: the name is a link out of the folder, not a regular file, or too large.
+        OSError: the file cannot be read.
         ValueError: the JSON is invalid, or a known key has a value of the wrong type.
     """
     return parse_settings(read_bytes(folder, name)) if is_there(folder, name) else {}

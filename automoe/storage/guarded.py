@@ -1,6 +1,6 @@
-"""Work on a stranger's files in a forked child, with limits of processor time and memory.
+"""Work on untrusted files in a forked child, with limits of processor time and memory.
 
-A template may loop for ever; a regular expression may backtrack for years, or overflow the stack of
+A template may loop forever; a regular expression may backtrack for years, or overflow the stack of
 native code. In a child, either becomes an error that names what the child was doing.
 """
 
@@ -195,9 +195,11 @@ def die_with_parent(parent: int) -> None:
 def end_with(launcher: int) -> None:
     """Kill this process when ``launcher`` ends, or now if it has ended; call it in a fresh process.
 
+    Unlike Linux's parent-death signal, this works from any thread, and also if ``launcher`` is not
+    the parent.
+
     Args:
-        launcher: process id. Unlike a parent-death signal, it does not matter which of the
-            launcher's threads made this process, nor that the launcher is its parent.
+        launcher: process id.
     """
     try:
         watched = os.pidfd_open(launcher)

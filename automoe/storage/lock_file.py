@@ -25,14 +25,15 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
     temporary folder of this machine is locked instead, and a note says so.
 
     Args:
-        progress: function that measures the work of the process that holds the lock. While its
-            result changes, this function waits; a line names that process. None: do not wait.
+        progress: function that measures the work of the process that holds the lock, for example in
+            bytes written. While its result changes, this function waits; a line names that process.
+            None: do not wait.
 
     Raises:
         BlockingIOError: another process holds the lock; its id is the error's ``strerror``.
-        OSError: the file cannot be made or written, or is not a regular file; it is a link, whose
-            target would be overwritten; it has a hard link, so that two places would be locked; or
-            the process that holds the lock makes no progress.
+        OSError: the file cannot be made or written, or is not a regular file; or it is a link,
+            whose target would be overwritten, or has a hard link, so that two names would be
+            locked; or the process that holds the lock makes no progress.
     """
     done = None
     since = 0.0

@@ -44,6 +44,11 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     ``rope_scaling`` and the rotary keys of the top level. A ``model_type`` that this release of
     transformers does not know gets a class without defaults. ``name_or_path`` is ``path``.
 
+    Args:
+        hf: content of config.json, or of its part for the text model.
+        model_type: ``model_type`` that selects the class.
+        path: folder of config.json.
+
     Raises:
         ConfigError: the class refuses a value, or automoe supports a value in no family.
     """
@@ -67,7 +72,13 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
 
 
 def config_of_class(hf: HFConfig, path: str) -> Any:
-    """Return transformers' configuration of the text model of a class without a family here.
+    """Return transformers' configuration of the text model in a checkpoint of any class.
+
+    It serves checkpoints whose ``model_type`` is none of automoe's own families.
+
+    Args:
+        hf: content of config.json.
+        path: folder of config.json.
 
     Returns:
         None if ``transformers`` does not know the ``model_type``.
@@ -117,7 +128,9 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
-    """Raise ``ConfigError`` for an absurd number of layers, or an integer of 64 bits or more.
+    """Raise ``ConfigError`` for an impossible number of layers, or an integer beyond 63 bits.
+
+    A configuration class could take all memory or time for such numbers.
 
     Args:
         hf: content of config.json, whose text model is checked too.
@@ -133,7 +146,10 @@ def check_layers(hf: HFConfig, path: str) -> None:
 
 
 def number_of(config: Any, key: str) -> int | None:
-    """Return the integer at ``key``; None if there is none, or if it differs between layers."""
+    """Return the integer at ``key`` of a configuration object of transformers.
+
+    Returns None if there is no integer, or if its value differs between layers.
+    """
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
@@ -155,7 +171,11 @@ def without_warnings() -> Iterator[None]:
 
 @cache
 def kept_in_float32(architecture: str) -> re.Pattern[str]:
-    """Return the pattern of the keys that ``transformers`` keeps in float32 in a bfloat16 model."""
+    """Return a pattern of the parameters that stay in float32 in transformers' bfloat16 models.
+
+    Args:
+        architecture: name of the model's class in transformers.
+    """
     import transformers
 
     cls = getattr(transformers, architecture, None)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi-K2: ``config.json`` and key map."""
+"""DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi-K2: keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims`` (``qk_rope_head_dim``), checked against transformers' configuration ``hf``."""
+    """Return ``dims`` (``qk_rope_head_dim``); refuse it if transformers uses another number.
+
+    Args:
+        hf: transformers' configuration object, whose ``head_dim`` must be equal if it is set.
+    """
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(

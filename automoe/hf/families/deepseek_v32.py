@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5: DeepSeek-V3 whose queries see chosen keys alone."""
+"""DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5: DeepSeek-V3 with sparse attention by an indexer."""
 
 from __future__ import annotations
 

@@ -48,8 +48,10 @@ class Field:
     Attributes:
         key: name of the key.
         default: value if neither config.json nor the class of transformers gives one.
-        read: function (value in config.json, transformers' configuration object) -> our value.
-        write: function (our value, our ``ModelConfig``) -> value in config.json.
+        read: function (value in config.json, transformers' configuration object) -> value in
+            ``ModelConfig``.
+        write: function (value in ``ModelConfig``, the whole ``ModelConfig``) -> value in
+            config.json.
     """
 
     key: str
@@ -66,17 +68,17 @@ class Family(Tier):
         model_type: name of the family in ``config.json`` and in ``ModelConfig.family``.
         architecture: name of transformers' class.
         fields: dotted key of ``ModelConfig`` -> key of ``config.json``, a ``Field`` if it has a
-            default or its value is converted. If two of our keys share one, the later one is
-            written.
-        fixed: dotted keys whose value is the same in every model of the family.
+            default or its value is converted. If two keys of ``ModelConfig`` have the same key in
+            config.json, the later one is written.
+        fixed: dotted keys of ``ModelConfig`` whose value is the same in every model of the family.
         only: keys of ``config.json`` with the one value that this decoder computes; a key that
             neither config.json nor transformers has is accepted. These keys are also written.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
         unread: keys of published config.json files that change nothing here, and without which some
             readers refuse a file (mistral.rs). An export copies them from its source checkpoint;
-            without a source it writes this value, or that of this function of the model's
-            configuration.
+            without a source it writes the value given here, or the result of the function of the
+            ``ModelConfig`` given here.
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.
@@ -86,7 +88,8 @@ class Family(Tier):
         known_as: other model_types of the same architecture.
         whole_heads: True if transformers requires the number of heads to divide the hidden size,
             even with head_dim set.
-        least: smallest values of dotted keys with which transformers computes layers with experts.
+        least: dotted keys of ``ModelConfig`` -> smallest value with which transformers computes
+            layers with experts.
     """
 
     model_type: str
@@ -299,7 +302,11 @@ def rope_parameters(config: ModelConfig) -> HFConfig:
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     """Return config.json's rotary keys in the published spelling: ``rope_theta``, ``rope_scaling``.
 
-    Older readers take the default theta if they find ``rope_parameters`` alone.
+    These keys are written beside ``rope_parameters``, because older readers take the default theta
+    if that key stands alone.
+
+    Args:
+        max_positions: ``max_position_embeddings``; None: computed from the scaling.
     """
     scaling = {}
     factor = 1.0
@@ -358,13 +365,14 @@ def _set_value(config: ModelConfig, key: str, value: Any) -> None:
 
 
 def layer_types(other: str, default: Any = REQUIRED) -> Field:
-    """Return the field that converts ``layer_types`` to and from the interval of full attention.
+    """Return the field that converts ``layer_types`` of config.json to an interval and back.
 
-    With the interval N, every N-th layer has full attention. Reading raises ``ConfigError`` if the
-    interval is irregular or a layer is of a third kind.
+    With the interval N, every N-th layer has full attention (``full_attention_interval``). Reading
+    raises ``ConfigError`` if the interval is irregular or a layer is of a third kind.
 
     Args:
         other: kind of all other layers, such as ``linear_attention``; empty if there are none.
+        default: value if config.json lacks the key.
     """
 
     def kinds(interval: int, num_layers: int) -> list[str]:

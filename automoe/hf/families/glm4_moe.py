@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6 (arXiv 2508.06471), and GLM-4.7-Flash: ``config.json`` and key maps."""
+"""GLM-4.5 and 4.6 (arXiv 2508.06471), and GLM-4.7-Flash: keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv 2508.10925): ``config.json`` and key map.
+"""GPT-OSS (arXiv 2508.10925): keys of ``config.json``, and tensor names.
 
 Checkpoints are published in MXFP4, which the reader dequantizes.
 """

@@ -1,4 +1,4 @@
-"""Llama (arXiv 2407.21783), dense: ``config.json`` and key map."""
+"""Llama (arXiv 2407.21783), dense: keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 

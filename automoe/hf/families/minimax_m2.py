@@ -1,4 +1,4 @@
-"""MiniMax-M2 and M2.1: ``config.json`` and key map."""
+"""MiniMax-M2 and M2.1: keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 

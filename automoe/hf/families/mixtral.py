@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): ``config.json`` and key map."""
+"""Mixtral (arXiv 2401.04088): keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMoE (arXiv 2409.02060): ``config.json`` and key map."""
+"""OLMoE (arXiv 2409.02060): keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _WHOLE = "the query heads of an olmoe model are together as wide as its hidden s
 
 
 def _read_head_dim(size: int | None, hf_config: Any) -> int:
-    """Return the head dim; refuse query heads that are not ``hidden_size`` wide together."""
+    """Return the head dim; refuse query heads whose total width is not ``hidden_size``.
+
+    Args:
+        size: ``head_dim``; None stands for hidden_size / num_attention_heads.
+    """
     heads = hf_config.num_attention_heads
     size = size or hf_config.hidden_size // heads
     if size * heads != hf_config.hidden_size:

@@ -1,4 +1,4 @@
-"""Qwen2-MoE, Qwen3-MoE, dense Qwen3, Qwen3-Next and Qwen3.5-MoE: ``config.json`` and key maps.
+"""Qwen2-MoE, Qwen3-MoE, dense Qwen3, Qwen3-Next and Qwen3.5-MoE: ``config.json`` and tensor names.
 
 Qwen2-MoE is described in arXiv 2407.10671, Qwen3 in arXiv 2505.09388.
 
@@ -33,7 +33,8 @@ def _read_leading_dense(listed: list[int], hf_config: Any) -> int:
     """Return the number of layers without experts, which must come before all others here.
 
     Args:
-        listed: ``mlp_only_layers``, the indices of some of them.
+        listed: ``mlp_only_layers``: indices of layers without experts. Layers that
+            ``decoder_sparse_step`` skips have none either.
         hf_config: transformers' configuration object.
 
     Raises:
@@ -55,7 +56,10 @@ def _read_leading_dense(listed: list[int], hf_config: Any) -> int:
 
 
 def _num_shared(width: int, hf_config: Any) -> int:
-    """Return the shared FFN's width in widths of a routed expert; 1 if it is no multiple."""
+    """Return the shared FFN's width divided by that of a routed expert: a number of shared experts.
+
+    If the division leaves a remainder, the result is 1: one shared expert with a width of its own.
+    """
     count, rest = divmod(width, hf_config.moe_intermediate_size)
     return 1 if rest else count
 

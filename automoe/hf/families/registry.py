@@ -92,7 +92,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
     """Return the content of ``config.json`` in a checkpoint directory.
 
     Args:
-        key: what the user named the directory by, for the message.
+        key: setting or option by which the user named the directory, for the message.
 
     Raises:
         ConfigError: config.json is missing or is not a JSON object.
@@ -124,7 +124,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
 
 
 def check_model(folder: Path) -> None:
-    """Check a checkpoint before ``transformers`` loads it, as strictly as a run checks its own.
+    """Check a checkpoint as a training run does, before ``transformers`` loads it.
 
     Of a family that automoe does not know, the number of layers and the quantization are checked.
 
@@ -148,9 +148,13 @@ def check_model(folder: Path) -> None:
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
-    """Raise ``ConfigError`` for a model without a family with more layers than stored tensors.
+    """Raise ``ConfigError`` if config.json has more layers than the folder has tensors.
 
-    Nothing is checked while files are missing.
+    The check is for models of a family that automoe does not know. Nothing is checked while files
+    are missing.
+
+    Args:
+        hf: content of config.json.
     """
     theirs = config_of_class(hf, str(folder))
     tensors = complete_headers(folder)
@@ -162,7 +166,10 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
-    """Return a checkpoint's configuration; build an undeclared class in a limited child process.
+    """Return the configuration of the model in an untrusted checkpoint directory.
+
+    If the model belongs to no family of automoe, transformers' class is built in a child process
+    with limits of time and memory.
 
     Raises:
         DataError: the class of transformers takes too long or too much memory.
