@@ -326,8 +326,7 @@ def _as_stated(measured: float, stated: set[float]) -> float:
 
 
 class _Outputs:
-    """Stand-in for a base model's outputs: it has the given last hidden states; the rest is None.
-    """
+    """Stand-in for a base model's outputs: it has the given last hidden states; the rest is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

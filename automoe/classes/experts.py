@@ -35,8 +35,7 @@ def are_swiglu(experts: nn.Module) -> bool:
 
 
 def compute_by(experts: nn.Module, backend: ExpertBackend) -> None:
-    """Make the forward of ``experts`` (a transformers module with plain SwiGLU) call ``backend``.
-    """
+    """Make the forward of ``experts`` (a transformers module with plain SwiGLU) call ``backend``."""
 
     @wraps(experts.forward)  # ``experts_modules`` reads the signature
     def forward(x_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

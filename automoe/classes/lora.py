@@ -20,8 +20,7 @@ from automoe.moe.lora import Adapter, ExpertLora
 
 
 def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
-    """Add a LoRA adapter to ``linear`` as submodule ``lora``; its output is added to the layer's.
-    """
+    """Add a LoRA adapter to ``linear`` as submodule ``lora``; its output is added to the layer's."""
     linear.add_module("lora", adapter)
 
     def add(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:

@@ -227,8 +227,7 @@ class _Probe(NamedTuple):
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of block sizes, window sizes, strides and compression rates in a model's configuration.
-    """
+    """Yield (key, number) of block sizes, window sizes, strides and compression rates in a model's configuration."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)

@@ -89,8 +89,7 @@ def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load(at, mask):
-    """Triton function: load numbers from the pointers ``at`` as float32; 0 where ``mask`` is False.
-    """
+    """Triton function: load numbers from the pointers ``at`` as float32; 0 where ``mask`` is False."""
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 

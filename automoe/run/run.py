@@ -241,8 +241,7 @@ class Run:
         )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples`` and show them with the step's record. Collective.
-        """
+        """Generate answers to ``observe.samples`` and show them with the step's record. Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self.show_samples(sampler.generate(), time.perf_counter() - began)
@@ -323,8 +322,7 @@ class Run:
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Load the checkpoint before the one that the run resumed; return False if there is none.
-        """
+        """Load the checkpoint before the one that the run resumed; return False if there is none."""
         before = self._resumed
         earlier = self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
@@ -375,8 +373,7 @@ def _skip_text(record: Mapping[str, Any]) -> str:
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the device's dense bf16 FLOP/s, as configured or known by GPU name; None if unknown.
-    """
+    """Return the device's dense bf16 FLOP/s, as configured or known by GPU name; None if unknown."""
     if config.cluster.peak_flops:
         return config.cluster.peak_flops
     if device.type != "cuda":
