@@ -4,10 +4,10 @@ import sys
 
 
 def _leave_working_directory() -> None:
-    """Remove the working directory from the module path of ``python -m automoe.NAME``.
+    """Remove the working directory from ``sys.path`` under ``python -m automoe.NAME``.
 
-    Python puts this directory first, so a file in it, such as one of a downloaded model, would be
-    imported instead of a module of the same name. This module imports nothing before.
+    Python puts this directory first, so a file in it, for example from a downloaded model, could be
+    imported instead of a package of the same name. The call must come before all other imports.
     """
     if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
         word = sys.orig_argv[-len(sys.argv)]  # before the arguments: NAME, or -mNAME

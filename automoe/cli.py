@@ -1,6 +1,6 @@
-"""Console script ``automoe``: dispatch to its commands.
+"""Console script ``automoe``, which runs its subcommands.
 
-A command's module is imported only when the command is called.
+A subcommand's module is imported only when the subcommand is called.
 """
 
 from __future__ import annotations
@@ -124,7 +124,11 @@ Any key of the configuration is an override: --print-config shows them all,
 
 
 def train_help(config_dir: str | None) -> str:
-    """Return the help of ``automoe train``: usage, main config files, config groups, examples."""
+    """Return the help of ``automoe train``: usage, primary configurations, config groups, examples.
+
+    Args:
+        config_dir: further directory of configuration files; None: the built-in ones alone.
+    """
     from automoe.config.compose import list_groups, list_options
 
     def listed(group: str, width: int) -> str:
@@ -161,7 +165,7 @@ complete -F _automoe automoe"""
 
 
 def bash_completion() -> str:
-    """Return a bash script for tab completion, to be evaluated in the user's shell."""
+    """Return the bash script for tab completion, to be used as ``eval "$(automoe completion)"``."""
     from automoe.config.compose import list_groups, list_options
     from automoe.config.convert import leaf_keys
     from automoe.config.shipped import list_recipes

@@ -1,6 +1,6 @@
 """``python -m automoe.convert SRC --out DIR``: rewrite a HuggingFace checkpoint.
 
-The copy has another dtype, expert layout or quantization.
+The copy may have another dtype, layout of experts or quantization.
 
 python -m automoe.convert DeepSeek-V3 --out DeepSeek-V3-bf16 --dtype bfloat16
 python -m automoe.convert my-model --out my-model-fp8 --fp8
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert the checkpoint that ``argv`` names; return the exit status (2: nothing written)."""
+    """Convert the checkpoint that ``argv`` names.
+
+    Returns the exit status: 0, or 2 if nothing was written because of an error.
+    """
     parser = argparse.ArgumentParser(
         prog="automoe convert",
         description="Rewrite a HuggingFace checkpoint in another dtype, layout or quantization, one tensor at a "

@@ -1,8 +1,8 @@
 """``automoe demo``: one minute on a laptop that shows what automoe is for.
 
-The demo compares the same step on one rank and on four, every number of it. It breaks one
-collective on purpose and finds it. A short run learns, is killed, and goes on to the bit; its
-report is shown.
+The demo compares all numbers of one training step on one rank and on four. It breaks one collective
+on purpose and finds the difference. A short run is trained, killed, and resumed with bit-identical
+results; its report is shown.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ RUN = (
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Run all parts of ``automoe demo``; return 0 if each part showed what it should, else 1."""
+    """Run all parts of ``automoe demo``.
+
+    Returns the exit status: 0 if each part had the expected result, else 1.
+    """
     parser = argparse.ArgumentParser("automoe demo", description=__doc__.split("\n\n", 1)[1])
     parser.add_argument("--dir", type=Path, help="new folder of the two runs (default: runs/demo)")
     parser.add_argument("--no-open", action="store_true", help="leave the report closed")
@@ -79,7 +82,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _new_folder(wanted: Path | None) -> Path:
-    """Return ``wanted``, or else the first free folder of runs/demo, runs/demo.1, ..."""
+    """Return the demo's folder: ``wanted``, or the first free of runs/demo, runs/demo.1 ...
+
+    Raises:
+        ConfigError: ``wanted`` exists.
+    """
     if wanted is not None:
         if wanted.exists():
             raise ConfigError("--dir", wanted, "exists, and nothing is overwritten", "Name another")
@@ -127,9 +134,9 @@ def show_step(console: Console) -> bool:
 
 
 def broken_trajectory(*args: Any, **options: Any) -> Trajectory:
-    """Call ``run_trajectory`` (some training steps) with the gradients of ``FAULTY_RANK`` lost.
+    """Train some steps by ``run_trajectory``, with gradients of rank ``FAULTY_RANK`` set to 0.
 
-    The arguments and the result are those of ``run_trajectory``.
+    Arguments and result are those of ``run_trajectory``. A verification must find the difference.
     """
     from automoe.verify.trajectory import run_trajectory
 
@@ -162,7 +169,7 @@ def _lost_gradients() -> Iterator[None]:
 
 
 def show_run(console: Console, folder: Path) -> bool:
-    """Train one run to its end in ``folder``; kill a second run there and start it again.
+    """Train one run in ``folder``; then train it again there, but kill and resume this second run.
 
     Returns:
         True if the loss fell and both runs have the same numbers in every step.

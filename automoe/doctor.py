@@ -1,6 +1,7 @@
 """``automoe doctor``: what this machine has, what is missing, and which command to try first.
 
-``--gpu`` runs the ordered checks for the first half hour on GPUs, and says what to send back.
+With ``--gpu`` it runs a fixed sequence of checks on the machine's GPUs, and says which result files
+to send to the developers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 @dataclass(frozen=True)
 class Fact:
-    """Line of ``automoe doctor``; ``problem`` says what to do, and is empty if nothing is wrong."""
+    """One line of the output of ``automoe doctor``: a property of this machine, and what is wrong.
+
+    Attributes:
+        name: the property, such as ``CPU cores``.
+        value: its value, as text.
+        problem: what the user should do; "" if nothing is wrong.
+    """
 
     name: str
     value: str
@@ -55,8 +62,8 @@ class Fact:
 def main(argv: list[str] | None = None) -> int:
     """Print what ``automoe doctor`` finds on this machine, or with ``--gpu`` run the GPU checks.
 
-    Returns:
-        0: nothing is wrong; 1: a problem was found or a check failed; 3: ``--gpu`` without a GPU.
+    Returns the exit status: 0 if nothing is wrong; 1 if a problem was found or a check failed; 3
+    for ``--gpu`` without a GPU.
     """
     parser = argparse.ArgumentParser(
         "automoe doctor",
@@ -85,7 +92,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine() -> Iterator[Fact]:
-    """Yield versions, hardware, disks and limits of this machine; torch is not imported."""
+    """Yield this machine's versions, hardware, disks and limits, with any problems.
+
+    It does not import torch.
+    """
     from automoe.launch.external import left_over
     from automoe.launch.hardware import num_cores, torch_has_cuda, torch_note, visible_gpus
     from automoe.storage.cache import default_cache_dir
@@ -140,14 +150,17 @@ def examine() -> Iterator[Fact]:
 
 
 def check_gpus(folder: Path, facts: list[Fact]) -> int:
-    """Run every check that this machine has enough GPUs for.
+    """Run every GPU check for which this machine has enough GPUs, and print the outcomes.
 
     Args:
-        folder: directory for the files that the checks write.
-        facts: result of ``examine``, stored with the results.
+        folder: directory for the files that the checks write; it must not exist.
+        facts: properties of this machine (``examine``), stored with the results.
 
     Returns:
         Exit status: 0; 1 if a check failed; 3 without a GPU.
+
+    Raises:
+        ConfigError: ``folder`` exists.
     """
     from automoe.launch.gpu_first import CHECKS, RESULTS, run_checks
     from automoe.launch.hardware import torch_has_cuda, visible_gpus
@@ -180,9 +193,9 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
 
 
 def _other_triton(installed: dict[str, str]) -> str:
-    """Return the advice to install the Triton that the installed torch requires.
+    """Return advice to install the Triton version that the installed torch requires.
 
-    It is empty if that version is installed, or if torch requires none.
+    The result is "" if that version is installed, or if torch requires none.
 
     Args:
         installed: package name -> installed version.
@@ -201,7 +214,7 @@ def _other_triton(installed: dict[str, str]) -> str:
 
 
 def _gpu_names() -> str:
-    """Return ``nvidia-smi``'s GPU names, memory and driver, after ": "; "" without that command."""
+    """Return ": " and ``nvidia-smi``'s GPU names, memory and driver version; "" without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = [

@@ -1,4 +1,4 @@
-"""Errors that a user can cause and fix: each message names the fault, the rule and a remedy."""
+"""Errors that a user can fix, and their output: a message says the fault, the rule and a remedy."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ EXIT_NO_READER = 141
 
 
 def spelled_out(text: str) -> str:
-    """Return untrusted ``text`` with every terminal control character escaped, safe to print."""
+    """Return ``text`` with terminal control characters escaped, so untrusted text can be printed."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(ascii(c)[1:-1] if steers(c) else c for c in text)
 
 
 def steers(char: str) -> bool:
-    """Return True if a character controls a terminal or changes the direction of text.
+    """Return True if printing a character could control the terminal or reverse the text direction.
 
-    Control characters, line separators and lone surrogates count. Characters that join emoji or
-    letters, and the blanks of other scripts, do not. Nor do newline and tab.
+    These are control characters (except newline and tab), line separators, lone surrogates,
+    unassigned characters and direction marks. Characters that join emoji or letters, and spaces of
+    other scripts, are harmless.
     """
     turns = unicodedata.bidirectional(char) in "LRE RLE LRO RLO PDF LRI RLI FSI PDI".split()
     steering = unicodedata.category(char) in "Cc Cs Cn Zl Zp".split()
@@ -73,7 +74,7 @@ class AutomoeError(Exception):
 
 
 class ConfigError(AutomoeError, ValueError):
-    """Configuration that cannot run, found before any rank starts.
+    """Invalid setting or combination of settings, usually found before any rank starts.
 
     Args:
         key: dotted config key at fault, e.g. ``mesh.ep``.
@@ -92,18 +93,18 @@ class ConfigError(AutomoeError, ValueError):
 
 
 class DataError(AutomoeError, ValueError):
-    """Training text that cannot be read; the message names the file and the line."""
+    """Invalid data, such as training text or a batch of samples; the message names the place."""
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Failure to start ranks, or failure of a rank; carries the first error only."""
+    """Failure to start the ranks, or failure of a rank; only the first rank's error is reported."""
 
 
 class TrainingError(AutomoeError, RuntimeError):
-    """Failure of a run that ``automoe.train`` started from Python.
+    """Failure of a run that was started from Python by ``automoe.train(...)``.
 
     Args:
-        message: the first error of a rank, with the lines that led to it.
+        message: the first error of a rank, with the output that led to it.
         run_dir: directory with the run's logs, records and checkpoints.
     """
 
@@ -121,14 +122,14 @@ class SaveError(CheckpointError):
 
 
 class DiskError(AutomoeError):
-    """File that cannot be used: its disk is full or broken, or the path is not a regular file."""
+    """Failure of a file operation: the disk is full or broken, or the path is not a regular file."""
 
 
 def in_words(error: BaseException) -> BaseException:
     """Convert an operating system error that a user can fix into an ``AutomoeError`` with a remedy.
 
-    These are errors of a disk, of permissions, of text that is not UTF-8, of the working or home
-    directory, and of the limit of processes. Any other error is returned unchanged.
+    These are errors of disks, permissions, text that is not UTF-8, a missing working or home
+    directory, and the limit of processes. Any other error is returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _OF_DISK:
         where = f"{error.filename}: " if error.filename else ""
@@ -158,18 +159,18 @@ def in_words(error: BaseException) -> BaseException:
 
 
 class BackendError(AutomoeError, RuntimeError):
-    """Backend that this machine lacks; the message names an alternative or what to install."""
+    """Backend, package or device that is missing here or fails; the message says what to do."""
 
 
 def exit_status(command: Callable[P, int]) -> Callable[P, int]:
     """Decorate an entry point so that errors and Ctrl-C become exit statuses.
 
     The decorated function returns the status of ``command``; 2 after an ``AutomoeError``, whose
-    message is printed, or if standard output cannot be written; 130 after Ctrl-C; 141 if the
-    reader of standard output has closed it (``automoe ... | head -1``).
+    message is printed, or if standard output cannot be written; 130 after Ctrl-C; 141 if the reader
+    of standard output has closed it (``automoe ... | head -1``).
 
-    Import slow modules inside ``command``: Ctrl-C during an import then prints no traceback, even
-    if the imported library turns the ``KeyboardInterrupt`` into another error.
+    Modules that are slow to import should be imported inside ``command``: Ctrl-C during the import
+    then prints no traceback, even if the module turns ``KeyboardInterrupt`` into another error.
     """
 
     @wraps(command)
@@ -212,8 +213,8 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
 class Shown:
     """Wrapper of standard output or error that escapes terminal control characters.
 
-    File names and settings of a user may hold such characters. Colours that rich writes for a
-    terminal stay, and so does the output of other packages.
+    It does so for automoe's own output, which may quote a user's file names and settings. Colours
+    that the package rich writes to a terminal are kept, and output of other packages is unchanged.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -245,8 +246,8 @@ class Shown:
 def show_everything(stream: Any) -> Any:
     r"""Return a wrapper of a text stream that prints ``\uXXXX`` for characters its encoding lacks.
 
-    Without the wrapper, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns these characters into
-    errors. The wrapper also escapes terminal control characters.
+    Without the wrapper, such a character raises an error under ``PYTHONIOENCODING=ascii`` or
+    ``LC_ALL=C``. The wrapper also escapes terminal control characters.
     """
     return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
 
@@ -259,7 +260,8 @@ def _flush() -> None:
 def _lost_output() -> int | None:
     """Return the exit status if standard output or error can no longer be written, else None.
 
-    A stream that fails is redirected to the null device.
+    It is 141 if the reader closed the stream, else 2. A stream that fails is redirected to the null
+    device.
     """
     lost = None
     for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
@@ -288,12 +290,12 @@ def _interrupt(signum: int, frame: object) -> None:
 def number_option(
     convert: Callable[[str], N], is_valid: Callable[[N], bool], kind: str
 ) -> Callable[[str], N]:
-    """Return an argparse type that converts the text of an option and refuses invalid numbers.
+    """Return a function for argparse's ``type=`` that converts an option to a number and checks it.
 
     Args:
         convert: ``int`` or ``float``.
-        is_valid: returns False for a number that the option does not take.
-        kind: noun for such numbers in the message ``TEXT is not a {kind}``.
+        is_valid: returns False for numbers that the option does not allow.
+        kind: noun for the allowed numbers in the message ``TEXT is not a {kind}``.
     """
 
     def parse(text: str) -> N:
@@ -310,10 +312,10 @@ _hidden: set[str] = set()  # packages that ``without`` hides
 
 @contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Make installed packages look absent to imports within a ``with`` block.
+    """Hide installed packages from imports within a ``with`` block, as if they were missing.
 
-    Packages that are imported already stay. So transformers does not find ``kernels``, which
-    downloads compiled code from the Hub, nor bitsandbytes, which asks ``kernels`` for such code.
+    Packages that are already imported stay visible. It is used to hide ``kernels`` from
+    transformers and bitsandbytes, which would download compiled code from the Hub through it.
     """
     modules: dict[str, Any] = sys.modules  # None makes an import fail, and find_spec find nothing
     hidden = [name for name in packages if name not in modules]
@@ -329,7 +331,7 @@ def without(*packages: str) -> Iterator[None]:
 
 
 def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
-    """Import a module of an optional package.
+    """Import and return a module of an optional package.
 
     Args:
         module: dotted name of the module.
@@ -353,14 +355,14 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
 
 
 def listed(names: Iterable[object], shown: int = 4) -> str:
-    """Return the sorted names as text; beyond ``shown`` names: ``a, b, c, d and 12 more``."""
+    """Return sorted names as text, at most ``shown`` of them: ``a, b, c, d and 12 more``."""
     texts = sorted(map(str, names))
     more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
     return ", ".join(texts[:shown]) + more
 
 
 def one_line(text: object) -> str:
-    """Return the first 400 characters of ``text`` on one line."""
+    """Return ``text`` on one line, cut after 400 characters."""
     return " ".join(str(text).split())[:400]
 
 

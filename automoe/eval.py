@@ -2,7 +2,7 @@
 
 automoe eval runs/sft_small --tasks my_task.yaml         # a task file with data on this machine
 automoe eval runs/sft_small --tasks tasks/ --limit 100   # all task files of a folder
-automoe eval my-model --tasks hellaswag,arc_easy         # harness tasks; their data is fetched
+automoe eval my-model --tasks hellaswag,arc_easy         # harness tasks; downloads their data
 
 The model is loaded through ``transformers``.
 """
@@ -42,7 +42,10 @@ RESULTS = "eval.json"
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Run the tasks that ``argv`` names; return 0 if all ran and every number is finite."""
+    """Run the lm-eval tasks that ``argv`` names; print their results and write them to a file.
+
+    Returns the exit status: 0 if all tasks ran and every number is finite.
+    """
     parser = argparse.ArgumentParser(
         prog="automoe eval", description="Run tasks of lm-eval-harness on a run or a checkpoint."
     )
@@ -145,7 +148,11 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 class _Once(logging.Handler):
-    """Log handler that prints a warning of lm-eval once for each line of code that logs it."""
+    """Log handler that prints a warning of lm-eval only once for each place in its code.
+
+    Raises:
+        ConfigError: lm-eval warns that a right answer is not among a task's choices.
+    """
 
     def __init__(self, tasks: str) -> None:
         super().__init__(logging.WARNING)
@@ -164,7 +171,7 @@ class _Once(logging.Handler):
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
-    """Load tasks and groups of the harness, with their data.
+    """Load tasks and groups of tasks of lm-eval-harness, with their data.
 
     Args:
         specs: task files (YAML), folders of task files, or names that the harness knows.
@@ -206,9 +213,9 @@ def load_tasks(specs: list[str]) -> list[Any]:
 
 
 def _group_in(path: Path) -> Any:
-    """Return the group that a YAML file defines; None if the file defines a single task.
+    """Return the lm-eval task group that a YAML file defines; None if it defines a single task.
 
-    The group's tasks are in the same folder, or are tasks of the harness.
+    The group's tasks are files in the same folder or tasks of the harness.
     """
     from lm_eval.tasks import TaskManager, _yaml_loader
 
@@ -225,13 +232,13 @@ def _group_in(path: Path) -> Any:
 
 
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Run built tasks on the checkpoint in ``folder`` and return the results of lm-eval.
+    """Run loaded tasks on the checkpoint in ``folder`` and return the results of lm-eval.
 
-    Details of the machine and of its git repository are left out.
+    The results have no information about the machine and its git repository.
 
     Args:
         folder: HuggingFace checkpoint directory.
-        tasks: tasks and groups of ``load_tasks``.
+        tasks: tasks and groups of tasks (``load_tasks``).
         args: parsed command line (few-shot count, batch size, limit, chat template).
 
     Raises:
@@ -287,7 +294,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
 @contextlib.contextmanager
 def _failing(tasks: str) -> Iterator[None]:
-    """Context that turns an error of lm-eval, task files or their data into an ``AutomoeError``.
+    """Context that turns errors of lm-eval, task files or their data into an ``AutomoeError``.
 
     Args:
         tasks: names of the tasks, for the message.
@@ -311,7 +318,9 @@ def _leaves(task: Any) -> list[Any]:
 def _free(where: Path, out: str | None) -> Path:
     """Return a path for the results that does not exist yet and can be written.
 
-    Without ``out``, the path is ``eval.json`` in ``where``, or the next free ``eval.N.json``.
+    Args:
+        where: the run or checkpoint directory that is evaluated.
+        out: the path to use; None: ``eval.json`` in ``where``, or the next free ``eval.N.json``.
 
     Raises:
         ConfigError: ``out`` exists, or its folder cannot be written.
@@ -330,7 +339,10 @@ def _free(where: Path, out: str | None) -> Path:
 
 
 def _claimed(where: Path, out: str | None) -> Path:
-    """Make an empty file at the path of ``_free``, so that no other evaluation can have it."""
+    """Create an empty results file and return its path, so that no other evaluation takes the path.
+
+    Arguments and errors are those of ``_free``, which chooses the path.
+    """
     while True:
         path = _free(where, out)
         with contextlib.suppress(FileExistsError):

@@ -1,6 +1,6 @@
 """``python -m automoe.export RUN --out DIR``: write a run's weights as a HuggingFace checkpoint.
 
-The checkpoint is read back and compared with the weights before it counts as saved.
+The written checkpoint is read back and compared with the weights before success is reported.
 
 python -m automoe.export runs/default --out my-model
 python -m automoe.export runs/default --out my-model --dtype bfloat16
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Export the run that ``argv`` names; return the exit status (2: nothing was exported)."""
+    """Export the run that ``argv`` names.
+
+    Returns the exit status: 0, or 2 if nothing was exported because of an error.
+    """
     parser = argparse.ArgumentParser(
         prog="automoe export",
         description="Write a run's newest weights as a HuggingFace checkpoint, reload it in transformers, compare, "
@@ -62,29 +65,30 @@ def export_run(
 ) -> Written | str:
     """Write the newest weights of a run directory as a HuggingFace checkpoint.
 
-    The export runs in one process on the CPU. Weights come from the newest committed training
-    checkpoint, or without one from ``hf/`` or ``adapter/``, which the run wrote at its end.
+    The export runs in one process on the CPU. Weights come from the newest complete training
+    checkpoint. If there is none, they come from ``hf/`` or ``adapter/``, which the run wrote at its
+    end.
 
     Args:
         run_dir: run directory of ``automoe.train``.
         out: checkpoint directory to write.
-        dtype: dtype of the parameters, as in ``automoe.to_hf``: ``keep``, ``bfloat16`` or
-            ``float32``.
+        dtype: dtype of the parameters: ``keep``, ``bfloat16`` or ``float32``.
         max_shard_bytes: size of the largest safetensors file.
         overwrite: replace a checkpoint directory at ``out``.
-        encoding: quantize, as ``automoe.to_hf`` does.
-        adapter: write the LoRA adapter alone, in this layout of ``automoe.hf.peft``. With None,
-            adapters are merged into the weights.
-        ema: write the averages of ``optim.ema_decay`` from the training checkpoint.
+        encoding: ``plain``, or the quantization to write: ``fp8``, ``mxfp4`` or ``int4``.
+        adapter: write only the LoRA adapter, in this layout of ``automoe.hf.peft``: ``auto``,
+            ``published`` or ``fused``. None: write the model with the adapter merged.
+        ema: write the averaged weights (``optim.ema_decay``) of the training checkpoint.
 
     Returns:
         The summary of the checkpoint, or a sentence about the adapter.
 
     Raises:
-        ConfigError: ``run_dir`` is no run directory; the family has no checkpoints in ``encoding``;
-            ``adapter`` is given, and the run trained no adapter or other weights too; or ``ema`` is
-            given, and the run kept no averages.
-        CheckpointError: the run has no weights, they are damaged, or the export differs from them.
+        ConfigError: ``run_dir`` is not a run directory; the model family has no checkpoints in
+            ``encoding``; ``adapter`` is given, and the run trained no adapter, or other weights
+            too; or ``ema`` is given, and the run kept no averages.
+        CheckpointError: the run has no weights, they are damaged, or the written checkpoint differs
+            from them.
     """
     from automoe.config.frozen import load_config
     from automoe.config.schema import tokenizer_of
@@ -154,11 +158,11 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     """Build the whole model of a run on the CPU and load its newest weights.
 
     Args:
-        ema: load the averages of ``optim.ema_decay`` in place of the weights.
+        ema: load the averaged weights (``optim.ema_decay``) instead.
 
     Raises:
         CheckpointError: the run has no weights, or the newest checkpoint is damaged. An older
-            checkpoint is not taken in its place: the user decides that.
+            checkpoint is not used instead, since that is the user's decision.
     """
     import torch
 
@@ -231,12 +235,12 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 def load_step(
     held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
 ) -> None:
-    """Load a training checkpoint into a model's unsharded tensors, in this process alone.
+    """Load a training checkpoint into a model's unsharded tensors, without process group.
 
     Args:
         held: name -> full tensor, filled in place.
         step_dir: folder of the training checkpoint.
-        averaged: names of tensors that get the averages of ``optim.ema_decay``.
+        averaged: names of tensors that get the averaged weights (EMA) instead of the weights.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or lacks one of the tensors.
@@ -255,11 +259,11 @@ def load_step(
 
 
 def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
-    """Add the options that ``export``, ``convert`` and ``upcycle`` share.
+    """Add the command line options that ``export``, ``convert`` and ``upcycle`` share.
 
     Args:
         parser: parser to extend.
-        kept_dtype: help text for the dtype that ``--dtype keep`` gives.
+        kept_dtype: text for the help of ``--dtype``: the dtype that the default ``keep`` gives.
     """
     parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
     parser.add_argument(
@@ -304,12 +308,14 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
 
 @exit_status
 def report(args: argparse.Namespace, write: Callable[..., Any]) -> int:
-    """Load plugins, call ``write`` and print what was saved; return the exit status.
+    """Write a checkpoint by a command's options and print what was saved; return the exit status.
+
+    It also loads the plugins of ``--plugins``. Errors are printed.
 
     Args:
         args: parsed options of ``add_options``.
-        write: function of the output directory and these options, such as ``export_run`` with
-            its run bound.
+        write: function that gets the output directory and these options as keywords, such as a
+            ``functools.partial`` of ``export_run``.
     """
     from automoe.config.plugins import load_plugins
 

@@ -112,9 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Answer the prompts in ``argv`` or from standard input; return the exit status.
+    """Answer the prompts in ``argv`` or from standard input.
 
-    The status is 2 if there is no model to load or a prompt cannot be answered.
+    Returns the exit status: 0, or 2 if there is no model to load or a prompt cannot be answered.
     """
     parser = _parser()
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
@@ -145,7 +145,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """Yield non-empty lines of standard input; in a terminal, stop at the first empty line."""
+    """Yield the non-empty lines of standard input.
+
+    In a terminal, an empty line ends the input.
+    """
     typed = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         # PYTHONIOENCODING=ascii is meant for the output: read a pipe as UTF-8 all the same.
@@ -159,7 +162,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def checkpoint_of(where: Path) -> Iterator[Path]:
-    """Yield the folder of a HuggingFace checkpoint for a run, a checkpoint or a Hub id.
+    """Context that yields the HuggingFace checkpoint folder of a run, a checkpoint or a Hub id.
 
     A finished run has its own checkpoint in ``hf/``. For any other run, a checkpoint is exported to
     a temporary folder, which is removed on exit.
@@ -197,9 +200,10 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
 
 
 def _wrote_a_model(run_dir: Path) -> bool:
-    """Return True if the run's configuration says that a HuggingFace checkpoint ``hf/`` is written.
+    """Return True if, by its configuration, a run writes a HuggingFace checkpoint to ``hf/``.
 
-    The file is read without the schema, so the run's plugins and environment are not needed.
+    The file is read without the schema, so the run's plugins and environment are not needed. If it
+    cannot be read, the result is True.
     """
     with suppress(OSError, ValueError):
         values = flat(read_mapping(read_file(run_dir / CONFIG_FILE)))
@@ -209,15 +213,15 @@ def _wrote_a_model(run_dir: Path) -> bool:
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, Any]:
-    """Load model and tokenizer of a HuggingFace checkpoint, onto the first GPU if available.
+    """Load model and tokenizer of a HuggingFace checkpoint, onto the first GPU if there is one.
 
     No code of the checkpoint is run (``trust_remote_code=False``).
 
     Raises:
-        CheckpointError: the checkpoint has no tokenizer, is damaged, has parameters that are NaN
-            or infinite, or ``transformers`` cannot load it without the checkpoint's own code.
-        ConfigError: its class is too large for its files.
-        DataError: building the class, or its first forward pass, takes too long or too much memory.
+        CheckpointError: the checkpoint has no tokenizer, is damaged, has parameters that are NaN or
+            infinite, or ``transformers`` cannot load it without the checkpoint's own code.
+        ConfigError: config.json describes a model much larger than the checkpoint's files.
+        DataError: building the model, or its first forward pass, takes too long or too much memory.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer
@@ -276,7 +280,12 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
 
 
 def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any) -> None:
-    """Refuse a model with tensors that no file holds, or numbers that are NaN or infinite."""
+    """Raise ``CheckpointError`` if a loaded model lacks parameters, or has NaN or infinite numbers.
+
+    Args:
+        loaded: transformers' loading info, with missing and unexpected keys.
+        logits: logits of a first forward pass.
+    """
     from automoe.hf.read import is_finite
 
     if missing := loaded["missing_keys"]:  # transformers draws them at random
@@ -303,7 +312,7 @@ def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any)
 
 
 def _generation_config(folder: Path) -> Any:
-    """Return a checkpoint's generation settings that are followed; print a note on the others."""
+    """Return a checkpoint's generation settings; print a note on settings that are not followed."""
     from transformers import GenerationConfig
 
     name = "generation_config.json"
@@ -320,14 +329,14 @@ def _generation_config(folder: Path) -> Any:
 
 
 class Speaker:
-    """Model and tokenizer of a HuggingFace checkpoint that answer prompts.
+    """Model and tokenizer of a HuggingFace checkpoint, which answer prompts.
 
     Args:
         folder: checkpoint directory.
-        max_new_tokens: limit of an answer, in tokens.
-        temperature: sampling temperature; 0 takes the likeliest token.
+        max_new_tokens: largest number of tokens of an answer.
+        temperature: sampling temperature; 0 always takes the likeliest token.
         seed: seed of sampling; without effect at temperature 0.
-        variables: arguments of the chat template, ``tools`` among them.
+        variables: extra variables of the chat template, such as ``tools``.
     """
 
     def __init__(

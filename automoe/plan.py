@@ -1,4 +1,4 @@
-"""``python -m automoe.plan``: print what a configuration costs, without a GPU.
+"""``python -m automoe.plan``: print a configuration's memory and speed estimates, without a GPU.
 
 python -m automoe.plan --config-name dsv3_671b
 python -m automoe.plan --config-name qwen3_30b_a3b mesh.ep=8 cluster=h200 --json
@@ -56,7 +56,10 @@ cluster=h200, ...
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Plan or search as the words ``argv`` of ``automoe plan`` say, and return the exit status."""
+    """Plan a configuration, or search for a mesh, as the arguments of ``automoe plan`` say.
+
+    Returns the exit status: 1 if ``--build`` measured other sizes than planned, else 0.
+    """
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv
     build = "--build" in argv
@@ -123,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """Storage of one rank, measured on the DTensors of its model on the meta device.
+    """Size of one rank's weights, measured on its sharded model (DTensors on the meta device).
 
     Attributes:
         rank: global rank.
@@ -139,7 +142,10 @@ class BuiltRank:
 
 
 def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
-    """Build the heaviest rank's model on the meta device in a fake process group; return its size."""
+    """Build the model of the rank with the most memory, without devices, and return its size.
+
+    The model is sharded in a fake process group, on the meta device.
+    """
     from automoe.verify.fake_world import local_shards
 
     rank = plan.mesh.groups("default", "pp")[0][plan.heaviest.pp_rank]

@@ -1,7 +1,9 @@
-"""Sessions for reinforcement learning: ``from automoe.session import Sample, losses, open_session``.
+"""Training sessions for reinforcement learning, opened from a script's own process.
 
-A script opens a session in its own process, alone or as one of torchrun's ranks. A recipe, whose
-ranks automoe starts, calls ``Session.open`` in its ``main``.
+    from automoe.session import Sample, losses, open_session
+
+The script runs as one process or as the ranks of torchrun. Recipes, whose ranks automoe starts,
+call ``Session.open`` in their ``main`` instead.
 """
 
 from __future__ import annotations
@@ -46,15 +48,16 @@ def open_session(
     config_dir: str | os.PathLike[str] | None = None,
     auxiliary_losses: bool = False,
 ) -> Session:
-    """Open a session in this process, which is the only rank or one of an outer launcher's ranks.
+    """Open a training session on this process, alone or as one of several ranks. Collective.
 
-    It recognises ranks of torchrun and srun, and uses an existing process group. ``close`` ends a
-    process group that this function made.
+    Ranks of torchrun and srun are recognised by their environment, and an existing process group is
+    used. If there is none, one is made, which ``close`` destroys.
 
     Args:
-        config: overrides, a dictionary or a ``Config``, as ``automoe.train`` takes them.
-        config_name: the file of ``conf/`` that overrides apply to.
-        config_dir: directory of configuration files to use instead of the built-in one.
+        config: overrides (``"mesh.ep=4"``), a dictionary or a ``Config``, as ``automoe.train``
+            takes them.
+        config_name: primary configuration file to which overrides apply.
+        config_dir: further directory of configuration files, besides the built-in one.
         auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
             modules for multi-token prediction.
 
@@ -97,8 +100,10 @@ def resolved(
     """Return a session's checked configuration, with the device filled in, and its mesh.
 
     Args:
-        config: overrides, a dictionary or a ``Config``.
+        config: overrides (``"mesh.ep=4"``), a dictionary or a ``Config``.
         world_size: number of ranks.
+        config_name: primary configuration file to which overrides apply.
+        config_dir: further directory of configuration files, besides the built-in one.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -154,7 +159,10 @@ def load_from(session: Session, folder: Path) -> None:
 
 
 def close() -> None:
-    """Destroy the process group that ``open_session`` made; every rank calls this at the end."""
+    """Destroy the process group that ``open_session`` made; every rank calls this at the end.
+
+    An existing process group that the session only used is left alone.
+    """
     global _opened
     if _opened:
         _opened = False

@@ -1,8 +1,9 @@
-"""A client with the names and types of tinker's SDK, over a session in this process.
+"""Client with the names and types of tinker's SDK, which trains in this process.
 
-A loop written for the service runs with ``automoe.tinker.ServiceClient`` in the place of
-``tinker.ServiceClient``, alone or on every rank of torchrun with the same data. A call is over when
-it returns, and raises its errors; ``result()`` of its future, or ``await``, gives the answer.
+A training loop written for the tinker service runs with ``automoe.tinker.ServiceClient`` instead of
+``tinker.ServiceClient``, in one process or on every rank of torchrun with the same data. A call returns when its
+work is done, and raises its errors itself; ``result()`` of the future that it returns, or ``await``, gives the
+result.
 
     ServiceClient    create_lora_training_client, create_training_client_from_state,
                      create_training_client_from_state_with_optimizer
@@ -11,7 +12,7 @@ it returns, and raises its errors; ``result()`` of its future, or ``await``, giv
                      save_weights_and_get_sampling_client
     SamplingClient   sample
 
-Other verbs raise ``MissingVerbError``, which names what to use.
+Other methods of the SDK raise ``MissingVerbError``, which says what to use.
 
 Letters: n tokens of a datum's input, P of a prompt, A of an answer, L MoE layers, K top-k.
 """
@@ -51,11 +52,12 @@ READS |= dict.fromkeys(("importance_sampling", "ppo", "cispo"), ("advantages", "
 
 @dataclass(frozen=True)
 class RoutedSequence(types.SampledSequence):
-    """A sampled sequence with the expert ids that the engine chose for its tokens.
+    """A sampled sequence with the expert ids that the model chose for its tokens.
 
     Attributes:
-        routes: [P + A - 1, L, K] expert ids of all tokens of prompt and answer but the last. Pass
-            them as ``routes`` of a datum to train with the same experts. None for a dense model.
+        routes: [P + A - 1, L, K] expert ids, in L MoE layers with top-k K, of all tokens of a prompt of P and an
+            answer of A tokens but the last. Pass them as ``routes`` of a datum to train with the same experts. None
+            for a dense model.
     """
 
     routes: Tensor | None = None
@@ -72,7 +74,7 @@ INSTEAD = {
 
 
 class MissingVerbError(BackendError, AttributeError):
-    """Method of tinker's service that a client here lacks; the message names what to use."""
+    """Use of a method that tinker's service has and this client lacks; the message says what to use."""
 
 
 class _Client:
@@ -86,7 +88,7 @@ class _Client:
 
 
 class ServiceClient(_Client):
-    """Factory of training clients, each with a session that ``automoe.session.open_session`` opens.
+    """Factory of training clients, each with its own session (``automoe.session.open_session``).
 
     Args:
         overrides: overrides of the configuration, such as ``mesh.ep=4``.
@@ -114,9 +116,12 @@ class ServiceClient(_Client):
         return _done(TrainingClient(open_session(words, **self._options)))
 
     def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
-        """Return a future of a training client with weights from ``TrainingClient.save_state``.
+        """Return a future of a training client with weights that ``save_state`` wrote to ``path``.
 
-        The optimizer starts anew.
+        The optimizer's moments start at zero.
+
+        Raises:
+            ConfigError: the state was saved with other settings of the model or LoRA.
         """
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
@@ -135,14 +140,14 @@ class ServiceClient(_Client):
     def create_training_client_from_state_with_optimizer(
         self, path: str
     ) -> APIFuture[TrainingClient]:
-        """Return a future of a training client with weights and optimizer from ``save_state``."""
+        """Return a future of a training client with weights and optimizer that ``save_state`` wrote to ``path``."""
         client = self.create_training_client_from_state(path)
         client.result().load_state_with_optimizer(path)
         return client
 
 
 class TrainingClient(_Client):
-    """Client that trains one model, with tinker's methods; ``ServiceClient`` makes it."""
+    """Client that trains one model, with the methods of tinker's; ``ServiceClient`` makes it."""
 
     def __init__(self, session: Session) -> None:
         algorithm = session.config.optim.algorithm
@@ -161,7 +166,7 @@ class TrainingClient(_Client):
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Return a future of the result of ``forward_backward``, without computing gradients."""
+        """Return a future of the loss of each token, as ``forward_backward`` does, without gradients."""
         return self.forward_backward(data, loss_fn, loss_fn_config, backward=False)
 
     def forward_backward(
@@ -174,22 +179,21 @@ class TrainingClient(_Client):
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Accumulate the gradients of a loss, summed over all tokens; return a future of its terms.
 
-        ``loss_fn_inputs`` of a datum are ``target_tokens``, what the loss reads, and optionally
-        ``routes`` [n, L, K], expert ids to use (-1: the router chooses). Each target is the next
-        input token; any other target needs a weight (or advantage) of 0 and gets no
-        log-probability.
+        ``loss_fn_inputs`` of a datum are ``target_tokens``, the inputs that the loss names below, and optionally
+        ``routes`` [n, L, K], expert ids to use for n tokens, L MoE layers and top-k K (-1: the router chooses).
+        Each target must be the next input token. A target that is not needs a weight (or advantage) of 0, and gets
+        no log-probability.
 
         Args:
-            loss_fn: with r = pi / exp(logprobs) and A = advantages, the sum of: ``cross_entropy``,
-                -weights log pi; ``importance_sampling``, -r A; ``ppo``, -min(r A, clip(r) A);
-                ``cispo``, -sg[clip(r)] A log pi.
-            loss_fn_config: bounds of clip, which are ratios: ``clip_low_threshold`` (0.8),
-                ``clip_high_threshold`` (1.2).
+            loss_fn: with r = pi / exp(logprobs) and A = advantages, the sum of: ``cross_entropy``, -weights log pi;
+                ``importance_sampling``, -r A; ``ppo``, -min(r A, clip(r) A); ``cispo``, -sg[clip(r)] A log pi. pi
+                is the probability by the current weights, sg stop-gradient.
+            loss_fn_config: bounds of clip(r): ``clip_low_threshold`` (0.8), ``clip_high_threshold`` (1.2).
             backward: False computes no gradients.
 
         Raises:
             ConfigError: there is no such loss, or it does not take an option.
-            DataError: names the datum and the field.
+            DataError: a datum is invalid; the message names the datum and the field.
         """
         options = _options(loss_fn, loss_fn_config)
         batch, session = _Samples(data, loss_fn), self.session
@@ -215,10 +219,13 @@ class TrainingClient(_Client):
     def optim_step(
         self, optim_params: Any = None, *, adam_params: Any = None
     ) -> APIFuture[types.OptimStepResponse]:
-        """Update the weights with the settings of ``AdamParams`` and clear the gradients.
+        """Update the weights by Adam with tinker's ``AdamParams``, and clear the gradients.
 
-        Norms and biases have no weight decay. If all gradients are 0, or the loss is not finite, no
-        weight changes, and the metric ``skipped`` is 1.
+        Norms and biases have no weight decay. If all gradients are 0, or the loss is not finite, no weight changes,
+        and the metric ``skipped`` of the result is 1.
+
+        Args:
+            optim_params, adam_params: two names of the same argument.
         """
         params = adam_params if optim_params is None else optim_params
         lr, beta1, beta2, eps, decay, clip = (
@@ -255,12 +262,12 @@ class TrainingClient(_Client):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Save a checkpoint in ``run_dir/sampler_weights/NAME``; ``automoe export`` converts it."""
+        """Save a checkpoint, which ``automoe export`` can convert, in ``run_dir/sampler_weights/NAME``."""
         path = self._save("sampler_weights", name, False)
         return _done(types.SaveWeightsForSamplerResponse(path=path))
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Load the weights that ``save_state`` wrote to ``path``, and reset the optimizer."""
+        """Load the weights that ``save_state`` wrote to ``path``, and reset the optimizer's moments."""
         response = self.load_state_with_optimizer(path)
         for tensors in self.session.state.optimizer.state.values():
             for name in ("step", "exp_avg", "exp_avg_sq"):
@@ -297,7 +304,10 @@ class TrainingClient(_Client):
     def save_weights_and_get_sampling_client(
         self, record_stability_info: bool = False
     ) -> APIFuture[SamplingClient]:
-        """Return a future of a client that samples from the current weights; earlier ones fail."""
+        """Return a future of a client that samples from the current weights.
+
+        Sampling clients that were made before then raise errors, as their weights are gone.
+        """
         if record_stability_info:
             rule = "only the loss stable_reinforce of the service reads it"
             raise ConfigError("record_stability_info", True, rule, "Leave it out")
@@ -310,10 +320,9 @@ class TrainingClient(_Client):
 
 
 class SamplingClient(_Client):
-    """Client that samples answers by transformers' ``generate``.
+    """Client that samples answers by transformers' ``generate`` in the training processes.
 
-    ``TrainingClient.save_weights_and_get_sampling_client`` makes it. It has the weights of that
-    moment.
+    It has the weights at the time of ``TrainingClient.save_weights_and_get_sampling_client``, which makes it.
     """
 
     def __init__(self, trainer: TrainingClient) -> None:
@@ -324,12 +333,12 @@ class SamplingClient(_Client):
     def sample(
         self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams
     ) -> APIFuture[types.SampleResponse]:
-        """Return a future of ``RoutedSequence``s, with the log-probability of each sampled token.
+        """Return a future of sampled answers (``RoutedSequence``) with the log-probability of each token.
 
         Raises:
-            ConfigError: a sampling parameter that the engine lacks.
+            ConfigError: a sampling parameter is invalid or not supported.
             DataError: the prompt is empty, or has ids beyond the vocabulary.
-            BackendError: the engine has newer weights by now.
+            BackendError: a newer sampling client has been made.
         """
         trainer, engine = self._trainer, self._trainer.engine
         if self._number != trainer.num_updates or engine is None:
@@ -387,13 +396,14 @@ def elementwise(
     clip_low_threshold: float,
     clip_high_threshold: float,
 ) -> Tensor:
-    """Return the loss term of each token, in the shape of ``log_probs``.
+    """Return each token's term of a loss, in the shape of ``log_probs``.
 
     Args:
         log_probs: log-probabilities by the current weights.
-        values: tensors of the same shape: ``weights``, or ``advantages`` and ``logprobs``.
+        values: tensors of the same shape: ``weights`` (for ``cross_entropy``), else ``advantages`` and ``logprobs``
+            (by the weights that sampled).
         loss_fn: ``cross_entropy``, ``importance_sampling``, ``ppo`` or ``cispo``.
-        clip_low_threshold, clip_high_threshold: bounds of the ratio.
+        clip_low_threshold, clip_high_threshold: bounds of the ratio of probabilities.
     """
     if loss_fn == "cross_entropy":
         return -values["weights"] * log_probs
@@ -408,10 +418,9 @@ def elementwise(
 
 
 def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-    """Loss for ``Session``: return the sum of the terms (``elementwise``) of this rank's tokens.
+    """Loss for ``Session``: return the sum of each token's loss term (``elementwise``, which gets ``options``).
 
-    Tokens that are not trained have weights and advantages of 0. ``options`` are those of
-    ``elementwise``.
+    Untrained tokens add nothing, since their weights and advantages are 0.
     """
     return elementwise(-nll_BS, inputs.given, **options).sum()
 
@@ -433,9 +442,9 @@ def _options(loss_fn: str, config: Mapping[str, float] | None) -> dict[str, Any]
 
 
 class _Samples(Sequence[Sample]):
-    """Sequence that converts tinker's data to samples one by one, when an item is read.
+    """Sequence that converts tinker's data to samples, each when it is read.
 
-    So an error in a datum is raised inside the session, which raises it on all ranks.
+    An error in a datum is so raised while the session checks its batch, which raises it on all ranks.
     """
 
     def __init__(self, data: Sequence[types.Datum], loss_fn: str) -> None:

@@ -1,7 +1,7 @@
 """``python -m automoe.train``: parse the arguments, check the configuration, start the ranks.
 
 Torch is imported only once the configuration is valid, or to read a checkpoint's ``config.json``
-with ``transformers``. ``automoe.train(...)`` in Python calls this module: see
+with ``transformers``. ``automoe.train(...)`` in Python calls this module, which calls
 ``automoe.launch.from_python.train``.
 
 Exit status: 0 if training finished; 1 if a rank failed; 2 if the configuration or the launch is
@@ -29,9 +29,9 @@ EXIT_NO_HARDWARE = 3
 
 
 class _CallableModule(ModuleType):
-    """Module type that can be called, so that ``automoe.train`` is a module and a function.
+    """Module type that can be called, so that ``automoe.train`` is both a module and a function.
 
-    ``import automoe.train`` binds the name to the module; ``automoe.train(...)`` still trains.
+    ``automoe.train(...)`` also works after ``import automoe.train``, which binds the module.
     """
 
     def __call__(
@@ -40,9 +40,12 @@ class _CallableModule(ModuleType):
         config_name: str = "config",
         config_dir: str | os.PathLike[str] | None = None,
     ) -> TrainResult:
-        """Train a model from Python by a configuration or overrides; return the run's result.
+        """Train a model in new processes and return the run's result.
 
-        The arguments are those of ``automoe.launch.from_python.train``.
+        Args:
+            config: a ``Config``, a dictionary, or overrides such as ``"mesh.ep=4"``.
+            config_name: primary configuration file to which overrides apply.
+            config_dir: further directory of configuration files, besides the built-in one.
         """
         from automoe.launch.from_python import train
 
@@ -56,7 +59,7 @@ sys.modules[__name__].__class__ = _CallableModule
 def main(argv: list[str] | None = None) -> int:
     """Run ``automoe train``: train, sweep, or print help, a configuration or a plan.
 
-    Returns the exit status.
+    Returns the exit status, which the module's docstring lists.
     """
     from automoe.config.compose import parse_arguments
     from automoe.launch.external import detect_external, left_over, run_external

@@ -1,6 +1,6 @@
 """``python -m automoe.upcycle DENSE --out DIR``: turn a dense checkpoint into an equal MoE.
 
-The mixture of experts has the same logits as the dense model before it is trained.
+Until it is trained, the mixture of experts has the same logits as the dense model.
 
 python -m automoe.upcycle Qwen3-0.6B --out Qwen3-8x0.6B --experts 8 --top-k 2
 python -m automoe.upcycle Meta-Llama-3-8B --out Llama3-G4 --experts 32 --top-k 8 --granularity 4
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Upcycle the checkpoint that ``argv`` names; return the exit status (2: nothing written)."""
+    """Upcycle the checkpoint that ``argv`` names.
+
+    Returns the exit status: 0, or 2 if nothing was written because of an error.
+    """
     parser = argparse.ArgumentParser(
         prog="automoe upcycle",
         description="Write a dense HuggingFace checkpoint (Llama, Qwen3) as a mixture of experts with the same "

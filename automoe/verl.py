@@ -1,8 +1,8 @@
 """An engine of verl 0.9: name it with ``VERL_USE_EXTERNAL_MODULES=automoe.verl``, strategy=automoe.
 
-A loss of verl is any function of log-probabilities and entropies. The engine computes them, calls
-the loss, and hands its derivatives to a second pass as weights of the tokens. So verl's losses run
-on every mesh, over all samples of a step at once.
+A loss of verl is any function of log-probabilities and entropies. The engine computes these in one
+forward pass, calls the loss, and runs a second forward and backward pass whose per-token weights
+are the loss's derivatives. So verl's losses run on every mesh, over all samples of a step at once.
 """
 
 from __future__ import annotations
@@ -46,17 +46,22 @@ FOLLOWED = {
 
 @dataclass
 class AutomoeEngineConfig(EngineConfig):
-    """verl's engine settings, plus ``overrides`` of automoe's configuration, such as the mesh."""
+    """Engine settings for verl's config, with strategy ``automoe``.
+
+    Attributes:
+        overrides: overrides of automoe's configuration, such as ``mesh.ep=4``.
+    """
 
     strategy: str = "automoe"
     overrides: list[str] = field(default_factory=list)
 
 
 def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """Return a loss whose gradient is that of a verl loss, from its derivatives per token.
+    """Return a loss with the same gradient as a verl loss, built from its derivatives per token.
 
-    The samples' values ``of_log_probs`` and ``of_entropy`` are the derivatives by a token's
-    log-probability and entropy; the result is the sum of their products with these.
+    ``of_log_probs`` and ``of_entropy``, values in ``inputs.given``, are the verl loss's derivatives
+    with respect to each token's log-probability and entropy. The result is the sum over tokens of
+    derivative * log-probability + derivative * entropy.
     """
     loss = -(inputs.given["of_log_probs"] * nll_BS).sum()
     if "of_entropy" in inputs.given and inputs.entropy is not None:
@@ -66,10 +71,10 @@ def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 
 @EngineRegistry.register(model_type="language_model", backend="automoe", device=["cuda", "cpu"])
 class AutomoeEngine(BaseEngine):
-    """verl's ``BaseEngine`` implemented by a session of automoe; verl's workers make and call it.
+    """verl's ``BaseEngine``, implemented by an automoe training session; verl's workers call it.
 
-    verl's data-parallel ranks are those of the mesh. Ranks of other axes get the samples of their
-    data-parallel rank.
+    verl's data-parallel ranks are those of the mesh. Ranks that differ only in other axes get the
+    same samples.
     """
 
     is_param_offload_enabled = property(lambda self: False)
@@ -129,10 +134,11 @@ class AutomoeEngine(BaseEngine):
         return BaseEngineCtx(self, "eval", **options)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
-        """Do nothing if the engine is on ``device``; it does not offload.
+        """Check that verl asks for the engine's own device: the engine does not offload.
 
         Raises:
-            ConfigError: the engine is on a device of another type.
+            ConfigError: ``device`` is of another type than the engine's, and model or optimizer
+                should move.
         """
         here = self.session.device.type
         if (model or optimizer) and device.partition(":")[0] != here:
@@ -230,7 +236,7 @@ class AutomoeEngine(BaseEngine):
         return samples
 
     def _of_dp_ranks(self, local_samples: list[Sample]) -> list[list[Sample]]:
-        """Return the samples of every data-parallel rank, by rank. Collective."""
+        """Gather the samples of all data-parallel ranks; return a list per rank. Collective."""
         boxes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(boxes, (self.get_data_parallel_rank(), local_samples))
         return [samples for _, samples in sorted(dict(boxes[::-1]).items())]
@@ -244,7 +250,8 @@ class AutomoeEngine(BaseEngine):
     def lr_scheduler_step(self) -> float:
         """Write the next step's learning rate to the optimizer's parameter groups, and return it.
 
-        verl reads the rate from the groups, and its Tinker worker may overwrite it there.
+        The optimizer step takes the rate from the groups, since verl's Tinker worker may set its
+        own there.
         """
         config = self.session.config
         lr = learning_rate(config.optim, self.session.state.step, config.train.steps)

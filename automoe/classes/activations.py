@@ -1,7 +1,8 @@
-"""Activations of a class of ``transformers``, counted while its code runs without numbers.
+"""Activation memory of a model's ``transformers`` class, measured on fake tensors.
 
 The layers run forward and backward over torch's fake tensors, which have shapes and no storage.
-Counted is what the CPU's operators return, until it is freed. Memory inside an operator is unseen.
+Counted are the outputs of the CPU's operators, from their creation until they are freed; temporary
+memory inside an operator is not seen.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ Counted = tuple[float, list[tuple[float, float]]]
 
 
 def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
-    """Return the activation bytes of one micro-batch, or text that says why the class did not run.
+    """Return the activation bytes of one micro-batch, or text that says why they are unknown.
 
-    The class of ``transformers`` runs without numbers. ``Counted`` has the bytes kept once, and of
-    each layer those kept and the most that its backward pass adds.
+    The model's ``transformers`` class runs on fake tensors.
 
     Args:
         ep: ranks that hold equal parts of the experts.
-        expert_rows: (token, expert) pairs that reach the experts of a rank.
+        expert_rows: (token, expert) pairs that a rank's experts compute.
+
+    Returns:
+        ``Counted``: bytes stored once per micro-batch, such as masks; and for each layer, the bytes
+        it stores for the backward pass and the most that its backward pass adds to them. Text if
+        the class's code cannot run on fake tensors.
     """
     train = config.train
     rows = int(expert_rows) if ep > 1 else 0
@@ -64,7 +69,7 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
     num_local = max(1, model.num_experts // ep)
 
     def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
-        """Stand in for a dispatcher: ``expert_rows`` copies of tokens reach this rank's experts."""
+        """Replace a token dispatcher, for shapes only: local experts get ``expert_rows`` rows."""
         token_R = topk_ids_TK.new_zeros(expert_rows)
         received_RH = x_TH.index_select(0, token_R)
         probs_R = probs_TK.flatten().index_select(0, token_R)
@@ -129,7 +134,7 @@ def _run(part: TransformersModel, index: Tensor, tokens: Tokens, alive: AliveByt
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers of equal shapes, settings and submodules."""
+    """Return a key that is equal for layers whose shapes, settings and submodules are equal."""
     return tuple(
         (
             name,
@@ -148,9 +153,13 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _run_once(layer: Any, like: Any) -> None:
-    """Skip ``layer``'s computation if the equal layer ``like`` ran before and returned one tensor.
+    """Make ``layer`` return its input instead of computing, if it is not the first of its kind.
 
-    It then returns its input.
+    Memory is measured once per kind of layer. A layer whose ``like`` did not return exactly one
+    tensor still computes.
+
+    Args:
+        like: first layer of the model with equal shapes and settings; it may be ``layer`` itself.
     """
     original = layer.forward
 

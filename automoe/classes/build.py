@@ -1,6 +1,6 @@
-"""Facts about a causal language model of ``transformers``, read from its class.
+"""Construction of a causal language model by its class of ``transformers``, and facts about it.
 
-A class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
+The class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
 never imported.
 """
 
@@ -41,11 +41,13 @@ _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
 def refused(path: object, problem: str, remedy: str = "Choose another checkpoint") -> ConfigError:
-    """Return the error for a model that neither a native family nor a class of transformers serves.
+    """Return the error for a model that automoe can train neither natively nor by ``transformers``.
 
     Args:
         path: the model's checkpoint folder.
-        problem: end of a sentence about the class, such as "its logits are no multiple of ...".
+        problem: end of a sentence about the model's transformers class, such as "its logits are no
+            multiple of ...".
+        remedy: what the user should do.
     """
     rule = (
         f"automoe has no native family for it, and its transformers class cannot serve: {problem}"
@@ -59,11 +61,12 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     Parameters have torch's default dtype.
 
     Args:
-        experts: transformers' name of the implementation of experts, for classes that have several.
+        path: checkpoint folder or Hub id.
+        experts: transformers' ``experts_implementation``, for classes that have several.
 
     Raises:
         ConfigError: transformers has no such class, refuses the configuration, or would draw random
-            numbers while it trains.
+            numbers during training (dropout).
     """
     import transformers
 
@@ -114,7 +117,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
 
 
 def _remove_beside(model: Any) -> None:
-    """Remove from a multimodal wrapper all modules and parameters but the text model and the head."""
+    """Remove everything but the text model and the output head from a multimodal model."""
     owner = model
     for name in filter(None, text_path(model).split(".")):
         for key in list(owner._parameters):  # such as a separator between images
@@ -126,10 +129,10 @@ def _remove_beside(model: Any) -> None:
 
 
 def _refuse_random(values: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a setting draws random numbers, such as a dropout above 0.
+    """Raise ``ValueError`` if a setting makes training draw random numbers, such as dropout > 0.
 
     Args:
-        values: the model's configuration, whose nested dicts are searched too.
+        values: the model's configuration; nested dictionaries are searched too.
     """
     for key, value in values.items():
         if isinstance(value, dict):
@@ -143,17 +146,17 @@ def _refuse_random(values: dict[str, Any]) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether head and embedding share one weight."""
+    """Return whether the output head and the embedding share one weight."""
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of stacked experts that ``ExpertParallel`` can shard, by name."""
+    """Return name -> module of the model's modules whose experts ``ExpertParallel`` can shard."""
     return {name: module for name, module in model.named_modules() if holds_experts(module)}
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` has stacks of expert matrices that ``ExpertParallel`` can shard."""
+    """Return whether ``module`` has stacked expert weights that ``ExpertParallel`` can shard."""
     return any(weight.dim() > 2 for weight in module.parameters()) and not obstacle(module)
 
 
@@ -166,10 +169,13 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def class_params(path: str) -> tuple[Param, ...]:
-    """Return the parameters and saved buffers of the class for the checkpoint folder ``path``.
+    """Return the parameters and persistent buffers of a checkpoint's ``transformers`` model.
+
+    Args:
+        path: checkpoint folder or Hub id; its config.json names the class.
 
     Raises:
-        ConfigError: ``build_causal_lm`` cannot build the class that its config.json names.
+        ConfigError: ``build_causal_lm`` cannot build the class.
     """
     return _class_params(path, (local_folder(path) / "config.json").read_bytes())
 
@@ -210,10 +216,10 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
 
 
 def _adapted(model: Any) -> dict[str, str]:
-    """Return the parameters that may get adapters, each with its last name in ``lora.targets``.
+    """Return parameter name -> name in ``lora.targets``, for parameters that may get LoRA adapters.
 
-    These are the matrices of linear layers, named as the layer, and stacks [E, O, I] of experts
-    under transformers' usual names. Vectors (gates of one number) have no adapter.
+    These are the weights of linear layers, named as the layer, and the experts' stacks [E, O, I]
+    ``gate_up_proj`` and ``down_proj``. Layers with one output (gates) get no adapter.
     """
     adapted = {}
     for name, module in model.named_modules():
@@ -228,14 +234,14 @@ def _adapted(model: Any) -> dict[str, str]:
 
 
 class Head(NamedTuple):
-    """How a class makes logits of the last hidden states x and its head's weight W.
+    """How a model computes logits from its last hidden states x and its head's weight W.
 
     Logits are y = scale W x, or soft_cap tanh(y / soft_cap).
 
     Attributes:
         scale: factor of the product.
         soft_cap: bound of the logits; 0: none.
-        rows: rows of W that have logits; further ones only fill it up.
+        rows: number of rows of W that give logits; any further rows are padding.
     """
 
     scale: float
@@ -244,10 +250,10 @@ class Head(NamedTuple):
 
 
 def inner_model(model: Any, path: str) -> tuple[str, nn.Module]:
-    """Return name and module of what ``model`` runs before its head.
+    """Return name and module of the submodule that runs before the output head (base model).
 
     Raises:
-        ConfigError: neither the class's prefix nor its layers tell.
+        ConfigError: the class names no base model, and no direct child has the decoder layers.
     """
     if model.base_model is not model:
         return model.base_model_prefix, model.base_model
@@ -259,13 +265,13 @@ def inner_model(model: Any, path: str) -> tuple[str, nn.Module]:
 
 
 def head_of(model: Any, path: str) -> Head:
-    """Find out how the class makes logits, from its own code with a small head.
+    """Find out how the model's class computes logits, by running its code with a small head.
 
-    Hidden states next to zero give the scale, very large ones the cap.
+    Very small hidden states give the scale, very large ones the soft cap.
 
     Raises:
         ConfigError: logits are no multiple, with or without a soft cap, of hidden states times the
-            head.
+            head's weight.
     """
     head = model.get_output_embeddings()
     probe = copy(model)
@@ -300,7 +306,10 @@ def head_of(model: Any, path: str) -> Head:
 
 
 def _numbers(values: Any) -> set[float]:
-    """Return 1, the numbers in nested dicts and lists, and their inverses, as floats."""
+    """Return 1, the numbers in a configuration's nested dicts and lists, and their inverses.
+
+    A factor that was measured with rounding errors is then replaced by the exact one.
+    """
     numbers = {1.0}
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, dict | list):
@@ -311,13 +320,13 @@ def _numbers(values: Any) -> set[float]:
 
 
 def _as_stated(measured: float, stated: set[float]) -> float:
-    """Return the number of ``stated`` that ``measured`` is, up to float32; else ``measured``."""
+    """Return the number in ``stated`` that equals ``measured`` up to 1e-6, else ``measured``."""
     near = (number for number in stated if abs(measured - number) < 1e-6 * abs(number))
     return min(near, key=lambda number: abs(measured - number), default=measured)
 
 
 class _Outputs:
-    """Stand-in for the outputs of a class's layers: it has the given hidden states, else None."""
+    """Stand-in for a base model's outputs: it has the given last hidden states; the rest is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -330,7 +339,7 @@ class _Outputs:
 
 
 class _Returns(nn.Module):
-    """Stand-in for the layers of a class, whose forward returns the given hidden states."""
+    """Stand-in for a base model, whose forward returns the given hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

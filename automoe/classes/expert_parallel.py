@@ -1,4 +1,4 @@
-"""Expert parallelism of experts modules of ``transformers``, and of others like them.
+"""Expert parallelism for the experts modules of ``transformers`` models and similar modules.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this rank computes.
 """
@@ -25,17 +25,17 @@ class ExpertParallel(ExpertStyle):
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
-    The module is automoe's ``GroupedExperts``, or another module like those of transformers: all of
-    its parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
-    arguments are tokens [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
-    become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
-    summed over the tokens of all ranks, those of other parameters are not: average or sum these as
-    for data parallelism. Every rank applies the style, and makes every call, with or without
-    tokens. Arguments and axes of the mesh are those of ``ExpertStyle``.
+    The module is automoe's ``GroupedExperts``, or one like those of transformers: all of its
+    parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
+    arguments are tokens [T, H], chosen experts [T, K] and their weights [T, K]. The parameters
+    become DTensors on the mesh, and the module's own code computes this rank's experts. Gradients
+    of experts are summed over the tokens of all ranks. Those of all other parameters are not:
+    reduce them as for data parallelism. Every rank applies the style, and makes every call, even
+    without tokens. Constructor arguments and mesh axes are those of ``ExpertStyle``.
 
     Raises:
-        ConfigError: when the style is applied, a module or a mesh that it cannot shard; and as
-            ``ExpertStyle``.
+        ConfigError: when the style is applied to a module or mesh that it cannot shard, and for the
+            reasons of ``ExpertStyle``.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -58,7 +58,7 @@ class ExpertParallel(ExpertStyle):
 
 
 def obstacle(module: nn.Module) -> str:
-    """Return why the experts of ``module`` cannot be sharded, as text; "" if they can."""
+    """Return text that says why the experts of ``module`` cannot be sharded; "" if they can."""
     shapes = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
     num_experts = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
@@ -80,9 +80,9 @@ def obstacle(module: nn.Module) -> str:
 
 
 class OwnCode(nn.Module):
-    """Module that keeps the present forward of ``module``, to be called with other weights.
+    """Module that stores the current forward of another module, to be called with other weights.
 
-    ``torch.func.functional_call`` takes it with those weights.
+    It makes ``torch.func.functional_call`` work after the other module's ``forward`` is replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -95,10 +95,11 @@ class OwnCode(nn.Module):
 
 
 class RoutedCall(OwnCode):
-    """Forward of an experts module that dispatches tokens to the module's code on local shards.
+    """Replacement for the forward of an experts module (``route``) with expert parallelism.
 
-    The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
-    around the routed call.
+    It dispatches tokens to the ranks of their experts and runs the module's own code, which knows
+    no ranks, on the local shards. The module's hooks, such as those of ``fully_shard``, run once,
+    around the whole call.
     """
 
     def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
@@ -108,14 +109,14 @@ class RoutedCall(OwnCode):
         self.signature = inspect.signature(module.forward)
 
     def route(self, *args, **kwargs) -> Tensor:
-        """Return [T, H], the weighted sum of each token's experts on all ranks.
+        """Return [T, H], the weighted sum of each token's experts, which may be on other ranks.
 
-        Arguments are those of the forward of the class's experts module: tokens [T, H], expert ids
-        [T, K], their weights [T, K].
+        Arguments are those of the experts module's forward: tokens [T, H], expert ids [T, K] and
+        their weights [T, K].
 
         Raises:
-            ConfigError: the arguments are not tokens, chosen experts and their weights; on the CPU,
-                a choice is no expert.
+            ConfigError: the arguments have other shapes or dtypes, or (checked on the CPU) an id is
+                not that of an expert.
         """
         arguments = self.signature.bind(*args, **kwargs).args
         shapes = [tuple(getattr(value, "shape", ())) for value in arguments]
@@ -170,9 +171,10 @@ class RoutedCall(OwnCode):
 
 
 class RoutedRows(RoutedCall):
-    """Forward of ``GroupedExperts`` in a layer that takes all experts for local; it dispatches.
+    """Replacement for the forward of ``GroupedExperts`` with expert parallelism.
 
-    The layer passes (token, expert) rows of all experts; a dispatcher takes them to their ranks.
+    The calling MoE layer passes (token, expert) rows as if all experts were local; this class
+    dispatches the rows to the ranks of their experts.
     """
 
     def route(self, x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:

@@ -1,4 +1,4 @@
-"""Experts of a class of ``transformers`` that automoe's expert backends compute."""
+"""Computation of a ``transformers`` model's experts by automoe's expert backends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from automoe.moe.experts import ExpertBackend
 
 
 def are_swiglu(experts: nn.Module) -> bool:
-    """Return whether ``experts`` computes plain SwiGLU with stacks [E, 2I, H] and [E, H, I].
+    """Return whether ``experts`` computes plain SwiGLU with weights [E, 2I, H] and [E, H, I].
 
-    Its activation is compared with SwiGLU on numbers, among them large ones, which reveal a clamp.
+    Its activation is compared with SwiGLU on sample numbers; large ones among them reveal a clamp.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
     plain = getattr(experts, "has_gate", False) and not (
@@ -35,7 +35,7 @@ def are_swiglu(experts: nn.Module) -> bool:
 
 
 def compute_by(experts: nn.Module, backend: ExpertBackend) -> None:
-    """Replace the forward of ``experts``, which must be plain SwiGLU, by a call of ``backend``."""
+    """Make the forward of ``experts`` (a transformers module with plain SwiGLU) call ``backend``."""
 
     @wraps(experts.forward)  # ``experts_modules`` reads the signature
     def forward(x_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The family of every class of ``transformers``: rules, configuration, published tensors.
+"""Model family for any ``transformers`` class: configuration rules, configuration, checkpoint keys.
 
-``FAMILY`` is found as a plugin's family is (``automoe.config.plugins``).
+It is registered as a plugin's family would be (``automoe.config.plugins``), by the name ``FAMILY``.
 
-transformers' own conversion mapping says which published tensors make up a parameter. This module
-reads the mapping as data: it reverts the mapping on views of meta tensors, and each resulting view
-shows the slice of a parameter that a published tensor holds.
+transformers' conversion mapping says which tensors of a published checkpoint make up a parameter.
+This module runs the mapping in reverse on meta tensors: each published tensor then is a view, which
+shows what slice of which parameter it is.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ parallel.expert_wgrad != autograd | | the experts of a class of transformers use
 class ClassFamily(Family):
     """Model family for any class of ``transformers`` that automoe has no native family for.
 
-    What a native family declares (its configuration, the keys of its checkpoint, its rules) is
-    derived from the class.
+    A native family declares its configuration, checkpoint keys and rules; here they are derived
+    from the class.
     """
 
     resizable = False
@@ -84,10 +84,11 @@ class ClassFamily(Family):
         return replace(self, architecture=model.architecture, keys=keys)
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Return the model's configuration for the trainer, from its class of ``transformers``.
+        """Return the trainer's model configuration, derived from the ``transformers`` class.
 
         Args:
             hf: content of ``config.json`` in ``path``.
+            path: checkpoint folder or Hub id.
 
         Raises:
             ConfigError: the trainer cannot use the class; the message says why.
@@ -143,13 +144,16 @@ class ClassFamily(Family):
         return config
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """Return the ``config.json`` to export with the text model, with the keys of the source.
+        """Return the ``config.json`` for an export, which has the text model alone.
+
+        Its keys are those of ``base``, without the ones that describe the source's files.
 
         Args:
-            base: ``config.json`` to start from; None: that of the model's checkpoint.
+            base: ``config.json`` to start from; None: the one of the model's checkpoint.
 
         Raises:
-            ConfigError: weights are random, and the text model has no class of its own.
+            ConfigError: weights were initialised at random, and the text model of a multimodal
+                model has no class of its own to be exported as.
         """
         whole = build_causal_lm(str(config.hf_path)).config
         text = whole.get_text_config(decoder=True)
@@ -204,7 +208,7 @@ class ClassFamily(Family):
 
 
 class _View(Tensor):
-    """Meta tensor that ignores ``contiguous``, so that each slice of it stays a view of it."""
+    """Meta tensor whose ``contiguous`` returns itself, so that slices of it stay views of it."""
 
     def contiguous(self, *_, **__) -> Tensor:
         return self
@@ -212,13 +216,13 @@ class _View(Tensor):
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return how keys of published files map to parameters (``KeyMap``) for the class of ``path``.
+    """Return how tensors of published checkpoint files map to parameters of the class at ``path``.
 
-    Its ``layouts`` hold the other ways to name keys: with the prefixes of a wrapper, or the class's
-    own names.
+    The ``layouts`` of the result are all ways in which files may name tensors: as published, with
+    the prefixes of a multimodal wrapper, or by the class's own parameter names.
 
     Args:
-        stated: content of config.json, as a part of the cache's key.
+        stated: content of config.json; part of the cache's key only.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -261,9 +265,9 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
 
 
 def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Piece, ...]] | None:
-    """Return for each parameter the slices that published files hold, with their keys there.
+    """Return parameter name -> the slices of it that published files hold, with their keys.
 
-    None: a published tensor is no slice of a parameter.
+    None: a published tensor is not a slice of one parameter.
 
     Args:
         tensors: the model's parameters and buffers by name, on meta.
@@ -291,10 +295,12 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[
 
 
 def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:
-    """Return which slice of ``tensor`` the published tensor ``key`` is; None if it is no slice.
+    """Return which slice of ``tensor`` a published tensor is; None if it is not a slice.
 
     Args:
-        view: the published tensor, made from ``tensor`` by the class's code.
+        key: key of the published tensor in the checkpoint.
+        view: the published tensor, as transformers' conversion made it from ``tensor``.
+        tensor: the parameter, on meta.
     """
     at = view.storage_offset()
     start = []

@@ -1,8 +1,8 @@
-"""Low-rank adapters for modules that run a forward of ``transformers``.
+"""LoRA adapters for models that run the code of ``transformers``.
 
-A linear layer adds its adapter's output to its own. The code of experts multiplies by whole
-weights, so experts compute with the sum of their weights and the adapters' products, as in
-``peft``. The sum is a copy of one layer's experts on this rank, made in each pass.
+A linear layer adds its adapter's output to its own. Experts are multiplied by code that needs whole
+weights, so they compute with weight + B A, as in ``peft``. This sum is a copy of one layer's
+experts on this rank, made in each pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from automoe.moe.lora import Adapter, ExpertLora
 
 
 def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
-    """Make ``linear`` add the LoRA adapter's output to its own; its ``lora`` is the adapter."""
+    """Add a LoRA adapter to ``linear`` as submodule ``lora``; its output is added to the layer's."""
     linear.add_module("lora", adapter)
 
     def add(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
 
 
 def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
-    """Make ``experts`` compute with LoRA-adapted weights; its ``lora`` are the adapters."""
+    """Add LoRA adapters to ``experts`` as submodule ``lora``, and compute with adapted weights."""
     experts.add_module("lora", adapters)
     code = OwnCode(experts)
 
@@ -54,8 +54,8 @@ def check_called(model: nn.Module) -> None:
     """Check, after a forward pass, that all linear layers with LoRA adapters were called.
 
     Raises:
-        ConfigError: the class reads the weight of such a layer without calling the layer, so its
-            adapter has no effect.
+        ConfigError: the model's code reads the weight of such a layer without calling the layer, so
+            its adapter has no effect.
     """
     adapters = (module for module in model.modules() if isinstance(module, Adapter))
     others = [module for module in adapters if not isinstance(module, ExpertLora)]

@@ -1,9 +1,9 @@
-"""A model computed by its class of ``transformers``, for families without a native declaration.
+"""Model that runs the code of its class of ``transformers``, for families without a native one.
 
 ``transformers`` builds the class on the meta device from the ``config.json`` at ``model.hf_path``.
-``TransformersModel`` gives it the trainer's interface (``CausalLM``). The class computes its
-layers; loss, balance losses and counters are those of native families. Parameters keep the class's
-names. Code that comes with a checkpoint is never imported.
+``TransformersModel`` gives it the trainer's interface (``CausalLM``). The class computes its layers; loss, balance
+losses and counters are those of native families. Parameters keep the class's names. Code that comes with a
+checkpoint is never imported.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _BLOCKS = re.compile("block_size|compress")
 def _keep_own_values(model: Any, path: str, seed: int) -> None:
     """Store the class's own initial values of buffers and small parameters, for ``initialize``.
 
-    The class initialises them twice, over zeros and over ones: a value that differs afterwards was
-    not set. Large parameters stay on meta and are drawn by ``automoe.model.init``.
+    The class initialises them twice, over zeros and over ones: a value that differs afterwards was not set. Large
+    parameters stay on meta; ``automoe.model.init`` initialises them.
 
     Raises:
         ConfigError: the class leaves a buffer or a small parameter unset.
@@ -108,7 +108,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether a tensor of ``module`` is a saved int64 table of the experts of each token id."""
+    """Return whether a tensor is a saved table of int64 that lists the experts of each token id (hash routing)."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -121,7 +121,7 @@ def _reset(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 class _Narrow(TorchFunctionMode):
-    """Torch-function mode that sets ``seen`` when torch returns float32 numbers with a gradient."""
+    """Torch-function mode that sets ``seen`` if an operation returns float32 numbers that need a gradient."""
 
     seen = False
 
@@ -133,9 +133,9 @@ class _Narrow(TorchFunctionMode):
 
 
 def computes_in_float32(config: ModelConfig) -> bool:
-    """Return whether a class of ``transformers`` computes in float32 what should be float64.
+    """Return whether the model's ``transformers`` class converts float64 activations to float32.
 
-    The class's model runs once with parameters in float64.
+    It runs the model once with parameters in float64 to find out.
     """
     with default_dtype(torch.float64):
         model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
@@ -147,19 +147,18 @@ def computes_in_float32(config: ModelConfig) -> bool:
 
 
 class ClassRouter(BalancedRouter):
-    """Balance losses and load counters of a layer that the code of ``transformers`` routes.
+    """Balance losses and load counters of one MoE layer whose router is code of ``transformers``.
 
     Attributes:
-        logits: [T, E] that the class computed last; None if no balance loss is on.
-        live: [B, S, K] experts that the class's code would choose, where recorded ones replace
-            them.
+        logits: [T, E] router logits that the class computed last; None if no balance loss is on.
+        live: [B, S, K] experts that the router would choose, where given ones are used instead; else None.
     """
 
     logits: Tensor | None = None
     live: Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
-        """Count the choices of a micro-batch; return ``routing`` with balance losses attached."""
+        """Count the expert choices of a micro-batch; return ``routing`` with balance losses attached."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
@@ -171,16 +170,15 @@ class ClassRouter(BalancedRouter):
         """Forward hook: store the router logits from the output of a module of the class.
 
         Args:
-            recorder: transformers' record of the module; its ``index`` is that of the logits in the
-                output.
+            recorder: transformers' ``OutputRecorder``; its ``index`` is the place of the logits in ``output``.
         """
         self.logits = output[recorder.index]
 
 
 class _Repeated(TorchFunctionMode):
-    """Torch-function mode that replays routing: a top-k over all experts returns recorded ids.
+    """Torch-function mode that replays routing: a top-k over all experts returns given expert ids instead.
 
-    The class of ``transformers`` then computes weights from its own scores of these experts.
+    The class of ``transformers`` then computes routing weights from its own scores of these experts.
     """
 
     def __init__(self, router: ClassRouter, tokens: Tokens) -> None:
@@ -208,13 +206,13 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """Record of two forward passes that test whether documents of a sequence affect one another.
+    """State of a test with two forward passes: does the first document of a row affect the second?
 
-    Their inputs differ only in the first document.
+    The passes differ only in the first document.
 
     Attributes:
-        first: tokens of the first document.
-        choices: expert ids [T, K] of the first pass, by experts module.
+        first: number of tokens of the first document.
+        choices: experts module -> expert ids [T, K] that it used in the first pass.
         states: last hidden states [1, S, H] of each pass.
     """
 
@@ -223,13 +221,13 @@ class _Probe(NamedTuple):
     states: list[Tensor]
 
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
-        """Return this pass's expert ids [T, K], those of the first document from the first pass."""
+        """Return the expert ids [T, K] to use: the first pass's for the first document, ``ids_TK`` for the rest."""
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (name, number) of the blocks, windows, strides and rates in a model's configuration."""
+    """Yield (key, number) of block sizes, window sizes, strides and compression rates in a model's configuration."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)
@@ -241,9 +239,12 @@ def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def longest_span(config: Any) -> int:
-    """Return the most positions that a block, window, stride or rate of a configuration covers.
+    """Return the largest number of positions that one block, window, stride or rate covers.
 
-    A top-k of blocks covers its number of blocks.
+    A top-k over blocks covers k blocks.
+
+    Args:
+        config: the model's configuration as nested dictionaries.
     """
     lengths = list(spans(config))
     chosen = max((number for name, number in lengths if "topk" in name), default=0)
@@ -253,17 +254,17 @@ def longest_span(config: Any) -> int:
 
 
 def _prime(least: int) -> int:
-    """Return the first prime from ``least`` on, or 1."""
+    """Return the smallest prime >= ``least``; 1 if ``least`` is below 2."""
     return next(n for n in itertools.count(max(least, 1)) if all(n % k for k in range(2, n)))
 
 
 class TransformersModel(CausalLM):
-    """The model of the ``transformers`` class for ``config.hf_path``, whole, with automoe's loss.
+    """Model that runs the ``transformers`` class for ``config.hf_path``, without pipeline stages.
 
     The class's modules are direct children of this module, so parameters keep the class's names.
 
     Raises:
-        ConfigError: the class cannot be built, or its head is not a scaled product.
+        ConfigError: the class cannot be built, or its logits are no multiple of hidden states times a weight.
     """
 
     def __init__(
@@ -309,14 +310,14 @@ class TransformersModel(CausalLM):
                 break
 
     def _choose_experts(self, modules: list[nn.Module], chosen: str) -> str:
-        """Choose what computes the experts; return a line for the run's start that says it.
+        """Let automoe's backend or transformers' own code compute the experts; return a line that says which.
 
         Args:
-            modules: the experts modules.
+            modules: the experts modules of all layers.
             chosen: value of ``moe.experts``.
 
         Raises:
-            ConfigError: ``chosen`` needs automoe's own backend, and experts are not plain SwiGLU.
+            ConfigError: ``chosen`` needs automoe's backend, and the experts are not plain SwiGLU.
         """
         if not modules:
             return "no layer has experts in stacks, which moe.experts and mesh.ep are for"
@@ -337,11 +338,11 @@ class TransformersModel(CausalLM):
         """Register hooks that pass the class's router logits to each layer's ``ClassRouter``.
 
         Args:
-            key: config key of the loss that needs logits, for errors.
+            key: config key of the balance loss that needs logits, for errors.
             coefficient: that key's value.
 
         Raises:
-            ConfigError: a layer does not give the logits of exactly one module.
+            ConfigError: a layer does not return the router logits of exactly one module.
         """
         recorded = getattr(self._inner[0], "_can_record_outputs", None) or {}
         recorder = recorded.get("router_logits")
@@ -394,30 +395,30 @@ class TransformersModel(CausalLM):
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return how long a trial sequence must be for windows and blocks of the class to matter.
+        """Return the length of a test row in which all attention windows and blocks of the model take effect.
 
-        It holds two documents, each twice as long as the longest attention window, block or
-        compression rate of the configuration, but at most 2,048 positions.
+        It holds two documents, each twice as long as the longest attention window, block or compression rate of the
+        configuration, but at most 2,048 positions.
 
         Args:
-            seq_len: the least result.
+            seq_len: smallest result.
         """
         return max(seq_len, min(4 * longest_span(self._class[0].config.to_dict()), _ROW))
 
     @torch.no_grad()
     def check_isolation(self, seq_len: int = 0) -> None:
-        """Check that a document does not change the next one in its packed sequence. Collective.
+        """Check that a document does not affect the next one in its packed row. Collective.
 
-        The first document is changed, and keeps its experts, so that all products have the same
-        shapes. In a class that isolates documents the next one is then equal up to rounding. It
-        begins at two places, which are multiples of no block, window or stride.
+        Two passes differ in the first document's tokens, but use the same experts for it, so that all products have
+        the same shapes. The second document must be equal up to rounding. It begins at two positions in turn, which
+        are multiples of no block, window or stride.
 
         Args:
-            seq_len: positions of a sequence of training. A span longer than that has no effect in
-                it, so a sequence of ``row_to_try`` shows what those of training do.
+            seq_len: positions of a training row. Longer windows have no effect there, so a test row of at least
+                this length and ``row_to_try`` is enough.
 
         Raises:
-            ConfigError: the change reaches the next document.
+            ConfigError: the change reaches the second document.
         """
         device = self.head_weight.device
         length = self.row_to_try(seq_len)
@@ -461,9 +462,9 @@ class TransformersModel(CausalLM):
         return x_BsH if self.scale == 1 else x_BsH * self.scale
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return the ``forward`` of a layer's MoE module, wrapped to replay forced routes.
+        """Return the ``forward`` of a layer's MoE module, wrapped to use ``forced_ids`` of a micro-batch.
 
-        Routes are replayed where a micro-batch has ``forced_ids``.
+        These are expert ids to use instead of the router's choices.
         """
 
         @wraps(forward)
@@ -476,10 +477,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Count the choices that an experts module is called with, and attach balance losses.
-
-        This is a forward pre-hook of the module.
-        """
+        """Forward pre-hook of an experts module: count its expert choices and attach balance losses."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -1,8 +1,8 @@
-"""Activations between an expert's two products: SwiGLU, and the clamped form of GPT-OSS.
+"""Gated activations of an expert: SwiGLU, and the clamped form of GPT-OSS.
 
-Each activation is a small object. A call is differentiable by autograd; ``backward`` computes the
-gradients explicitly, for expert backends with their own backward pass. Shapes: R rows, I expert
-width.
+Each activation is a small object. Autograd can differentiate a call; ``backward`` computes the
+gradients explicitly, for expert backends that implement their own backward pass. Shapes: R rows, I
+expert width.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class SwiGLU:
-    """SwiGLU: silu(gate) * up (arXiv 2002.05202, eq. 5)."""
+    """SwiGLU activation: silu(gate) * up (arXiv 2002.05202, eq. 5)."""
 
     def __call__(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
-        """Return the activation [R, I] in new storage."""
+        """Return silu(gate) * up [R, I] as a new tensor; the inputs stay unchanged."""
         silu_RI = F.silu(gate_RI)
         # Autograd needs silu unchanged for the backward pass.
         return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
@@ -27,12 +27,12 @@ class SwiGLU:
     def backward(
         self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
     ) -> None:
-        """Write ``scale * activation`` and its gradients into the last four arguments.
+        """Compute scale * activation and the gradients of gate, up and scale.
 
         Args:
             scale_R1: scale of each row, in the dtype of gate and up.
-            grad_RI: gradient of the product; used as scratch memory afterwards.
-            act_RI: receives the product.
+            grad_RI: gradient of scale * activation; used as scratch memory afterwards.
+            act_RI: receives scale * activation.
             grad_gate_RI: receives the gradient of gate.
             grad_up_RI: receives the gradient of up.
             grad_scale_R: receives the gradient of scale, accumulated in at least its own dtype.
@@ -50,8 +50,8 @@ class SwiGLU:
 class ClampedSwiGLU:
     """Clamped SwiGLU of GPT-OSS: (up' + 1) * gate' * sigmoid(alpha * gate').
 
-    gate' is gate clamped to at most ``limit``, up' is up clamped to +-``limit`` (arXiv 2508.10925,
-    section 2.2). A value at the limit still has its gradient, as with torch's clamp.
+    gate' is gate clamped to at most ``limit``, up' is up clamped to [-``limit``, ``limit``] (arXiv
+    2508.10925, section 2.2). At exactly the limit the gradient still passes, as with torch's clamp.
 
     Attributes:
         alpha: factor within the sigmoid.
@@ -83,11 +83,13 @@ class ClampedSwiGLU:
 
 
 def _scale(act_RI, scale_R1, grad_RI, scratch_RI, grad_scale_R) -> None:
-    """Write the gradient of the row scales; multiply activation and its gradient by them, in place.
+    """Scale activation and gradient by row in place; write the gradient of the scales.
 
     Args:
-        act_RI: the activation.
-        grad_RI: gradient of the scaled activation.
+        act_RI: the activation, becomes scale * activation.
+        grad_RI: gradient of scale * activation, becomes that of the activation.
+        scratch_RI: overwritten.
+        grad_scale_R: receives the gradient of the scales.
     """
     product_RI = torch.mul(grad_RI, act_RI, out=scratch_RI)
     torch.sum(product_RI, -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
@@ -105,10 +107,10 @@ BLOCK_ELEMENTS = 1 << 17
 def activation_gradients(
     activation: Activation, gate_up_RJ: Tensor, probs_R: Tensor, grad_act_RI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return probs * activation [R, I] and the gradients of ``gate_up_RJ`` and ``probs_R``.
+    """Return probs * activation [R, I], the gradient of ``gate_up_RJ`` and that of ``probs_R``.
 
     Args:
-        gate_up_RJ: gate and up side by side, J = 2 I.
+        gate_up_RJ: gate and up concatenated, J = 2 I.
         probs_R: routing weight of each row.
         grad_act_RI: gradient of probs * activation; overwritten.
     """
@@ -124,10 +126,10 @@ def activation_gradients(
 
 
 def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of rows, each to be run through a whole chain of element-wise operations.
+    """Yield slices of rows to which the caller applies all element-wise operations, slice by slice.
 
-    On a CPU each operation of an eager chain reads and writes memory unless its operands fit the
-    cache. A GPU pays for each launch instead, so one slice holds all its rows.
+    On a CPU, slices are small enough that an operation finds the previous result in the cache. On a
+    GPU each operation costs a kernel launch, so one slice holds all rows.
     """
     step = max(1, BLOCK_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, step):

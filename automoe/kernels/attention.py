@@ -1,4 +1,4 @@
-"""Softmax attention by the kernel that ``kernels.attention`` names; torch does not choose it.
+"""Softmax attention by the kernel that the setting ``kernels.attention`` names.
 
 Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim
 (Dv of values). Torch's kernels on CUDA require of q and k [B, N, S, D] and v [B, N, S, Dv] (its
@@ -46,11 +46,12 @@ cudnn_first: bool | None = None  # on this machine's GPU; None until attention h
 
 
 def prepare_cuda() -> None:
-    """Decide whether cuDNN's attention goes first on this GPU, and let torch set up its own order.
+    """Find out, once, whether this GPU should try cuDNN's attention before the other kernels.
 
-    Call it before attention on CUDA, outside compiled code. It runs when attention gets CUDA
-    tensors and not when a model is built: it needs a CUDA context, which a process that computes on
-    the CPU must not open.
+    Call this before attention on CUDA, outside compiled code. It runs SDPA once: torch sets up its
+    default order of kernels at the first call, which must not happen inside ``sdpa_kernel``. It is
+    not called when a model is built: it creates a CUDA context, which a process that computes on
+    the CPU must not have.
     """
     global cudnn_first
     if cudnn_first is None:
@@ -65,7 +66,8 @@ def prepare_cuda() -> None:
 def cudnn_is_first() -> bool:
     """Return whether cuDNN's attention is preferred to flash attention on this GPU.
 
-    True on Hopper and datacenter Blackwell with cuDNN 9.15.1 or later.
+    This is so on Hopper and datacenter Blackwell with cuDNN 9.15.1 or later; earlier versions are
+    wrong for some sequence lengths.
     """
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return False
@@ -74,17 +76,18 @@ def cudnn_is_first() -> bool:
 
 
 def cudnn_serves(mask: Tensor | None) -> bool:
-    """Return whether cuDNN computes the right gradient of queries for this mask.
+    """Return whether cuDNN computes the right gradient of queries for this mask [B, 1, S, R].
 
-    With a mask over R keys, R mod 128 = 64, the gradient may be NaN. Half of the last tile of 128
-    keys is then scored 0 instead of being left out, which overflows if all scores of a query are
-    below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper; causality without a mask is right).
+    With a mask over R keys and R mod 128 = 64, the gradient may be NaN: half of the last tile of
+    128 keys then gets the score 0 instead of being masked out, which overflows if all scores of a
+    query are below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper). Causal attention without
+    a mask is right.
     """
     return mask is None or mask.shape[-1] % 128 != 64
 
 
 def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> list[SDPBackend]:
-    """Return the kernels that may compute on CUDA for these head dims and mask, the best first."""
+    """Return the SDPA backends to try on CUDA for these head dims and mask, the best first."""
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
     ) and cudnn_serves(mask)
@@ -98,9 +101,15 @@ def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> li
 def only_kernels(
     kernel: str, device_type: str, query_dim: int, value_dim: int, mask: Tensor | None = None
 ) -> AbstractContextManager[object]:
-    """Return a context in which SDPA runs ``kernel``, or the first usable kernel of the order.
+    """Return a context in which SDPA runs one kernel, or the best usable one for "sdpa".
 
-    A named kernel that cannot serve its tensors makes SDPA raise; no other kernel takes its place.
+    If a named kernel does not support its tensors, SDPA raises instead of using another one.
+
+    Args:
+        kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.
+
+    Raises:
+        BackendError: ``cudnn`` is named, and its gradient may be wrong for this mask.
     """
     if kernel == "cudnn" and not cudnn_serves(mask):
         raise BackendError(
@@ -123,15 +132,17 @@ def attend(
     sinks_N: Tensor | None = None,
     kernel: str = "sdpa",
 ) -> Tensor:
-    """Return softmax attention's output [B, S, N, width of values]. G must divide N.
+    """Return the output of softmax attention, [B, S, N, head dim of values].
 
-    Values may have another width than queries and keys.
+    Shapes: B rows, S queries, R keys, N query heads, G key and value heads (G divides N), D head
+    dim; values may have another head dim than queries and keys.
 
     Args:
-        mask: [B, 1, S, R] True where a query may attend to a key; None: plain causality.
+        mask: [B, 1, S, R] True where a query may attend to a key; None: causal attention.
         scale: factor of the products of queries and keys.
-        sinks_N: per head, the score of one more key that every query sees and that has no value.
-        kernel: the value of ``kernels.attention``.
+        sinks_N: attention sinks: per head, the logit of an extra key with a value of 0 that every
+            query attends to.
+        kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.
     """
     if sinks_N is not None:
         out = attend(
@@ -166,12 +177,12 @@ def attend(
 
 
 def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: Tensor | None, scale: float, sinks_N: Tensor):
-    """Return q, k, v and mask with the sinks as one more key, so that fused kernels serve them.
+    """Return q, k, v and mask with the attention sinks as one more key, for kernels without sinks.
 
-    A key with a value of zeros is put in front of all others. One more dim of the queries holds the
-    head's sink; this dim is one in the new key and zero in the others. Without a mask a query of
-    zeros goes in front as well: by causality alone the other queries then see the new key and the
-    keys that they saw before.
+    The new key comes first and has a value of zeros. Queries and keys get one more dim, which holds
+    the head's sink in queries, 1 in the new key, and 0 in all other keys. Without a mask, a query
+    of zeros also comes first, so that causality lets each query see the new key and the keys that
+    it saw before; the caller drops its output.
     """
     dim = k_BRGD.shape[-1]
     extra = 8 - dim % 8  # at least one dim, padded to a multiple of 8 for fused kernels
@@ -193,10 +204,11 @@ def attend_in_blocks(
     scale: float,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax attention's output by FlexAttention, which skips blocks that no query sees.
+    """Return the output of softmax attention by FlexAttention, which skips fully masked blocks.
 
-    Shapes and arguments are those of ``attend``, but for the mask. Without compilation it keeps all
-    scores in memory.
+    Arguments and shapes are those of ``attend`` except for ``mask``, a FlexAttention BlockMask: q
+    [B, S, N, D], k and v [B, R, G, D], sinks [N]; the result is [B, S, N, D]. Unless compiled,
+    FlexAttention stores the scores of all queries and keys.
     """
     heads = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
     options = {"block_mask": mask, "scale": scale, "enable_gqa": True}
@@ -209,10 +221,13 @@ def attend_in_blocks(
 
 
 def attention_fn(kernel: str) -> AttentionFn:
-    """Return the function ``attend`` with its ``kernel`` set, a value of ``kernels.attention``.
+    """Return the attention function ``attend`` bound to a kernel.
+
+    Args:
+        kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.
 
     Raises:
-        BackendError: cuDNN is forced, and this machine's cuDNN computes wrong results.
+        BackendError: ``cudnn`` is named, and this machine's version computes wrong results.
     """
     if kernel == "cudnn":
         version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a name, a seed and an index alone.
+"""Random numbers that are functions of a name, a seed and an index.
 
 They do not depend on rank, device or order of calls. The generator is counter-based: SplitMix64
 (Steele et al. 2014) over the index. Any rank can compute the numbers of any element, so random
@@ -18,9 +18,9 @@ MIX_2 = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same bits as the 64-bit unsigned ``value``.
+    """Return the int64 with the same bits as ``value``, a 64-bit unsigned integer.
 
-    Torch multiplies int64 modulo 2^64, as the unsigned arithmetic needs.
+    Torch's int64 product has the same bits as the unsigned product modulo 2^64.
     """
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
@@ -42,7 +42,7 @@ _STREAM_NAMES = {
 
 
 def stream_key(name: str, seed: int) -> int:
-    """Return the int64 key of the stream of random numbers that ``name`` and ``seed`` stand for."""
+    """Return the int64 key of a stream of random numbers, a hash of ``name`` and ``seed``."""
     for ending, stream in _STREAM_NAMES.items():
         if name.endswith(ending):
             name = name.removesuffix(ending) + stream
@@ -51,10 +51,10 @@ def stream_key(name: str, seed: int) -> int:
 
 
 def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
-    """Return 64 random bits as int64 for each of ``index`` (int64, any shape).
+    """Return 64 random bits, as int64, for each element of ``index`` (int64, any shape).
 
     Args:
-        key: key of a stream (``stream_key``), or one key for each index.
+        key: key of a random stream (``stream_key``), or one key for each index.
     """
     x = (index + 1) * _signed(GOLDEN_GAMMA) + key
     x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
@@ -63,9 +63,12 @@ def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
 
 
 def normal_at(index: Tensor, name: str, seed: int) -> Tensor:
-    """Return standard normal float64 numbers for the elements ``index`` of the tensor ``name``.
+    """Return standard normal float64 numbers, each a function of (index, name, seed) alone.
 
-    Equal arguments give equal numbers. ``index`` holds the elements' indices (int64, any shape).
+    Args:
+        index: int64 of any shape, for example the indices of a parameter's elements; the result has
+            the same shape.
+        name: name of the random stream, for example of the parameter.
     """
     bits = bits_at(index, stream_key(name, seed))
     # Two 32-bit halves give two uniforms; the half step keeps the logarithm's argument above zero.
@@ -75,17 +78,20 @@ def normal_at(index: Tensor, name: str, seed: int) -> Tensor:
 
 
 def uniform_at(index: Tensor, name: str, seed: int) -> Tensor:
-    """Return float64 numbers, uniform strictly in 0 ... 1, for the elements ``index`` of ``name``.
+    """Return uniform float64 numbers in (0, 1), each a function of (index, name, seed) alone.
 
-    Equal arguments give equal numbers. ``index`` holds the elements' indices (int64, any shape).
+    Args:
+        index: int64 of any shape, for example the indices of a parameter's elements; the result has
+            the same shape.
+        name: name of the random stream, for example of the parameter.
     """
     return uniform_from(bits_at(index, stream_key(name, seed)))
 
 
 def uniform_from(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return uniform numbers strictly between 0 and 1 from random ``bits`` (int64).
+    """Convert random ``bits`` (int64) to uniform numbers strictly between 0 and 1.
 
-    Numbers are equal in any dtype up to its rounding. They are the upper 23 bits and a half:
-    float32 holds every one of these numbers exactly.
+    The number is (n + 0.5) / 2^23, with n the upper 23 bits. float32 represents all of these
+    exactly, so narrower results only differ by rounding.
     """
     return (_shift_right(bits, 41).to(dtype) + 0.5) * 2.0**-23

@@ -1,10 +1,9 @@
 """Kernels for ``kernels.loss=triton``: cross-entropy that passes over the logits twice.
 
-The first pass reads them for each token's largest logit and sum of exponentials, the second
-replaces them by their gradient. In plain torch, ``automoe.model.loss.chunk_loss`` passes over them
-seven times.
+The first pass computes each token's largest logit and sum of exponentials, the second replaces the
+logits by their gradient. In plain torch, ``automoe.model.loss.chunk_loss`` makes seven passes.
 
-Letters: T tokens, V vocabulary (this rank's part of it).
+Letters: T tokens, V vocabulary (this rank's shard of it).
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ WARPS = 8
 
 @triton.jit
 def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
-    """Triton kernel: store a token's largest logit, and its sum of exp(logit - largest)."""
+    """Triton kernel: store each token's largest logit, and its sum of exp(logit - largest).
+
+    One program handles one token, and reads its ``vocabulary`` logits BLOCK at a time.
+    """
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -43,7 +45,10 @@ def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexpr):
-    """Triton kernel: replace logits by exp(logit - largest) * factor, less 1 at the label."""
+    """Triton kernel: replace logits by exp(logit - largest) * factor, minus 1 at the label.
+
+    One program handles BLOCK logits of one token.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * vocabulary + at
@@ -67,9 +72,13 @@ def row_sums(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
 def logits_to_gradient_(
     logits_TV: Tensor, largest_T1: Tensor, factor_T1: Tensor, label_T1: Tensor
 ) -> Tensor:
-    """Replace dense logits by exp(logit - largest) * factor, minus 1 at the label; -1: no label.
+    """Replace logits in place by exp(logit - largest) * factor, minus 1 at the label.
 
-    With factor = 1 / sum this is the cross-entropy's gradient. It changes ``logits_TV`` in place.
+    With factor = 1 / (sum of exponentials), this is the gradient of the cross-entropy.
+
+    Args:
+        logits_TV: contiguous logits; also the result.
+        label_T1: index of the label in V; -1: no label in this rank's shard of the vocabulary.
     """
     num_tokens, vocabulary = logits_TV.shape
     _gradients[(num_tokens, triton.cdiv(vocabulary, BLOCK))](

@@ -5,7 +5,7 @@ each tile's largest number, its scale and its codes. The results equal those of
 ``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
 
 The scales of a product hold for 128 numbers of the summed dim. So each step sums 128 products on
-the matrix units, and the result is scaled and added to the float32 accumulator (DeepSeek-V3, arXiv
+the tensor cores, and the result is scaled and added to the float32 accumulator (DeepSeek-V3, arXiv
 2412.19437, section 3.3.2). Each number is written once, without atomics. Shapes: R rows sorted by
 expert, E experts, K summed.
 """
@@ -35,10 +35,10 @@ FORMATS = {
 
 @triton.jit
 def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
-    """Triton function: return the fp8 scale of each row of ``numbers`` [HEIGHT, 128]: [HEIGHT].
+    """Triton function: return the float8 scale [HEIGHT] of each row of ``numbers`` [HEIGHT, 128].
 
-    A scale is a power of two that brings the numbers to at most ``largest``. If BLOCK all rows
-    share one scale. The scale is NaN if a number is not finite.
+    A scale is the smallest power of two for which numbers / scale are at most ``largest``. With
+    BLOCK all rows share one scale. A scale is NaN if one of its numbers is not finite.
     """
     size = tl.max(tl.abs(numbers), axis=1)
     # NaN is checked separately, since a maximum may ignore it.
@@ -55,10 +55,10 @@ def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr)
 
 @triton.jit
 def _rounded(numbers, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """Triton function: return the nearest numbers of a float8 format, ties to even.
+    """Triton function: round numbers to the nearest values of a float8 format, ties to even.
 
-    Numbers beyond ``largest`` become the largest, infinite ones NaN. MANTISSA is the format's
-    number of bits, LEAST the exponent of its smallest normal number.
+    Numbers beyond +-``largest`` are clamped to it; infinities become NaN. MANTISSA is the format's
+    number of mantissa bits, LEAST the exponent of its smallest normal number.
     """
     infinite = tl.abs(numbers) == float("inf")
     numbers = tl.where(numbers > largest, largest, tl.where(numbers < -largest, -largest, numbers))
@@ -91,9 +91,12 @@ def encode_tiles(
 ):
     """Triton kernel: quantize HEIGHT rows of 128 columns per program to float8 codes and scales.
 
-    There is one scale per row, or one for all rows if BLOCK. FIND: compute the scales, else read
-    them. FORMAT is the dtype of the codes, MANTISSA its number of bits, LEAST the exponent of its
-    smallest normal number.
+    Args:
+        largest: largest number of the float8 format.
+        FIND: True computes and stores ``scales``, False reads them.
+        BLOCK: True: one scale for all HEIGHT rows, else one per row.
+        FORMAT: dtype of the codes, with MANTISSA mantissa bits and LEAST the exponent of its
+            smallest normal number.
     """
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT).to(tl.int64)
@@ -127,9 +130,10 @@ def encode_in_one_pass(
     """Quantize ``x`` [..., R, C] in one kernel; return float8 codes [..., R, C] and scales.
 
     Args:
-        scales: [..., tiles down, tiles across]; None: scales are computed.
+        scales: [..., tiles down, tiles across] to use; None: scales are computed.
+        dtype: float8 dtype of the codes.
         largest: largest number of ``dtype``.
-        height: rows of a tile, 1 or 128; a tile has 128 columns.
+        height: rows of a tile (the numbers that share a scale), 1 or 128; a tile has 128 columns.
     """
     rows, cols = x.shape[-2:]
     flat = x.detach().reshape(prod(x.shape[:-2]), rows, cols)
@@ -167,9 +171,10 @@ def rows_by_blocks(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Triton kernel: compute out = a @ w.T of float8 codes, with the weight of each row's expert.
+    """Triton kernel: multiply each row of ``a`` by its expert's weight, a @ w[e].T, in float8.
 
-    Rows of ``a`` have scales of 128 numbers, the weights of 128 x 128.
+    Rows are sorted by expert; a program computes one tile of an expert's rows and 128 columns.
+    ``a`` has one scale for each 128 numbers of a row, ``w`` one for each block of 128 x 128.
     """
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, _SIDE), BLOCK_M
@@ -209,9 +214,10 @@ def weights_by_lines(
     N,
     PRECISION: tl.constexpr,
 ):
-    """Triton kernel: compute out[e] = a @ b.T of float8 codes over the columns of expert e.
+    """Triton kernel: compute out[e] = a_e @ b_e.T in float8, with a_e the columns of expert e in a.
 
-    The columns begin and end at multiples of 128, each of which has a scale in every row.
+    This is the gradient of the experts' weights. An expert's columns begin and end at multiples of
+    128 (``offsets`` are their ends); ``a`` and ``b`` have one scale for each 128 numbers of a row.
     """
     num_columns = tl.cdiv(N, _COLUMNS)
     blocks = tl.cdiv(M, _SIDE) * num_columns
@@ -247,14 +253,16 @@ def weights_by_lines(
 def block_scaled_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offsets: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply float8 operands with block scales by expert, with a result in ``dtype``.
+    """Multiply float8 operands with block scales for each expert; return the result in ``dtype``.
 
-    Either a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N]. Offsets [E]
-    are the ends of the experts along R. All tensors are contiguous.
+    Two products, by the shape of ``b``: rows of ``a`` [R, K] times their expert's weight ``b`` [E,
+    N, K] give [R, N]; the columns of ``a`` [M, R] and ``b`` [N, R] that belong to an expert,
+    multiplied as a @ b.T, give [E, M, N]. All tensors are contiguous.
 
     Args:
         a_scales: [R, K / 128], or [M, R / 128].
         b_scales: [E, N / 128, K / 128], or [N, R / 128].
+        offsets: [E] end of each expert along R.
     """
     fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)
     num_experts = offsets.numel()

@@ -1,10 +1,8 @@
-"""Launches of the kernels in ``products``, as functions of contiguous tensors.
-
-``products`` lists the shapes.
+"""Launches of the experts' Triton kernels in ``products``, as functions of contiguous tensors.
 
 If rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory
 accelerator copies all operands but gathered rows. Otherwise threads copy. Both give the same
-numbers.
+numbers. Shapes: R rows sorted by expert, E experts, H hidden, I expert width.
 """
 
 from __future__ import annotations
@@ -34,13 +32,20 @@ def gather_up_activate(
     tiles: RowTiles,
     clamp: Clamp,
 ) -> tuple[Tensor, Tensor]:
-    """Return gate and up [R, 2I], and probs * activation [R, I], of the tokens ``x[gather_idx]``.
+    """Compute the first half of the experts: gate and up projection of gathered tokens, activation.
+
+    Shapes: R (token, expert) rows sorted by expert, I expert width.
 
     Args:
-        gather_idx: token of each row; rows are sorted by expert.
-        probs: routing weight of each row.
+        x: tokens [N, H].
+        gather_idx: [R] token of each row.
+        gate_up_proj: [E, 2, I, H] weights.
+        probs: [R] routing weight of each row.
         tiles: the rows cut into tiles of one expert.
-        clamp: alpha and limit of a clamped activation.
+        clamp: alpha and limit of the clamped SwiGLU; None: plain SwiGLU.
+
+    Returns:
+        Gate and up [R, 2I] before the activation, and probs * activation [R, I].
     """
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre = x.new_empty(num_rows, 2 * width)
@@ -66,12 +71,13 @@ def rows_times_weights(
     bias: Tensor | None = None,
     probs: Tensor | None = None,
 ) -> Tensor:
-    """Return rows [R, K] times the weight of each row's expert: [R, N].
+    """Multiply each of R rows [R, K], sorted by expert, by its expert's weight: [R, N].
 
     Args:
         product: ``down`` with weights [E, N, K], or ``grad_rows`` with weights [E, K, N].
         tiles: the rows cut into tiles of one expert.
-        bias: [E, N], of which ``probs`` [R] times the expert's is added; None: nothing is added.
+        bias: [E, N]; the row's routing weight ``probs`` [R] times its expert's bias is added. None:
+            no bias.
     """
     by_columns = product == "down"
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
@@ -92,16 +98,21 @@ def rows_times_weights(
 def grad_down_activate(
     grad_out: Tensor, down_proj: Tensor, probs: Tensor, pre: Tensor, tiles: RowTiles, clamp: Clamp
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a backward pass through the down projection and the activation.
+    """Run the backward pass through the experts' down projection and activation.
+
+    Shapes: R rows sorted by expert, E experts, H hidden, I expert width.
 
     Args:
         grad_out: gradient [R, H] of the experts' outputs.
-        probs: routing weight of each row.
-        pre: gate and up [R, 2I].
+        down_proj: [E, H, I] weights.
+        probs: [R] routing weight of each row.
+        pre: gate and up [R, 2I] before the activation.
+        tiles: the rows cut into tiles of one expert.
+        clamp: alpha and limit of the clamped SwiGLU; None: plain SwiGLU.
 
     Returns:
-        The gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
-        gradient of probs [R, ...].
+        The gradient of gate and up [R, 2I]; probs * activation [R, I]; and partial sums of the
+        gradient of probs [R, blocks], to be summed over the last dim.
     """
     blocks, step = _blocks("back", grad_out, down_proj)
     _, hidden, width = down_proj.shape
@@ -123,11 +134,13 @@ def grad_down_activate(
 def grad_weights(
     left: Tensor, right: Tensor, gather_idx: Tensor | None, offsets: Tensor, out: Tensor
 ) -> Tensor:
-    """Fill ``out`` [E, ..., N] with left.T @ right over each expert's rows, and return it.
+    """Compute left.T @ right over each expert's rows, the gradient of its weight, into ``out``.
 
     Args:
-        gather_idx: row of ``right`` for each row of ``left``; None: rows are in the same order.
-        offsets: end of each expert's rows.
+        left, right: [R, M] and [R, N], rows sorted by expert.
+        gather_idx: [R] row of ``right`` for each row of ``left``; None: the same order.
+        offsets: [E] end of each expert's rows.
+        out: [E, ..., N], also returned.
     """
     product = "grad_weights" if gather_idx is None else "grad_weights_gathered"
     blocks, step = _blocks(product, left, right)
@@ -143,11 +156,12 @@ def grad_weights(
 
 
 def sum_of_tokens(rows: Tensor, gather_idx: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
-    """Sum the gradients [R, H] of (token, expert) rows by their tokens ``gather_idx``: [N, H].
+    """Sum the gradients ``rows`` [R, H] of (token, expert) pairs for each token: [N, H].
 
     Args:
-        offsets: end of each expert's rows.
-        x: the tokens [N, H], for shape and dtype.
+        gather_idx: [R] token of each row; rows are sorted by expert.
+        offsets: [E] end of each expert's rows; rows after the last one are ignored.
+        x: the tokens [N, H], for shape and dtype of the result.
     """
     num_tokens, hidden = x.shape
     # Rows past the last offset were never computed: they go to a token that does not exist.
@@ -171,9 +185,10 @@ def _over_rows(
     """Launch a Triton kernel with one program for each tile of rows and block of columns.
 
     Args:
-        step: number that all row lengths are multiples of.
-        operands: tensors that come first in the kernel's arguments.
-        sizes: numbers that come last.
+        step: number that divides the length of every operand's rows.
+        operands: tensors, the first arguments of the kernel.
+        sizes: numbers that follow the operands and the description of the tiles.
+        constants: further compile-time constants.
     """
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
         *operands,
@@ -185,11 +200,15 @@ def _over_rows(
 
 
 def _blocks(product: str, *tensors: Tensor) -> tuple[Blocks, int]:
-    """Return the block sizes for a product, and a number that its row lengths are multiples of.
+    """Return the block sizes for a product, and a number that divides the length of all rows.
 
-    The number fills 16 bytes if all rows begin at multiples of 16 bytes, else it is 1, and nothing
-    is copied by the tensor memory accelerator. Allocations are aligned, so only offsets and row
-    lengths are checked.
+    The number fills 16 bytes if all rows begin at multiples of 16 bytes; otherwise it is 1, and the
+    tensor memory accelerator is not used. The allocator aligns storages, so only the tensors'
+    storage offsets and row lengths are checked.
+
+    Args:
+        product: name of the product, a key of ``tiling.HOPPER``.
+        tensors: contiguous operands of the product.
     """
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]

@@ -1,9 +1,9 @@
-"""RMSNorm on a GPU: each number is read once and written once, in both passes.
+"""RMSNorm on a GPU that reads and writes each number once, in the forward and backward pass.
 
-torch's fused kernels take the input and the weight in one dtype, so a bfloat16 input has to be
-widened first, which reads and writes it twelve times as often as needed. Here sums are float32,
-whatever the input; the gradient of the weight is summed in a fixed order, so a run repeats bit for
-bit. Shapes: T rows, D width.
+torch's fused kernels take input and weight in one dtype, so a bfloat16 input must first be
+converted, which reads and writes it twelve times as often as needed. Here sums are float32 for any
+input dtype. The gradient of the weight is summed in a fixed order, so a run repeats bit for bit.
+Shapes: T rows, D width.
 """
 
 from __future__ import annotations
@@ -87,16 +87,21 @@ def _norm_grads(
 
 
 def _tile(dim: int) -> dict[str, int]:
-    """Return the tile sizes of both norm kernels for rows of ``dim`` numbers."""
+    """Return tile sizes and number of warps of both norm kernels for rows of ``dim`` numbers."""
     width = triton.next_power_of_2(dim)
     rows = max(1, _TILE // width)
     return {"ROWS": rows, "BLOCK_D": width, "num_warps": min(16, max(4, width // 512))}
 
 
 def norm_rows(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x / sqrt(mean(x^2) + eps) * weight in the dtype of x, and 1 / sqrt(...) [T, 1].
+    """Return RMSNorm x * scale * weight in the dtype of x, and scale = 1 / sqrt(mean(x^2) + eps).
 
-    ``x`` is bfloat16, float16 or float32, with dense rows; ``weight`` is float32.
+    Args:
+        x_TD: bfloat16, float16 or float32, the last dim dense.
+        weight_D: float32.
+
+    Returns:
+        The normalized rows [T, D], and the float32 scales [T, 1] for ``norm_grads``.
     """
     num_rows, dim = x_TD.shape
     out_TD = torch.empty((num_rows, dim), dtype=x_TD.dtype, device=x_TD.device)
@@ -113,7 +118,12 @@ def norm_rows(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tenso
 def norm_grads(
     grad_TD: Tensor, x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``x`` and ``weight``; ``norm_rows`` returned ``scales``."""
+    """Return the gradients of RMSNorm's input ``x`` [T, D] and ``weight`` [D].
+
+    Args:
+        grad_TD: gradient of the output.
+        scales_T1: scales that ``norm_rows`` returned.
+    """
     num_rows, dim = x_TD.shape
     grad_x_TD = torch.empty_like(grad_TD)
     tile = _tile(dim)

@@ -1,4 +1,4 @@
-"""The matrix products of the routed experts, with gathering and activation fused in.
+"""Triton kernels for the matrix products of routed experts, with gathering and activation fused.
 
 Every product runs over tiles of rows of one expert (``automoe.kernels.tiling``), accumulates in
 float32 and writes each number once, without atomics: a run repeats bit for bit. Shapes: R rows
@@ -18,10 +18,10 @@ _TILES_TOGETHER = tl.constexpr(8)
 
 @triton.jit
 def _known(size, STEP: tl.constexpr):
-    """Triton function: return ``size`` as a multiple of STEP that the compiler can see.
+    """Triton function: return ``size``, a multiple of STEP, so that the compiler knows the divisor.
 
-    By itself the compiler sees only multiples of 16, and copies rows of other lengths one number at
-    a time.
+    By itself the compiler only recognises multiples of 16, and copies rows of other lengths one
+    number at a time.
     """
     return size // STEP * STEP
 
@@ -32,10 +32,17 @@ def _rows_of_tile(
 ):
     """Triton function: return the expert, block of columns and rows that this program computes.
 
+    Args:
+        tile_expert, tile_row, offsets: the fields ``expert``, ``first_row``, ``offsets`` of
+            ``RowTiles``.
+        num_tiles: length of ``tile_expert``, including entries without a tile.
+        num_columns: number of blocks of columns.
+
     Returns:
-        The expert (``num_experts`` if the program has no tile), the block of columns, the first
-        row, the row numbers relative to it, and which of these rows are real. The first row has 64
-        bits, for addresses; the relative numbers have 32, since 64 would spill registers.
+        The expert (``num_experts`` if the program has no tile), the number of its block of columns,
+        the first row, the row numbers relative to it, and a mask of the rows that belong to the
+        expert. The first row has 64 bits, for addresses; the relative numbers have 32, since 64
+        would spill registers.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -52,15 +59,15 @@ def _rows_of_tile(
 
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Split [ROWS, COLUMNS] into the left and right half of its columns, within registers."""
+    """Triton function: split [ROWS, COLUMNS] into its left and right columns, within registers."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """Return acc + a @ b, or a @ b if ``acc`` is None.
+    """Triton function: return acc + a @ b, or a @ b if ``acc`` is None.
 
-    ``ieee`` multiplies in full float32, which the interpreter also needs for narrower numbers.
+    PRECISION ``ieee`` multiplies in full float32; Triton's interpreter needs it for all dtypes.
     """
     if PRECISION == "ieee":
         a = a.to(tl.float32)
@@ -70,9 +77,9 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
-    """Cast ``value`` (float32) to ``to``, rounded to nearest even as on GPUs.
+    """Triton function: cast ``value`` (float32) to dtype ``to``, rounded to nearest, ties to even.
 
-    The interpreter's own cast truncates bfloat16.
+    GPUs round so themselves; Triton's interpreter would truncate to bfloat16.
     """
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
@@ -82,30 +89,30 @@ def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load(at, mask):
-    """Triton function: return the numbers at pointers as float32, zeros outside ``mask``."""
+    """Triton function: load numbers from the pointers ``at`` as float32; 0 where ``mask`` is False."""
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(at, value, mask, PRECISION: tl.constexpr):
-    """Triton function: store ``value`` (float32) in the dtype of the pointers, ties to even."""
+    """Triton function: store ``value`` (float32) at the pointers ``at``, rounded to their dtype."""
     tl.store(at, _narrow(value, at.dtype.element_ty, PRECISION), mask=mask)
 
 
 @triton.jit
 def _block(at, rows, columns):
-    """Triton function: return the numbers at the pointers ``at``, zeros outside of the masks.
+    """Triton function: load a 2-D block from the pointers ``at``, in their dtype.
 
-    ``rows`` and ``columns`` are the two masks, and the numbers keep their dtype.
+    ``rows`` and ``columns`` are 1-D masks; numbers outside them are 0.
     """
     return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
 
 
 @triton.jit
 def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """Triton function: return the activation and its derivatives with respect to gate and up.
+    """Triton function: return an activation and its derivatives with respect to gate and up.
 
-    CLAMPED: the clamped SwiGLU with ``alpha`` and ``limit``, else plain SwiGLU.
+    With CLAMPED it is the clamped SwiGLU of GPT-OSS with ``alpha`` and ``limit``, else SwiGLU.
     """
     if CLAMPED:
         low = tl.minimum(gate, limit)
@@ -145,9 +152,10 @@ def gather_up_activate(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Triton kernel: compute gate, up and activation of tokens read through ``gather_idx``.
+    """Triton kernel: compute the experts' gate and up projection and activation.
 
-    So x is never permuted in memory.
+    Each program reads its tokens from ``x`` through ``gather_idx``, so no permuted copy of x is
+    made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight * activation).
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -213,9 +221,10 @@ def rows_times_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Triton kernel: compute out = a @ w with the weight of each row's expert.
+    """Triton kernel: multiply each row of ``a``, sorted by expert, by its expert's weight in ``w``.
 
-    The kernel serves the down projection and the gradient of the gathered rows.
+    It computes the down projection, and in the backward pass the gradient of the experts' input
+    rows.
     """
     K = _known(K, STEP)
     N = _known(N, STEP)
@@ -251,10 +260,13 @@ def _product(
     a, w, real, inside, K, stride_w_k,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: return a block of the product of rows of ``a`` and columns of ``w``.
+    """Triton function: return one block [BLOCK_M, BLOCK_N] of a matrix product.
 
-    ``a`` [BLOCK_M, 1] and ``w`` [1, BLOCK_N] point to the first numbers of rows and columns of K
-    numbers; the result is [BLOCK_M, BLOCK_N].
+    Args:
+        a: [BLOCK_M, 1] pointers to the first of K numbers of each row.
+        w: [1, BLOCK_N] pointers to the first of K numbers of each column.
+        real, inside: masks of the rows and columns that exist.
+        stride_w_k: stride between the numbers of a column.
     """
     k = tl.arange(0, BLOCK_K)
     a += k[None, :]
@@ -273,11 +285,12 @@ def _described_product(
     a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: return a block of a product, copied by the tensor memory accelerator.
+    """Triton function: return one block [BLOCK_M, COLUMNS] of a product, with operands read by TMA.
 
-    A copy is one instruction, without addresses. ``w`` describes [.., N, K] if BY_COLUMNS, else
-    [.., K, N]; ``a`` describes [R, K], or points to rows if GATHERED. Rows read past the last real
-    one are other rows or zeros, and do not change the real ones.
+    ``w`` is a tensor descriptor of [.., N, K] if BY_COLUMNS, else of [.., K, N]. ``a`` is a
+    descriptor of [R, K]; with GATHERED it is pointers to rows instead. A tile may extend past its
+    expert's last row: these extra rows hold other rows or zeros, and the caller masks their
+    results.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -321,10 +334,10 @@ def grad_down_activate(
     BLOCK_K: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """Triton kernel: compute the gradients of gate, up and probs from the output's gradient.
+    """Triton kernel: compute the gradients of gate, up and routing weights from that of the output.
 
     The gradient of the activation stays in registers; its product with the activation, summed over
-    columns, is the gradient of probs.
+    columns, is the gradient of the routing weights ``probs``.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -361,11 +374,12 @@ def _grad_activation(
 ):  # fmt: skip
     """Triton function: run the backward pass of the gated activation for COLUMNS columns.
 
-    It writes the gradients of gate and up, and the activation times the routing probability, and
-    returns each row's sum of gradient times activation: a part of the gradient of ``probs``.
+    It stores the gradients of gate and up, and the activation times the routing weight. It returns
+    each row's sum over these columns of gradient times activation, a term of the gradient of
+    ``probs``.
 
-    Columns are processed a few at a time: gate, up and four results of all columns do not fit the
-    registers together with the accumulator.
+    Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all
+    columns would not fit the registers together with the accumulator.
     """
     if COLUMNS > COLUMNS_AT_ONCE:
         left, right = _halves(grad, BLOCK_M, COLUMNS)
@@ -407,7 +421,11 @@ def grad_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Triton kernel: compute out[e] = left.T @ right over the rows of each expert e."""
+    """Triton kernel: compute out[e] = left.T @ right over the rows of each expert e.
+
+    This is the gradient of the experts' weights. ``offsets`` are the ends of the experts' rows;
+    ``gather_idx`` gives the row of ``right`` for each row of ``left``, or is None.
+    """
     M = _known(M, STEP)
     N = _known(N, STEP)
     num_columns = tl.cdiv(N, BLOCK_N)
@@ -443,7 +461,12 @@ def sum_rows_of_token(
     PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Triton kernel: sum the gradients of each token's rows, in order of experts."""
+    """Triton kernel: sum each token's rows of gradients, in the order of its experts.
+
+    Args:
+        order: row numbers, sorted by token.
+        first: for each token, index in ``order`` of its first row; one more entry is the end.
+    """
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros((BLOCK_H,), tl.float32)

@@ -1,13 +1,13 @@
-"""Kernels for ``kernels.rope=triton``: one copies and rotates heads, one joins MLA's keys.
+"""Kernels for ``kernels.rope=triton``: rotary embedding of heads, and joining of MLA's keys.
 
-    turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on rotated; input and output
-                are laid out in pairs or halves
-    join_keys   kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
+    turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on rotated; the two dims of
+                a rotation are adjacent (pairs) or R / 2 apart (halves) in input and output
+    join_keys   kv [B, S, N, P + V], k_rope [B, S, R] -> k [B, S, N, P + R] and v, a view of kv
 
-Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no
-sum over views. One program sums the gradient of k_rope over heads, in order: a run repeats bit for
-bit. Angles and products are float32. Shapes: B rows, S positions, N heads, D head dim; P
-dims of a key head without rotation, V of a value head.
+Each number is read once and written once, in the forward and backward pass, and gradients of kv,
+k_rope and x need no sum over views. One program sums the gradient of k_rope over heads, in order: a
+run repeats bit for bit. Angles and products are float32. Shapes: B rows, S positions, N heads, D
+head dim; P dims of a key head without rotation, V of a value head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def turn_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_KEPT: tl.constexpr,
 ):
-    """Triton kernel: rotate heads by rotary angles; the grid is tokens x blocks of heads."""
+    """Triton kernel: apply rotary embedding; one program rotates HEADS heads of one token.
+
+    Dims START ... START + 2 HALF - 1 are rotated, the others copied.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = (head < num_heads)[:, None]
@@ -100,9 +103,9 @@ def join_heads(
     BLOCK_KEEP: tl.constexpr,
     BLOCK_TURN: tl.constexpr,
 ):
-    """Triton kernel: join the head's part of MLA keys with the rotary part that all heads share.
+    """Triton kernel: concatenate each head's own dims of MLA keys and the shared rotary dims.
 
-    The grid is tokens x heads.
+    One program writes HEADS keys of one token, with KEEP own and TURN rotary dims.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
@@ -144,9 +147,11 @@ def part_heads(
     BLOCK_TURN: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
-    """Triton kernel: split the gradients of the keys that ``join_heads`` joined.
+    """Triton kernel: backward pass of ``join_heads``, which concatenated MLA keys.
 
-    Each program sums the rotary part over all heads of its token.
+    It splits the keys' gradient into each head's own dims, stored with the gradient of values in
+    ``grad_kv``, and the rotary dims, summed over heads in ``grad_k_rope``. One program handles one
+    token.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
@@ -175,9 +180,14 @@ def part_heads(
 def turn_dims(
     x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
 ) -> Tensor:
-    """Return a copy of x whose R dims from ``start`` on are rotated, in one kernel on CUDA.
+    """Return a copy of x with R of its dims, from ``start`` on, rotated, in one kernel on CUDA.
 
-    Arguments are those of ``automoe.model.rope.turn_dims``. It takes bfloat16, float16 and float32.
+    Args:
+        x: [B, S, N, D] bfloat16, float16 or float32.
+        cos, sin: [B, S, 1, R / 2] of the angles.
+        from_pairs: the two dims of a rotation in x are (2i, 2i+1); else (i, i + R/2).
+        to_pairs: the same choice for the result.
+        back: rotate by minus the angles.
 
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
@@ -201,8 +211,12 @@ def turn_dims(
 def join_keys(kv: Tensor, k_rope: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
     """Return MLA's keys and values, joined in one kernel on CUDA.
 
-    Each head's key is its ``nope_dim`` numbers of ``kv`` and the shared rotated ``k_rope``; the
-    rest of ``kv`` are its values. It takes bfloat16, float16 and float32.
+    Each head's key is its first ``nope_dim`` numbers of ``kv`` followed by ``k_rope``, the rotated
+    dims that all heads share; its value is the rest of ``kv``.
+
+    Args:
+        kv: [B, S, N, nope_dim + value dim] bfloat16, float16 or float32.
+        k_rope: [B, S, rotary dim].
 
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
@@ -249,5 +263,5 @@ class _JoinKeys(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` with its last dim dense, as a copy only if needed."""
+    """Return ``x`` with stride 1 in its last dim; copy it only if needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

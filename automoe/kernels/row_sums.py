@@ -1,4 +1,4 @@
-"""Sums of rows that belong together, such as the outputs of a token's experts, in a fixed order."""
+"""Deterministic sums of rows with equal index, such as the outputs of a token's experts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     """Sum the rows that have the same index, in their order: [num_sums, H], in the rows' dtype.
 
-    Rows with the index ``num_sums`` belong to no sum. On the CPU ``index_add_`` adds in that order.
-    On CUDA it would add with atomics, in any order, and round each sum to the dtype of the rows.
+    Rows with the index ``num_sums`` are ignored. On CUDA ``index_add_`` would add with atomics, in
+    any order, and round after each addition, so another operator is used there.
     """
     if rows_MH.device.type == "cpu":
         out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])
@@ -22,9 +22,9 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
 def sum_in_order(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     """Sum the rows that have the same index, in their order, on any device: [num_sums, H].
 
-    ``embedding_bag`` does it: one thread per column sums the rows of an index, without atomics.
-
-    CUDA's kernel accumulates narrow rows in float32. No host sync.
+    ``embedding_bag`` computes it: one thread per column sums the rows of an index, without atomics.
+    On CUDA it accumulates rows of 16-bit dtypes in float32. There is no host sync. Rows with the
+    index ``num_sums`` are ignored.
     """
     if not rows_MH.shape[0]:
         return rows_MH.new_zeros(num_sums, rows_MH.shape[1])
@@ -48,5 +48,5 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x_NH: Tensor, index_M: Tensor) -> Tensor:
-    """Return the rows x[``index``] [M, H]; their gradients are summed in a fixed order."""
+    """Return the rows x[index] [M, H]; the backward pass sums gradients in a fixed order."""
     return _GatherRows.apply(x_NH, index_M)

@@ -1,4 +1,4 @@
-"""Check that the Triton kernels support a tensor; needs triton, so import it only on demand."""
+"""Check that the Triton kernels support a tensor; imports triton, so import it only when needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_served(x: torch.Tensor, key: str, instead: str = "torch") -> None:
-    """Raise ``BackendError`` if a Triton kernel does not take ``x``: on the CPU, or of its dtype.
+    """Raise ``BackendError`` if ``x`` is on the CPU or has a dtype that the kernels do not take.
 
     Args:
-        key: the setting whose value ``triton`` selected a kernel, e.g. ``kernels.rope``.
-        instead: the value that works on the CPU and for other dtypes.
+        key: the setting that selected a kernel by its value ``triton``, e.g. ``kernels.rope``.
+        instead: the value of that setting which the error recommends.
     """
     if x.dtype not in _DTYPES:
         raise BackendError(

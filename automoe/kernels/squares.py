@@ -1,6 +1,6 @@
-"""Kernel of the gradient norm on a GPU: sums squares in float64 and reads each number once.
+"""Sum of squares for the gradient norm on a GPU: sums in float64 and reads each number once.
 
-torch's norm in another dtype first makes a float64 copy of the tensor. On an H200 that took 70 ms
+torch's norm with another dtype first makes a float64 copy of the tensor. On an H200 that took 70 ms
 of a step of 830 ms, for 46 GB of gradients, which can be read in 10 ms.
 """
 

@@ -1,7 +1,7 @@
-"""Kernel for ``optim.master_weights=stochastic``: reads and writes each number once.
+"""AdamW in one kernel, with stochastic rounding, for ``optim.master_weights=stochastic``.
 
 It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds
-each of them (no product is fused with a sum), so the numbers are equal to the bit.
+each of them (no product is fused with a sum), so both give the same numbers to the bit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MIX_2 = tl.constexpr(MIX_2)
 
 @triton.jit
 def random_bits(index, key):
-    """Triton function: return 64 random bits (uint64) for each index of the stream ``key``.
+    """Triton function: return 64 random bits (uint64) for each index of the random stream ``key``.
 
-    The bits are those of ``counter_random.bits_at``.
+    They equal those of ``counter_random.bits_at``, which computes them in torch.
     """
     x = (index + 1).to(tl.uint64) * _GOLDEN_GAMMA + key.to(tl.uint64)
     x = (x ^ (x >> 30)) * _MIX_1
@@ -35,9 +35,10 @@ def random_bits(index, key):
 
 @triton.jit
 def _load(source, at, mask):
-    """Triton function: load numbers as float32.
+    """Triton function: load numbers at pointers ``source + at`` as float32; 0 outside ``mask``.
 
-    The interpreter's own cast is wrong for the smallest bfloat16 numbers.
+    bfloat16 is converted by its bits, since the cast of Triton's interpreter is wrong for
+    subnormals.
     """
     x = tl.load(source + at, mask=mask, other=0.0)
     if source.dtype.element_ty == tl.bfloat16:
@@ -47,9 +48,9 @@ def _load(source, at, mask):
 
 @triton.jit
 def _store(to, at, x, bits, mask):
-    """Triton function: store ``x`` (float32); bfloat16 is rounded stochastically by ``bits``.
+    """Triton function: store ``x`` (float32) at pointers ``to + at``.
 
-    The lowest 16 of ``bits`` are used.
+    bfloat16 is rounded stochastically, by the lowest 16 of the random ``bits``.
     """
     if to.dtype.element_ty == tl.bfloat16:
         stored = x.to(tl.uint32, bitcast=True)
@@ -91,7 +92,12 @@ def update_part(
 ):
     """Triton kernel: update this rank's shard of a parameter and its moments by AdamW.
 
-    The grid is blocks of rows x blocks of columns.
+    One program updates a block of ROWS x COLS elements.
+
+    Args:
+        steps, rates, second_scales: step counts, step sizes and bias corrections of all parameters
+            of the group; ``place`` is this parameter's index in them.
+        key: key of the parameter's random stream, for the rounding.
     """
     blocks = tl.cdiv(num_cols, COLS)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
@@ -126,8 +132,8 @@ def update_in_one_pass(
     Args:
         tensors: this rank's shards of the parameter, its gradient, its first and second moments.
         first_index: index of the shard's first element in the full parameter.
-        runs: (size, stride in the full parameter) of its dims, at most three; the last stride is
-            one.
+        runs: for each dim of the shard (at most three): its size, and its stride in the full
+            parameter; the last stride is 1.
         numbers: step sizes and coefficients (``automoe.optim.stochastic.Numbers``).
     """
     num_values = tensors[0].numel()

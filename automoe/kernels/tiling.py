@@ -1,12 +1,12 @@
-"""Tiling of the experts' products: blocks for Hopper, and tiles of rows.
+"""Block sizes of the experts' kernels on Hopper, and the tiles of rows that kernels process.
 
-A program sums over ``summed`` elements per step, with ``num_stages`` steps in flight. A warpgroup
-(four warps) multiplies 64 rows by up to 256 columns. It reads its rows and all columns from shared
-memory, of which a multiprocessor has 227 KB at 128 bytes per cycle. The limit is therefore the
-traffic of shared memory: the bytes that loads write, and that a cycle's 2,048 multiplications read.
-Blocks of 128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224.
-``benchmarks/tune_kernels.py`` timed others beside them on an H200; ``HOPPER`` has the fastest of them
-for each product, over five layers.
+A Triton program sums over ``summed`` elements per step, with ``num_stages`` steps in flight. A
+warpgroup (four warps) multiplies 64 rows by up to 256 columns. It reads its rows and all columns
+from shared memory, of which a multiprocessor has 227 KB at 128 bytes per cycle. The limit is
+therefore the traffic of shared memory: the bytes that loads write, and those that a cycle's 2,048
+multiplications read. Blocks of 128 x 256 need 128 bytes per cycle, 128 x 128 need 160, 128 x 64
+need 224. ``benchmarks/tune_kernels.py`` timed these and other block sizes on an H200; ``HOPPER``
+has the fastest for each product, over five layers.
 
 The tiles of rows are computed on the device, so the host never waits for the routing.
 """
@@ -25,8 +25,14 @@ from automoe.kernels.served import INTERPRETED
 class Blocks:
     """Block sizes and launch parameters of one program of a Triton kernel.
 
-    ``rows`` is the height of a block in products for weights' gradients; other products have the
-    height of a tile.
+    Attributes:
+        columns: columns of the output block.
+        num_stages, num_warps: Triton's launch options.
+        summed: elements of the summed dim that are loaded per step.
+        rows: rows of the output block in weight gradients; other products have the tile's height.
+        columns_at_once: columns that the activation's backward pass processes at a time, to save
+            registers.
+        tma: whether operands are copied by the tensor memory accelerator.
     """
 
     columns: int
@@ -39,9 +45,10 @@ class Blocks:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return ``input_precision`` for Triton's products of ``dtype``: ieee for float32, else tf32.
+    """Return ``input_precision`` of ``tl.dot`` for ``dtype``: ``ieee`` for float32, else ``tf32``.
 
-    For narrower dtypes the value has no effect on a GPU; the interpreter needs ieee.
+    For 16-bit and 8-bit dtypes it has no effect on a GPU. Triton's interpreter always gets
+    ``ieee``.
     """
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
@@ -66,13 +73,13 @@ _INTERPRETED = Blocks(
 
 
 def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
-    """Return the block sizes with which a product of expert kernels is launched.
+    """Return the block sizes with which a product of the experts' kernels is launched.
 
-    The interpreter gets the smallest blocks, since it takes time for each element.
+    Triton's interpreter gets the smallest blocks, since its time grows with their size.
 
     Args:
-        product: a key of ``HOPPER``.
-        aligned: all rows begin at multiples of 16 bytes.
+        product: a key of ``HOPPER``, such as ``up`` or ``down``.
+        aligned: True if all rows begin at multiples of 16 bytes.
     """
     if INTERPRETED:
         return _INTERPRETED
@@ -83,13 +90,14 @@ def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
 class RowTiles:
     """R rows sorted by expert, cut into tiles of ``height`` rows of one expert each.
 
-    There are more slots (programs that a kernel launches for tiles) than tiles, since the host
-    knows R but not the counts: at most R / height full tiles, and one partial tile for each expert.
+    The host knows R but not how many rows each expert has, so it launches programs for the largest
+    possible number of tiles ("slots"): R / height full tiles, and one partial tile per expert.
 
     Attributes:
-        expert: [slots] int32, the expert of a tile; E in a slot without a tile.
+        expert: [slots] int32, the expert of a tile; E (number of experts) in a slot without a tile.
         first_row: [slots] int32, the first row of a tile.
         offsets: [E] int32, end of each expert's rows.
+        height: rows of a tile.
     """
 
     expert: Tensor
@@ -107,7 +115,7 @@ def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowT
 
     Args:
         offsets: [E] int32, end of each expert's rows.
-        height: None: that of ``tile_height``, and 16 in the interpreter.
+        height: None: the result of ``tile_height``, or 16 in Triton's interpreter.
     """
     num_experts = offsets.numel()
     if height is None:
@@ -124,7 +132,7 @@ def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowT
 
 
 def tile_height(num_rows: int, num_experts: int) -> int:
-    """Return the number of rows of a tile: an expert's average number of rows, in 16 ... 128.
+    """Return the rows per tile: an expert's mean number of rows, as a power of two in 16 ... 128.
 
     16 rows are the minimum of a matrix instruction.
     """

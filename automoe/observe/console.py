@@ -1,4 +1,4 @@
-"""Terminal output of rank 0: a banner, a line for each logged step, and a summary."""
+"""Terminal output of a run on rank 0: a banner, a line for each logged step, and a summary."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Console:
             self._rich = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
 
     def start(self, *, resume_step: int = 0) -> None:
-        """Print the banner: model, meshes, batch, data and run directory.
+        """Print the banner: the run's model, meshes, batch, data and run directory.
 
         Args:
             resume_step: step of the checkpoint that the run continues from; 0: a new run.
@@ -91,10 +91,14 @@ class Console:
         self._print()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Print a line for a step's record (as in ``metrics.jsonl``), a second one if it validated.
+        """Print a line with a step's metrics, and a second line if the step had a validation.
 
-        A step prints if it is due by time, or by ``observe.log_every`` if that is set. The first,
-        the last, a validating and a non-finite step always print.
+        Steps are printed every ``observe.log_every`` steps, or if that is 0 at intervals of time.
+        The first and the last step, and steps with a validation or a non-finite loss, are always
+        printed.
+
+        Args:
+            record: the step's record, as in ``metrics.jsonl``.
         """
         if not self.enabled:
             return
@@ -157,14 +161,14 @@ class Console:
                 self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:
-        """Print a line between step lines, such as a saved checkpoint or a skipped spike."""
+        """Print a line between step lines, for example about a saved checkpoint or a skipped step."""
         self._print(f"{'':>{self._step_width}}  {from_here(text)}", "cyan")
 
     def row(self, lines: Iterable[tuple[str, bool]]) -> None:
-        """Print lines of text of a row of training data; lines of trained tokens are green.
+        """Print the text of a row of training data; lines of trained tokens are green.
 
         Args:
-            lines: (text, trained) per line, as ``describe_row`` returns.
+            lines: (text, whether its tokens are trained) per line.
         """
         for text, trained in lines:
             self._print(text, "green" if trained else "dim")
@@ -207,7 +211,7 @@ class Console:
         self._print(f"{first:>{self._step_width}}{body}", style)
 
     def _time_left(self, record: Mapping[str, Any], now: float) -> float:
-        """Estimate the seconds until the last step from the pace of recent steps, with validation.
+        """Estimate the seconds until the last step from the pace of recent steps and validations.
 
         Args:
             record: the current step's record.

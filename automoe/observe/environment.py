@@ -1,4 +1,4 @@
-"""Versions and hardware of the process that records a run. Nothing here imports torch."""
+"""Versions of packages and hardware of this process, for a run's record. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""FLOPs of one training token. No torch.
+"""FLOPs to train on one token, for the model FLOPs utilization (MFU). Does not import torch.
 
 FLOPs come in the two conventions that published MFU figures use (``TokenFlops``). A multiply-add is
-2 FLOPs and the backward pass costs twice the forward. So a number of a trained weight costs 6 FLOPs
-per token, and one of a frozen weight 4, or 2 if no earlier parameter is trained. A gated delta net
-counts as its recurrence: reading a head's state with a key, updating it, and reading it with a
-query are three products of Dk x Dv numbers per token. With an indexer, attention is counted over
-the chosen keys; the indexer scores all keys and learns from the chosen ones. Router, norms, biases,
-softmax and recomputation are not counted.
+2 FLOPs and the backward pass costs twice the forward pass. So each element of a trained weight
+costs 6 FLOPs per token; of a frozen weight 4, or 2 if no earlier parameter is trained. A gated
+delta net counts as its recurrence: reading a head's state with a key, updating it, and reading it
+with a query are three products of Dk x Dv numbers per token. With an indexer (sparse attention),
+attention is counted over the selected keys; the indexer scores all keys and is trained on the
+selected ones. Router, norms, biases, softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LORA_B = (
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token, by two ways to count attention.
+    """Training FLOPs per token, by two conventions to count causal attention.
 
     Attributes:
-        causal: counts only the used half of the attention matrix.
+        causal: counts only the half of the attention matrix below the diagonal.
         full_attention: counts the whole matrix.
     """
 
@@ -49,7 +49,12 @@ class TokenFlops:
     full_attention: float
 
     def mfu(self, tokens_per_second: float, peak_flops: float) -> tuple[float, float]:
-        """Return (``mfu``, ``mfu_full_attention``), fractions of the ``peak_flops`` of all GPUs."""
+        """Return the MFU by both conventions: (``causal``, ``full_attention``), as fractions.
+
+        Args:
+            tokens_per_second: throughput of the GPUs to which ``peak_flops`` belongs.
+            peak_flops: their peak FLOP/s, summed.
+        """
         return (
             self.causal * tokens_per_second / peak_flops,
             self.full_attention * tokens_per_second / peak_flops,
@@ -62,10 +67,11 @@ def train_flops_per_token(
     """Return forward and backward FLOPs per token of rows with ``seq_len`` tokens.
 
     Args:
-        model: the architecture; a module for multi-token prediction uses the head once more.
-        seq_len: tokens per row; attention is counted over whole rows, for any documents in them.
-        made: function of the model's parameters that returns those to count, with frozen ones
-            marked and LoRA adapters added; default: all parameters are trained.
+        model: the architecture; each multi-token prediction module uses the output head once more.
+        seq_len: tokens per row; attention is counted over whole rows, even if a row has several
+            documents.
+        made: function that gets the model's parameters and returns those to count: frozen ones
+            marked, LoRA adapters added. By default all parameters are trained.
     """
     attention = model.attention
     params = made(model_params(model))
@@ -110,9 +116,9 @@ def train_flops_per_token(
 
 
 def step_flops_per_token(config: Config) -> TokenFlops:
-    """Return FLOPs per token of training ``config``, with freezing and adapters.
+    """Return the FLOPs per token of training with ``config``, with its frozen weights and LoRA.
 
-    Frozen weights have no gradient; adapters are multiplied as well.
+    A frozen weight needs no weight gradient; adapters add their own products.
     """
     made = partial(with_adapters, config=config)
     model = config.model
@@ -123,17 +129,17 @@ def step_flops_per_token(config: Config) -> TokenFlops:
 
 
 def _passes(param: Param, needs_grad: bool) -> int:
-    """Return FLOPs per token for each number of a weight: 2 for each matrix product with it.
+    """Return the FLOPs per token and element of a weight: 2 for each matrix product that uses it.
 
-    The products are the forward one, the gradient of its input if ``needs_grad``, and the gradient
-    of the weight if it is trained.
+    The products are the forward one; the gradient of its input if ``needs_grad``; and the gradient
+    of the weight if the weight is trained.
     """
     needs_grad = needs_grad and not param.spec.detached
     return 2 + 2 * (needs_grad or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 
 def _active(model: ModelConfig, param: Param) -> int:
-    """Return how many numbers of ``param`` one token is multiplied by; of experts only K count."""
+    """Return how many elements of a weight one token is multiplied by: K experts' of all experts."""
     if not param.multiplies:
         return 0
     if param.part == "routed_experts":
@@ -143,7 +149,7 @@ def _active(model: ModelConfig, param: Param) -> int:
 
 
 def _score_dims(attention: AttentionConfig) -> int:
-    """Return heads x (query-key dim + value dim): multiply-adds of one query with one key."""
+    """Return heads x (query-key dim + value dim): multiply-adds of attention per query and key."""
     if attention.kind == "gqa":
         return attention.num_heads * 2 * attention.head_dim
     qk = attention.qk_nope_head_dim + attention.qk_rope_head_dim

@@ -1,6 +1,7 @@
-"""Drawing of both mesh views: each rank has the same cell in both, coloured by its group.
+"""Drawing of a run's two device meshes: the default one, and the one that MoE layers use.
 
-Imports matplotlib; ``automoe.observe.summary`` writes the views as text.
+Each rank has the same cell in both drawings, and ranks of a group have one colour. This module
+imports matplotlib; ``automoe.observe.summary`` writes the meshes as text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ one frame: ranks that exchange tokens (expert-parallel group)"""
 
 @rc_context(RC)
 def draw_mesh(mesh: MeshShape) -> Figure:
-    """Draw the default and the MoE mesh; above ``MAX_GRID_RANKS`` ranks, list their groups."""
+    """Draw the default mesh and the MoE mesh as tables of ranks, coloured by group.
+
+    Above ``MAX_GRID_RANKS`` ranks the figure lists the groups as text instead.
+    """
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns
     if mesh.world_size > MAX_GRID_RANKS or rows > MAX_ROWS:
@@ -58,12 +62,12 @@ def draw_mesh(mesh: MeshShape) -> Figure:
 def _draw_view(
     axis: Axes, mesh: MeshShape, view: str, groups: list[int], frame: int, note: str
 ) -> None:
-    """Draw one mesh as a table of ranks on ``axis``; each pipeline stage has its own table rows.
+    """Draw one mesh as a table of ranks on ``axis``; each pipeline stage begins a new table row.
 
     Args:
-        view: ``default`` or ``moe``.
-        groups: colour index of every rank.
-        frame: number of consecutive ranks in each frame.
+        view: which mesh, ``default`` or ``moe``.
+        groups: index of every rank's colour.
+        frame: number of consecutive ranks around which a frame is drawn.
         note: text under the table.
     """
     per_stage = mesh.world_size // mesh.pp

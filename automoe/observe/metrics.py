@@ -1,4 +1,4 @@
-"""Record of a run: one JSON object per training step, and a thinned record of every expert's load.
+"""Record of a run: a JSON object per training step, and every expert's load at some of the steps.
 
 ``metrics.jsonl`` has one object per line. The last key of each line is a checksum
 (``automoe.storage.sealed``), which reveals a damaged line even if it is valid JSON; readers omit
@@ -52,10 +52,11 @@ def load_summary(counts: Any) -> Record:
         counts: [L, E] tokens that each expert of each layer received in one optimizer step.
 
     Returns:
-        ``max_share`` [L], the busiest expert's share of the layer's assignments; ``max_over_mean``
-        [L], tokens of the busiest expert over the mean ("MaxVio"), which is 1 if balanced and E/K
-        if one expert gets every token; ``entropy`` [L] of the shares over log E, 1 if balanced and
-        0 for a single expert; and ``expert_max_load``, the largest ``max_over_mean`` of all layers.
+        ``max_share`` [L]: the busiest expert's share of the layer's (token, expert) choices.
+        ``max_over_mean`` [L]: tokens of the busiest expert over the mean of all experts ("MaxVio");
+        1 if balanced, E/K if one expert gets every token. ``entropy`` [L]: entropy of the experts'
+        shares over log E; 1 if balanced, 0 for a single expert. ``expert_max_load``: the largest
+        ``max_over_mean`` of all layers.
     """
     counts_LE = np.asarray(counts, dtype=np.float64)
     if counts_LE.ndim != 2:
@@ -94,15 +95,16 @@ class AppendLog:
     What does not fit on the disk stays in the file object's buffer until it fits, so a full disk
     neither ends a run nor leaves a gap in its record.
 
+    Args:
+        path: the file.
+        resume_step: last step to keep in an existing file. None renames an existing file and starts
+            a new one.
+        warn: function that shows a line about damage or a full disk to the user.
+        every_step: True if each step should have a record; missing ones are then reported.
+
     Attributes:
         steps: the steps of the file's records.
         waiting: number of bytes that did not fit on the disk yet.
-
-    Args:
-        resume_step: last step to keep in an existing file. None renames an existing file and starts
-            a new one.
-        every_step: whether a step without a record is reported.
-        warn: function that shows a line about damage or a full disk to the user.
     """
 
     def __init__(
@@ -139,7 +141,11 @@ class AppendLog:
                 self._warn(f"{self.path}: {error.strerror}; kept in memory until it fits")
 
     def close(self) -> None:
-        """Write what was kept in memory. Raises ``OSError`` if it does not fit."""
+        """Write the records that are still in memory, and close the file.
+
+        Raises:
+            OSError: they do not fit on the disk.
+        """
         with named(self.path, self.waiting):
             self._file.close()
 
@@ -233,7 +239,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._load.append({"step": step, "counts": counts})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Append the model's answers after ``step``: ``prompt`` and ``text`` of each sample."""
+        """Append the answers that the model generated after ``step``, by ``prompt`` and ``text``."""
         if self._samples is None:
             self._samples = AppendLog(self.run_dir / SAMPLES_FILE, None, self._warn)
         self._samples.append({"step": step, "samples": samples})
@@ -253,13 +259,13 @@ def _open(path: Path) -> int:
 
 
 def _lines(path: StrPath, warn: Warn | None = None) -> list[tuple[bytes, Record | None]]:
-    """Return every line of a file with its record, which is None if the line is damaged or cut.
+    """Return every line of a file with its record (None if the line is damaged or incomplete).
 
     A missing file has no lines.
 
     Args:
-        warn: function that shows the numbers of damaged lines to the user. A last line that a kill
-            has cut does not count.
+        warn: function that shows the numbers of damaged lines to the user. An incomplete last line,
+            which a killed process leaves, is not reported.
     """
     try:
         content = read_file(Path(path))
@@ -282,7 +288,7 @@ def _lines(path: StrPath, warn: Warn | None = None) -> list[tuple[bytes, Record 
 
 
 def ranges(numbers: list[int]) -> list[str]:
-    """Format ordered numbers as ranges of consecutive ones: ``3``, ``5-9``."""
+    """Format sorted numbers as ranges of consecutive ones: ``3``, ``5-9``."""
     there = set(numbers)
     starts = [number for number in numbers if number - 1 not in there]
     ends = [number for number in numbers if number + 1 not in there]
@@ -292,7 +298,7 @@ def ranges(numbers: list[int]) -> list[str]:
 def read_jsonl(path: StrPath, warn: Warn | None = None) -> Records:
     """Return the undamaged records of a JSON-lines file in the order of their steps.
 
-    The last of several records of a step counts. A missing file has no records: [].
+    If a step has several records, the last one is returned. A missing file has no records.
 
     Args:
         warn: function that shows the numbers of damaged lines to the user.
@@ -309,8 +315,8 @@ def read_metrics(run_dir: StrPath) -> Records:
 def last_objective(run_dir: StrPath, step: int) -> float | None:
     """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
-    It is that of the last step that validated or was not skipped; None if the run's record ends
-    earlier.
+    Skipped steps without a validation are passed over. The result is None if the run's record does
+    not reach ``step``.
     """
     for back, record in enumerate(reversed(read_metrics(run_dir))):
         if record["step"] != step - back:
@@ -321,9 +327,9 @@ def last_objective(run_dir: StrPath, step: int) -> float | None:
 
 
 def read_expert_load(run_dir: StrPath) -> Curve:
-    """Return the sampled expert counts of a run: steps [N] and counts [N, L, E].
+    """Return the recorded expert loads of a run: step numbers [N] and tokens per expert [N, L, E].
 
-    N is 0 without snapshots, and L is 0 for a dense model.
+    They are recorded at some of the steps. N is 0 without a record, and L is 0 for a dense model.
     """
     records = read_jsonl(Path(run_dir) / LOAD_FILE)
     steps = np.array([record["step"] for record in records], dtype=np.int64)
@@ -347,7 +353,7 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
 
 
 def series(records: Records, key: str) -> Curve:
-    """Return steps and float values (NaN and infinities too) of the records that have ``key``."""
+    """Return steps and float values of the records that have ``key``; NaN and infinity too."""
     having = [record for record in records if record.get(key) is not None]
     steps = np.array([record["step"] for record in having], dtype=np.int64)
     return steps, np.array([float(record[key]) for record in having], dtype=np.float64)

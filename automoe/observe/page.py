@@ -1,4 +1,4 @@
-"""HTML pages in one file: a filled-in template with embedded pictures and no external requests."""
+"""Single-file HTML pages: a filled-in template with embedded pictures and no external requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ def render(template: str, **values: Any) -> str:
 
 
 def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
-    """Return a PNG as HTML templates take it: caption, CSS width, base64, whether it is wide."""
+    """Return the variables with which the HTML templates show a PNG.
+
+    Args:
+        png: content of the PNG file.
+        wide: True for a picture as wide as the page.
+
+    Returns:
+        ``caption``, CSS ``width``, ``base64`` of the PNG, and ``wide``.
+    """
     # CSS width from the PNG header: equally scaled pictures have text of equal size.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)
     return {

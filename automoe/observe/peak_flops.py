@@ -1,4 +1,4 @@
-"""Peak speeds of GPUs by name, the divisor of MFU."""
+"""Peak FLOP/s of GPUs by device name, the divisor of MFU."""
 
 from __future__ import annotations
 
@@ -26,5 +26,9 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a device by its ``torch.cuda.get_device_name``, or None."""
+    """Return the dense bf16 FLOP/s of a GPU; None if it is not known.
+
+    Args:
+        device_name: result of ``torch.cuda.get_device_name``.
+    """
     return next((peak for name, peak in _PEAKS.items() if name in device_name), None)

@@ -1,6 +1,6 @@
-"""Plots of a run, drawn from its record: ``plots/*.png``.
+"""Plots of a run, drawn from its step records and written to ``plots/*.png``.
 
-Every plot works with a single step, and with NaN.
+Every plot can be drawn for a run of a single step, and for values that are NaN.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ BALANCE = BALANCE.with_extremes(bad="#d7dbe0")
 def draw_plots(
     records: Records, load: Curve, directory: Path, config: Config | None = None
 ) -> list[tuple[Path, str]]:
-    """Write all plots of a run, except the mesh, to ``directory``.
+    """Write all plots of a run except the drawing of its meshes to ``directory``.
 
     Args:
-        records: result of ``read_metrics``.
-        load: result of ``read_expert_load``.
-        config: source of the first MoE layer's number and of the gradient clipping threshold; None:
-            0, and no threshold line.
+        records: step records (``read_metrics``).
+        load: steps and expert loads (``read_expert_load``).
+        config: the run's configuration, for the number of the first MoE layer and the gradient
+            clipping threshold. None: layers count from 0, and the threshold is not drawn.
 
     Returns:
         (path, caption) of each plot in reading order.
@@ -110,7 +110,7 @@ def draw_plots(
 
 
 def _over_steps(axis: Axes, title: str, ylabel: str = "") -> None:
-    """Label a plot over the steps, whose ticks are whole numbers."""
+    """Set the title and labels of a plot whose x axis is the step, with whole numbers as ticks."""
     axis.set(title=title, xlabel="step", ylabel=ylabel)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axis.margins(x=0.02)
@@ -149,12 +149,13 @@ def _curves(
     logarithmic: bool = False,
     smooth: bool = True,
 ) -> Figure:
-    """Draw one or several numbers of the records over the steps, at half the page's width.
+    """Draw one or several metrics over the steps, at half the page's width.
 
     Args:
         labels: key in the record -> label in the legend.
-        level: height and label of a dashed line; no line if None, or if far above all values.
-        logarithmic: use a logarithmic axis if the range of the values is above a factor of 20.
+        level: height and label of a dashed horizontal line; not drawn if None, or if far above all
+            values.
+        logarithmic: use a logarithmic y axis if the values span more than a factor of 20.
         smooth: show the trend of a long curve.
     """
     figure, (axis,) = new_figure(NARROW, 3.1)
@@ -174,7 +175,7 @@ def _curves(
 
 
 def relative_load(counts: np.ndarray) -> np.ndarray:
-    """Divide counts [..., L, E] by the mean of their layer; NaN for a layer without tokens."""
+    """Divide token counts [..., L, E] by their layer's mean; NaN for a layer without tokens."""
     mean = counts.mean(axis=-1, keepdims=True)
     return np.divide(counts, mean, out=np.full_like(counts, np.nan), where=mean > 0)
 
@@ -241,9 +242,10 @@ def _load_over_time(
 
 
 def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True) -> None:
-    """Draw a curve with gaps at NaN, and with crosses where a value was not finite.
+    """Draw a curve with gaps at NaN, and with crosses at the bottom where a value was not finite.
 
-    A short curve has dots. A long one is pale, under its trend, if ``smooth``.
+    A short curve has a dot at each point. If ``smooth``, a long curve is pale, with its trend on
+    top.
     """
     steps, values = curve
     finite = np.isfinite(values)
@@ -266,21 +268,20 @@ def _marker(steps: np.ndarray) -> str | None:
 
 
 def _legend(axis: Axes) -> None:
-    """Add a legend if there are labels."""
+    """Add a legend to a plot, unless it has no labelled curve."""
     if axis.get_legend_handles_labels()[1]:
         axis.legend()
 
 
 @rc_context(RC)
 def draw_sweep(directory: Path, jobs: Records) -> Path:
-    """Write ``sweep.png``: losses of all jobs, and measured and predicted speed and memory.
+    """Write ``sweep.png``: losses of all jobs of a sweep, measured and predicted speed and memory.
 
-    Meshes of one configuration train alike, so their loss curves should coincide; only speeds
-    differ.
+    Jobs that differ only in their mesh should have the same loss curve.
 
     Args:
-        directory: the sweep's directory; the folder of a job has the job's ``name``.
-        jobs: records of ``automoe.launch.sweep``.
+        directory: the sweep's directory; each job has a folder in it, called by its ``name``.
+        jobs: one record per job, as ``automoe.launch.sweep`` writes them.
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
     measured = [

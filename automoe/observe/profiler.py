@@ -23,9 +23,8 @@ PROFILE_DIR = "profile"
 def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) -> Iterator[None]:
     """Profile this rank in a ``with`` block, during the steps of ``observe.profile_steps``.
 
-    Step numbers are those of the whole run, so a resumed run profiles only the remaining part of
-    the window. A run that dies within the window still writes its trace. A step is recognised by
-    its phase ``step`` (``automoe.comm.trace``).
+    Step numbers are those of the whole run, so a resumed run profiles only the steps that remain of
+    the range. A run that fails within the range still writes its trace.
     """
     window = parse_profile_steps(config.observe.profile_steps)
     if window is None:

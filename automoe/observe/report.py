@@ -1,4 +1,4 @@
-"""``report.html`` and ``plots/*.png`` of a run directory: of a finished, running or dead run.
+"""Report of a finished, running or failed run: ``report.html`` and ``plots/*.png``.
 
 Imports no torch, so the launcher's parent process can write the report after all ranks have exited.
 Command line: ``python -m automoe.observe.report RUN_DIR``.
@@ -38,10 +38,10 @@ WIDE = ("loss", "expert_load", "expert_balance")  # plots that take the whole wi
 
 
 def write_report(run_dir: StrPath) -> Path | None:
-    """Write the report of ``run_dir``; on any failure print one line and return None.
+    """Write the report of ``run_dir``; return its path, or on any error print a line, return None.
 
-    Training has ended by now, and an error of the report must not replace its exit status and its
-    first error. Call ``build_report`` to see the report's error.
+    It is called when training has ended; an error here must not hide the run's own error or exit
+    status. ``build_report`` raises its errors instead.
     """
     try:
         return build_report(run_dir)
@@ -54,7 +54,7 @@ def write_report(run_dir: StrPath) -> Path | None:
 def build_report(run_dir: StrPath) -> Path:
     """Draw the plots and write ``report.html``, with all pictures embedded; return its path.
 
-    The page omits what a run that died early did not write.
+    Whatever a failed run did not write is left out.
 
     Raises:
         AutomoeError: ``run_dir`` is not a directory.
@@ -107,9 +107,10 @@ def build_report(run_dir: StrPath) -> Path:
 
 
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return each prompt with its (step, answer) pairs, newest first, from ``samples.jsonl``.
+    """Return the generated answers to show: (prompt, its (step, answer) pairs, newest first).
 
-    Only prompts of the newest samples are shown, at most ``MAX_SAMPLES`` evenly spaced steps.
+    At most ``MAX_SAMPLES`` evenly spaced steps are shown, and only prompts that the newest samples
+    still have. The source is ``samples.jsonl``.
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     answers = [
@@ -123,7 +124,7 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _read_json(path: Path) -> Record:
-    """Return the JSON object in ``path``; {} if it is missing, or (with a warning) damaged."""
+    """Return the JSON object in ``path``; {} if it is missing, or with a warning if it is damaged."""
     try:
         return read_json(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Text of a packed training row, which marks trained tokens by a prefix and by colour."""
+"""Text view of a packed training row that marks trained tokens by a prefix and by colour."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def describe_row(
     tokenizer: Tokenizer,
     width: int = 80,
 ) -> list[Line]:
-    """Return a row's first documents as lines (text, trained) of at most ``width`` columns.
+    """Return the first documents of a packed row as lines (text, whether its tokens are trained).
 
-    Each line is either all trained or all untrained. Line ends in the text are shown as ``⏎``.
+    A line is either all trained or all untrained. Line ends in the text are shown as ``⏎``.
 
     Args:
-        tokens, labels, doc_ids: [S], as in ``StepBatch``.
+        tokens, labels, doc_ids: [S] of the row, as in ``StepBatch``.
+        width: largest number of columns of a line.
     """
     trained = np.zeros(len(tokens), dtype=bool)
     trained[1:] = labels[:-1] != IGNORE

@@ -1,4 +1,4 @@
-"""Texts for the user: a run's description and final numbers, both mesh views, a sweep's jobs."""
+"""Texts about runs: descriptions, final numbers, tables of ranks in the meshes, and of sweeps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYNTHETIC = "SYNTHETIC random ids (data=benchmark): speed is measured, and nothi
 
 
 def describe_run(config: Config, mesh: MeshShape) -> Facts:
-    """Return a run's description as (name, text): model, meshes, batch, data and optimizer."""
+    """Return a run's description as (heading, text) pairs: model, meshes, batch, data, optimizer."""
     model = config.model
     train = config.train
     optim = config.optim
@@ -69,7 +69,11 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
 
 
 def final_numbers(records: Records) -> Facts:
-    """Return a run's results after its last recorded step as (name, text); [] without records."""
+    """Return a run's results as (heading, text) pairs; [] without records.
+
+    Args:
+        records: step records (``read_metrics``).
+    """
     if not records:
         return []
     last = records[-1]
@@ -108,9 +112,9 @@ def final_numbers(records: Records) -> Facts:
 
 
 def _slowest_rank(records: Records) -> dict[str, str]:
-    """Return name -> text on the rank that was slowest most often; {} without probe timings.
+    """Return heading -> text about the rank that was slowest most often; {} if none was timed.
 
-    The timings come from probes of each rank's speed (``launch.probe_every``).
+    The ranks time an equal matrix product every ``launch.probe_every`` steps.
     """
     timed = [record for record in records if record.get("slowest_rank") is not None]
     if not timed:
@@ -130,15 +134,15 @@ def _slowest_rank(records: Records) -> dict[str, str]:
 
 
 def from_here(text: str) -> str:
-    """Return ``text`` with paths under the working directory made relative to it."""
+    """Return ``text`` with absolute paths in the working directory replaced by relative ones."""
     return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
-    """Wrap (name, text) pairs to terminal lines of at most ``width`` columns.
+    """Wrap (heading, text) pairs to terminal lines of at most ``width`` columns.
 
-    A line is (name, part of the text); continuation lines have an empty name. Long words such as
-    paths are never broken.
+    Each result is (heading, part of the text); continuation lines have an empty heading. Long words
+    such as paths are never broken.
     """
     names = max((len(name) for name, _ in facts), default=0) + 4
     lines = []
@@ -153,7 +157,7 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
 
 
 def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return (data source, validation loss) from a step's record; [] for a single source."""
+    """Return (data source, validation loss) pairs of a step's record; [] if there is one source."""
     prefix = "val_loss."
     return [
         (key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)
@@ -168,12 +172,12 @@ def median(records: Records, key: str) -> float | None:
 
 
 def number(value: Any, digits: int) -> str:
-    """Format a number with ``digits`` decimals; ``nan`` and ``inf`` as such, None as ``-``."""
+    """Format a number with ``digits`` decimals; NaN and infinity become nan and inf, None ``-``."""
     return "-" if value is None else f"{float(value):.{digits}f}"
 
 
 def perplexity_text(loss: Any) -> str:
-    """Format the perplexity of a validation loss: 12.34, 1.23e+04, inf."""
+    """Format the perplexity exp(``loss``): 12.34, 1.23e+04, inf."""
     value = perplexity(loss)
     return f"{value:.3g}" if value >= 999.995 else f"{value:.2f}"
 
@@ -190,7 +194,7 @@ def short_number(value: Any) -> str:
 
 
 def bytes_text(value: Any) -> str:
-    """Format bytes: 512 MiB, 1.50 GiB; ``-`` for None."""
+    """Format a number of bytes: 512 MiB, 1.50 GiB; ``-`` for None."""
     if value is None:
         return "-"
     value = float(value)
@@ -199,7 +203,11 @@ def bytes_text(value: Any) -> str:
 
 
 def _scaled(value: float, units: dict[str, float]) -> str:
-    """Format ``value`` in the first unit (name -> size) that it reaches; "" if it reaches none."""
+    """Format ``value`` in the first unit that it reaches; "" if it reaches none.
+
+    Args:
+        units: suffix -> size of the unit, the largest first.
+    """
     for suffix, unit in units.items():
         if abs(value) >= 0.9995 * unit:
             return _three_digits(value / unit) + suffix
@@ -233,14 +241,15 @@ def _count(count: int, word: str, ending: str = "s") -> str:
 
 
 def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True) -> str:
-    """Draw the default and the MoE mesh as text: a grid of ranks, and a table of groups.
+    """Return the default and the MoE mesh as text: for each a grid of ranks and a table of groups.
 
-    The grid has a column of ranks for each position on the inner axes, named above it, and a row
-    for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
+    The grid has a column of ranks for each position on the inner axes, with the axis positions
+    above it, and a row for each position on the outer axes, with these at its left. Meshes of more
+    than 64 ranks get only the table.
 
     Args:
         grid: False omits the grid.
-        groups: False omits the table below a grid.
+        groups: False omits the table where there is a grid.
     """
     if mesh.world_size == 1:
         return "one rank: both meshes are the same single cell\n"
@@ -265,10 +274,10 @@ def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True)
 
 
 def _grid(mesh: MeshShape, view: str) -> list[str]:
-    """Return the lines of a grid of one mesh's ranks: outer axes down, inner axes across.
+    """Return the lines of the grid of one mesh's ranks: outer axes downwards, inner axes across.
 
     Args:
-        view: ``default`` or ``moe``.
+        view: which mesh, ``default`` or ``moe``.
     """
     axes = mesh.active_axes(view)
     # pp stays at the left even if all ranks fit in one row, so that a row is a stage in both views.
@@ -308,7 +317,12 @@ COMPARED = {
 
 
 def new_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
-    """Return an empty rich table: columns ``texts`` wrap, columns ``numbers`` align right."""
+    """Return an empty table of the package rich.
+
+    Args:
+        texts: headings of the first columns, whose cells wrap.
+        numbers: headings of the other columns, whose cells are right-aligned.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -320,7 +334,11 @@ def new_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
 
 
 def print_sweep(jobs: Records) -> None:
-    """Print a sweep as a table with one line per job, and why jobs were skipped or failed."""
+    """Print a sweep as a table with one line per job, and why jobs were skipped or failed.
+
+    Args:
+        jobs: one record per job, as ``automoe.launch.sweep`` writes them.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What a run trains and what it keeps, in words."""
+"""Description of what a run trains and what it freezes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from automoe.model.params import model_params
 
 
 def describe_training(config: Config) -> list[str]:
-    """Return lines that name what is trained and what is frozen; [] if all is trained."""
+    """Return lines that say which parameters are trained or frozen; [] if all are trained."""
     model = config.model
     lora = config.lora
     if not (lora.rank or config.train.freeze):

@@ -1,1 +1,1 @@
-"""Reinforcement learning: a session of a few verbs, its batches, losses, routes and weights."""
+"""Reinforcement learning: a training session, its batches and losses, and the inference engines."""

@@ -1,9 +1,9 @@
-"""Batches from outside: ragged samples, checked, and packed into rows of the training step.
+"""Reinforcement learning samples of unequal length: checks, and packing into rows of a step.
 
-One alignment for everything: a value of index i belongs to token i, whose log-probability is that
-of token i after the tokens before it. So nothing is known of token 0. A row of the model holds
-tokens 0 ... n-2 of a sample with n tokens, and the position of token i predicts token i + 1; routes
-have one line for each of these n - 1 positions, as engines return them.
+Index i of a per-token field belongs to token i of its sample. The log-probability of token i is
+conditioned on tokens 0 ... i-1, so token 0 has none. The model's input for a sample of n tokens is
+tokens 0 ... n-2; the position of input token i predicts token i + 1. Routes (expert ids from an
+inference engine) have one entry for each of these n - 1 positions, as engines return them.
 
 Letters: N samples of a batch, n tokens of a sample, R rows of this data-parallel rank, S positions
 of a row, L MoE layers, K top-k.
@@ -46,21 +46,24 @@ Values = float | Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """One token sequence of a batch from outside, with its loss mask and the numbers a loss needs.
+    """One token sequence to train on, with its loss mask and the numbers that the loss needs.
 
-    Callers of ``Session`` make samples; index i of every field belongs to token i.
+    Callers of ``Session`` (the training API for reinforcement learning) make samples. Index i of
+    every field belongs to token i.
 
     Attributes:
         tokens: [n] token ids, n >= 2.
-        mask: [n] bool, True for tokens that are trained (those of an answer); False at index 0.
+        mask: [n] bool, True for tokens to train on (those of an answer); False at index 0.
         values: name -> one number for the sample, or [n, ...] numbers; entries of untrained tokens
             are ignored. The losses of ``automoe.rl.losses`` read ``advantages``, ``old_log_probs``
-            (by the weights before the update), ``sampler_log_probs`` (by the engine),
+            (by the weights before the update), ``sampler_log_probs`` (by the inference engine),
             ``ref_log_probs`` (by the reference model) and ``weights``.
-        routes: [n - 1, L, K] expert ids that the engine chose, which the training step repeats.
-            Where all K ids are -1, the router chooses. None: the router always chooses.
-        candidates: for each token the ids that top-p or top-k sampling left, empty for all ids;
-            log-probabilities are then taken over these ids. None: over all ids everywhere.
+        routes: [n - 1, L, K] expert ids that the inference engine chose in L MoE layers with top-k
+            K; the training step uses them instead of the router's choices. Where all K ids are -1,
+            the router chooses. None: the router always chooses.
+        candidates: for each token, the ids that top-p or top-k sampling could draw; its
+            log-probability is normalized over these ids. An empty list, or None for the field: over
+            all ids.
         scored_ids: [n, K] further ids whose log-probabilities the loss gets in
             ``LossInputs.scored``, such as a teacher's K likeliest ids.
     """
@@ -76,14 +79,15 @@ class Sample:
     def of_answer(
         cls, prompt: Sequence[int], answer: Sequence[int], routes: Any = None, **values: Values
     ) -> Sample:
-        """Return the sample of an answer to a prompt; only the tokens of the answer are trained.
+        """Return the sample of a prompt and its answer; only the tokens of the answer are trained.
 
         Args:
-            routes: [P + A - 1, L, K] expert ids for prompt and answer, without the last token.
+            prompt, answer: P and A token ids.
+            routes: [P + A - 1, L, K] expert ids in L MoE layers for all tokens but the last.
             values: name -> one number for the sample, or one for each token of the answer.
 
         Raises:
-            DataError: a value is no number.
+            DataError: a value is not numeric.
         """
         padded: dict[str, Values] = {}
         for name, value in values.items():
@@ -101,14 +105,17 @@ Fields = dict[str, torch.Tensor]  # tensors of a checked sample, by the name of 
 
 @dataclass(frozen=True)
 class Packed:
-    """The packed rows of one data-parallel rank, as CPU tensors; ``pack`` makes them.
+    """Packed training rows of one data-parallel rank, as CPU tensors; ``pack`` makes them.
+
+    Letters: N samples, R rows of this rank, S positions of a row, L MoE layers, K top-k.
 
     Attributes:
-        rows: tokens, labels, positions and document ids; each sample is a document.
-        values: name -> [R, S, ...]: the samples' values, and ``places`` int64: the index of the
-            predicted token among all tokens of the batch, -1 if it is not trained.
-        routes: [R, S, L, K] int16 expert ids, -1 where the router chooses; None: it chooses
-            everywhere.
+        rows: input tokens, labels, positions and document ids; each sample is a document.
+        values: name -> [R, S, ...]: the samples' values for the token that a position predicts.
+            ``places`` (int64) is that token's index among all tokens of the batch, -1 if it is not
+            trained.
+        routes: [R, S, L, K] int16 expert ids to use, -1 where the router chooses; None: no sample
+            has expert ids.
         lengths: [N] number of tokens of each sample of the whole batch.
         micro_batch_rows: number of rows of a micro-batch.
     """
@@ -121,10 +128,14 @@ class Packed:
 
 
 def checked_fields(sample: Sample, model: ModelConfig, max_tokens: int) -> Fields:
-    """Check one sample against the model; return its fields as tensors by name.
+    """Check one sample against the model; return its fields and values as tensors by name.
 
-    A value that is one number becomes [n]. ``candidates`` becomes [n, longest list], filled up with
-    -1.
+    A value that is one number is repeated for all n tokens. ``candidates`` becomes [n, longest
+    list], padded with -1.
+
+    Args:
+        max_tokens: positions of a training row, ``train.seq_len``. A sample may have one token
+            more, since its last token is only predicted.
 
     Raises:
         DataError: a field is wrong; the message names it.
@@ -207,11 +218,12 @@ def check_batch(
     If any rank finds an error, every rank raises that error.
 
     Args:
-        max_tokens: length of the longest row, ``train.seq_len``.
-        reads: names of values that the loss reads.
+        batch: the samples, which must be the same on every rank.
+        max_tokens: positions of a training row, ``train.seq_len``.
+        reads: names of the samples' values that the loss needs.
 
     Raises:
-        DataError: a sample is wrong, on any rank, or the ranks have different samples. The message
+        DataError: a sample is wrong on any rank, or the ranks got different batches. The message
             names the sample's index and its field.
     """
     samples: list[Fields] = []
@@ -252,9 +264,15 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _check_shapes(first: Fields, fields: Fields, reads: Sequence[str]) -> None:
-    """Raise ``DataError`` unless a sample has the values of sample 0, of the same shapes per token.
+    """Check that a sample has the same values, with the same shapes per token, as sample 0.
 
-    It must also have all values that the loss ``reads``.
+    Args:
+        first: fields of sample 0 of the batch.
+        fields: fields of the sample to check.
+        reads: names of values that the loss needs; the sample must have all of them.
+
+    Raises:
+        DataError: a value is missing, or its shape differs.
     """
     expected, shapes = (
         {n: [*t.shape[1:]] for n, t in each.items() if n not in ("routes", "candidates")}
@@ -275,10 +293,11 @@ def _check_shapes(first: Fields, fields: Fields, reads: Sequence[str]) -> None:
 def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) -> Packed:
     """Pack the samples of a batch into rows; return the rows of one data-parallel rank.
 
-    Filled rows are dealt to the data-parallel ranks in turn; padding rows make their numbers equal.
-    Rows are as long as the longest sample, rounded up to what the mesh can shard: attention over
-    longer rows would cost more. A micro-batch has at most ``train.micro_batch_size *
-    train.seq_len`` positions, and the pipeline's schedule can run the number of micro-batches.
+    Row i goes to data-parallel rank i mod dp, and padding rows give all ranks equally many. Rows
+    are only as long as the longest sample, rounded up to a length that the mesh can shard, since
+    attention costs more in longer rows. A micro-batch has at most ``train.micro_batch_size *
+    train.seq_len`` positions. The number of micro-batches is one that the pipeline schedule
+    accepts.
     """
     train = config.train
     lengths = [len(fields["tokens"]) for fields in samples]
@@ -315,11 +334,12 @@ def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) 
 
 
 def _columns(fields: Fields, document: int, start: int, widest: int) -> Fields:
-    """Return a sample's row entries by name, [n - 1, ...]: inputs, labels and values.
+    """Return the tensors, [n - 1, ...] by name, that a sample of n tokens contributes to its row.
 
-    Position i holds token i as input and the label, values and ``places`` of token i + 1.
+    Position i has token i as input, and the label, values and ``places`` of token i + 1.
 
     Args:
+        fields: the sample's checked fields.
         document: index of the sample in its row.
         start: index of the sample's token 0 among all tokens of the batch.
         widest: length of the longest list of ``candidates`` in the batch.

@@ -1,7 +1,7 @@
-"""Engines that answer prompts with the weights in training, and what is checked of them.
+"""Inference engines that sample answers with the weights in training, and a check of their numbers.
 
-An engine has two methods that every rank calls: ``update`` takes a stream of weights, ``sample``
-answers prompts. This module has the one that needs no other program, ``generate`` of transformers.
+Every rank calls an engine's two methods: ``update`` loads a stream of weights, ``sample`` answers
+prompts. This module has the engine that needs no other program: ``generate`` of transformers.
 
 Letters: N answers to a prompt, P tokens of the prompt, A tokens of the answers, L MoE layers, K
 top-k, V vocabulary.
@@ -31,13 +31,13 @@ from automoe.rl.weights import WeightStream
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer of an engine to one prompt of P tokens.
+    """One answer that an inference engine sampled for one prompt of P tokens.
 
     Attributes:
         tokens: [A] ids, including the id that ended the answer.
         log_probs: [A] log-probability of each token under the distribution that it was drawn from.
-        routes: [P + A - 1, L, K] expert ids of every token but the last; None if the engine returns
-            no expert ids.
+        routes: [P + A - 1, L, K] expert ids that the engine chose in its L MoE layers (top-k K) for
+            every token of prompt and answer but the last; None if the engine returns no expert ids.
     """
 
     tokens: list[int]
@@ -45,7 +45,7 @@ class Answer:
     routes: torch.Tensor | None = None
 
     def as_json(self) -> tuple[Any, ...]:
-        """Return (tokens, log_probs, routes); routes as [shape, base64 of int16], or None."""
+        """Return (tokens, log_probs, routes) for JSON; routes are [shape, base64 of int16] or None."""
         if self.routes is None:
             return self.tokens, self.log_probs, None
         lines = self.routes.cpu().numpy().astype("<i2")
@@ -53,7 +53,7 @@ class Answer:
 
     @classmethod
     def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
-        """Return the answer from tokens, log-probabilities and encoded routes of ``as_json``."""
+        """Return the answer that ``as_json`` encoded as (tokens, log_probs, routes)."""
         if routes is not None:
             shape, text = routes
             lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)
@@ -63,11 +63,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a call of an engine; equal weights and seed give equal answers.
+    """Sampling parameters of one call of an engine; equal weights and seed give equal answers.
 
     Attributes:
         num: number of answers to each prompt.
         max_tokens: largest number of tokens of an answer.
+        temperature: divisor of the logits.
+        seed: seed of the call's random numbers.
         stops: ids of tokens that end an answer.
     """
 
@@ -82,7 +84,8 @@ class Engine(Protocol):
     """Interface of an inference engine that answers prompts; every rank makes each call.
 
     Attributes:
-        options: keyword arguments of the ``WeightStream`` that ``update`` takes.
+        options: keyword arguments (number format, bucket size) with which a caller must make the
+            ``WeightStream`` that it passes to ``update``.
     """
 
     options: dict[str, Any]
@@ -91,27 +94,29 @@ class Engine(Protocol):
         """Load the weights of ``stream`` into the engine. Collective."""
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
-        """Return for each prompt (token ids) its ``how.num`` answers, the same on every rank."""
+        """Return ``how.num`` answers to each prompt (token ids), equal on every rank. Collective."""
 
 
 def gaps_of(
     answers: Sequence[Answer], scores: dict[str, list[list[Any]]], bound: float
 ) -> dict[str, float]:
-    """Return the gap |log-probability of the engine - of the trainer| over all answers, in nats.
+    """Return statistics of |engine's - trainer's log-probability| over all answers' tokens in nats.
 
-    Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
-    experts are scrambled, is off by tenths or more.
+    Rounding to bfloat16 moves a token by 0.02 nats. An engine with stale weights or wrongly loaded
+    experts is off by 0.1 or more.
 
     Args:
+        answers: answers with the engine's log-probabilities.
         scores: ``old_log_probs``: for each answer the trainer's log-probabilities of its tokens; if
-            there are routes also ``differing``: for each token ``LogProbs.first_differing``. This
-            function removes ``differing``.
+            the answers have routes (the engine's expert ids) also ``differing``: for each token the
+            first MoE layer whose router would choose other experts, or -1. This function removes
+            ``differing`` from the dictionary.
         bound: largest allowed mean.
 
     Returns:
-        ``engine_gap`` (mean) and ``engine_gap_max``. With routes also the mean of
-            ``engine_gap.same``: tokens for which router and engine agree in all layers, and of
-            ``engine_gap.layer_N``: tokens for which MoE layer N is the first where they do not.
+        ``engine_gap`` (mean) and ``engine_gap_max``. With routes also these means:
+        ``engine_gap.same`` over tokens for which router and engine agree in all layers, and
+        ``engine_gap.layer_N`` over tokens for which MoE layer N is the first to disagree.
 
     Raises:
         BackendError: the mean is above ``bound``.
@@ -137,7 +142,10 @@ def gaps_of(
 
 
 class TransformersEngine:
-    """Engine that runs transformers' ``generate`` in the training ranks, each with a full model."""
+    """Inference engine that runs transformers' ``generate`` in the training processes.
+
+    Each rank holds a full copy of the model and answers its share of the prompts.
+    """
 
     def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

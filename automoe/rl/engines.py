@@ -1,4 +1,8 @@
-"""Engines and teachers by the names that ``recipe_args`` gives them."""
+"""Opening of the inference engine, and the configuration of the teacher model, of an RL recipe.
+
+``recipe_args.sampler`` and ``recipe_args.engine`` select the engine, ``recipe_args.teacher`` the
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,11 @@ from automoe.training.context import RunContext
 
 
 def open_engine(config: Config, context: RunContext) -> Engine:
-    """Start or connect to the engine that ``recipe_args.sampler`` names. Collective."""
+    """Start, or connect to, the inference engine that the configuration selects. Collective.
+
+    ``recipe_args.sampler`` is ``generate`` (transformers in this process), ``sglang`` or ``vllm``.
+    ``recipe_args.engine`` is an HTTP address, or the path of a Python interpreter that has vLLM.
+    """
     args = config.recipe_args
     if args.sampler == "generate":
         return TransformersEngine(config, context.device)
@@ -27,6 +35,10 @@ def open_engine(config: Config, context: RunContext) -> Engine:
 
 def teacher_of(config: Config, num_ranks: int) -> Config:
     """Return the configuration to load the teacher model ``recipe_args.teacher`` on the run's mesh.
+
+    Args:
+        config: the student's configuration; the teacher uses its mesh and all other settings.
+        num_ranks: number of ranks of the run.
 
     Raises:
         ConfigError: the teacher has another vocabulary size, or cannot run with these settings.

@@ -1,13 +1,13 @@
-"""Losses of reinforcement learning and distillation: functions that you copy and change.
+"""Loss functions for reinforcement learning and distillation, written to be copied and changed.
 
-A loss gets ``nll_BS`` = -log pi of the trained tokens, 0 elsewhere, and ``LossInputs``, whose
-``given`` has the samples' values. It returns this rank's share: the sum over ranks and
-micro-batches is the loss. So it divides by counts of the global batch, and no mesh, micro-batch or
-accumulation changes it. ``policy_loss`` makes one of a function that returns the losses of tokens.
+A loss takes ``nll_BS`` (-log pi of trained tokens, 0 elsewhere) and ``LossInputs``, whose ``given`` has the
+samples' values. It returns this rank's share: the sum of the shares over ranks and micro-batches is the loss.
+Shares are divided by counts of the global batch, so mesh, micro-batch size and accumulation do not change the loss.
+``policy_loss`` makes a loss from a function that returns per-token losses.
 
-Signs: pi are the weights that are trained, old those before the update (``old_log_probs``), mu the
-engine that sampled (``sampler_log_probs``); r = pi / old; A are ``advantages``. Letters: B rows, S
-positions of this rank, K scored ids.
+Symbols: pi is a token's probability by the weights in training, old by those before the update (``old_log_probs``),
+mu by the inference engine (``sampler_log_probs``); r = pi / old; A is ``advantages``; sg is stop-gradient. Letters:
+B rows, S positions of this rank, K scored ids.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weight w = old / mu of a token: probability by the trainer over the engine's.
-
-    - ``truncate``: min(w, high) (truncated importance sampling).
-    - ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855).
-    - ``reject``: 1 within [low, high], else 0.
+    """Options of the importance weight w = old / mu: probability by the trainer over the inference engine's.
 
     Attributes:
-        level: ``token``; ``sequence``: the product of w over the answer, whose spread grows with
-            the answer's length; ``mean``: the product's n-th root (geometric mean).
+        kind: ``truncate``: min(w, high); ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855);
+            ``reject``: 1 within [low, high], else 0.
+        level: ``token``; ``sequence``: the product of w over the answer, whose spread grows with the answer's
+            length; ``mean``: the product's n-th root (geometric mean).
     """
 
     kind: Literal["truncate", "mask", "reject"] = "truncate"
@@ -66,12 +64,11 @@ class Correction:
 def group_advantages(
     rewards: Sequence[float], group_size: int, scale: bool = True, epsilon: float = 1e-4
 ) -> list[float]:
-    """Return (reward - mean of its group) / (deviation + epsilon), 0 in a group of equal rewards.
+    """Return (reward - group's mean) / (group's standard deviation + epsilon), or 0 if its rewards are equal.
 
     Args:
-        rewards: those of the first prompt's answers (a group), then those of the second's, and so
-            on.
-        scale: False leaves the division out (Dr. GRPO). The deviation divides by group_size - 1.
+        rewards: rewards of the answers to the first prompt (a group), then to the second, and so on.
+        scale: False omits the division (Dr. GRPO). The variance divides by group_size - 1.
     """
     if group_size < 1 or len(rewards) % group_size:
         rule = f"{len(rewards)} rewards are no number of whole groups"
@@ -91,29 +88,31 @@ def trained(inputs: LossInputs) -> Tensor:
 
 
 def log_ratio(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return log(pi / old) of each token, [B, S]; 0 for tokens that are not trained."""
+    """Return log(pi / old) [B, S], of current weights over those before the update; 0 for untrained tokens."""
     return torch.where(trained(inputs), -nll_BS - inputs.given["old_log_probs"], 0.0)
 
 
 def sum_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return [B, S]: at each token the detached sum of ``x_BS`` over the sample's trained ones."""
+    """Return, at each token, the detached sum of ``x_BS`` over its sample's trained tokens: [B, S]."""
     sums_BD = inputs.sum_by_document(torch.where(trained(inputs), x_BS.detach(), 0.0))
     doc_ids = torch.zeros_like(inputs.labels) if inputs.doc_ids is None else inputs.doc_ids
     return sums_BD.gather(1, doc_ids.clamp_min(0))
 
 
 def length_of_sample(inputs: LossInputs, dtype: torch.dtype) -> Tensor:
-    """Return [B, S]: at each token the number of its sample's trained tokens, at least 1."""
+    """Return, at each token, the number of its sample's trained tokens, at least 1: [B, S]."""
     return sum_of_sample(trained(inputs).to(dtype), inputs).clamp_min(1)
 
 
 def mean_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Return [B, S]: at each token the detached mean of ``x_BS`` over the sample's trained ones."""
+    """Return, at each token, the detached mean of ``x_BS`` over its sample's trained tokens: [B, S]."""
     return sum_of_sample(x_BS, inputs) / length_of_sample(inputs, x_BS.dtype)
 
 
 def kl(nll_BS: Tensor, inputs: LossInputs, kind: KL = "k3") -> Tensor:
-    """Return an estimate of KL(pi || ref) for each token, [B, S], with d = log pi - log ref.
+    """Return an estimate of KL(pi || ref), policy to reference model, for each token, [B, S].
+
+    With d = log pi - log ref, and old the probability by the weights before the update:
 
     - ``k1``: d. ``k2``: d^2 / 2. ``k3``: exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
     - ``k3_weighted``: (pi / old) k3, whose gradient is unbiased (DeepSeek-V3.2, arXiv 2512.02556).
@@ -135,7 +134,7 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return each token's importance weight [B, S]; report answers of which it drops a token."""
+    """Return each token's importance weight [B, S] by ``correction``; report how many answers lose a token."""
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
     if correction.level != "token":
@@ -151,7 +150,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report by answer length how many answers there are, and how many ``dropped_BS`` marks."""
+    """Report metrics by answer length: number of answers, and how many have a token that ``dropped_BS`` marks."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
@@ -175,16 +174,16 @@ def finish(
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Apply the options that all losses have to per-token losses; return this rank's share.
+    """Apply the options that all losses share to per-token losses; return this rank's share of the loss.
 
     Args:
-        mean: ``tokens``: over the trained tokens of the global batch; ``samples``: over the tokens
-            of a sample, then over samples; ``length``: the sum divided by samples * ``length``;
-            ``sum``.
-        correction: importance weight for the mismatch of trainer and engine.
-        max_drift: drop answers with A < 0 whose mean of log mu - log pi exceeds it; mu is old if
-            the engine's numbers are missing (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
-        kl_coef: weight of ``kl`` to the reference (``ref_log_probs``).
+        mean: ``tokens``: over trained tokens of the global batch; ``samples``: over the tokens of a sample, then
+            over samples; ``length``: the sum divided by samples * ``length``; ``sum``: no division.
+        correction: importance weight for the mismatch of trainer and inference engine.
+        max_drift: drop answers with advantage < 0 whose mean of log mu - log pi exceeds it; mu is the engine's
+            probability, or if missing that by the weights before the update (DeepSeek-V3.2, arXiv 2512.02556, eq.
+            9).
+        kl_coef: weight of the KL divergence ``kl`` to the reference model (``ref_log_probs``).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
     """
     if correction is not None:
@@ -210,8 +209,8 @@ def finish(
 def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -> Tensor:
     """Return this rank's share of the mean of ``loss_BS`` over the global batch.
 
-    Args:
-        mean: ``tokens``, ``samples``, ``length`` or ``sum``; ``finish`` defines them.
+    ``tokens``: over trained tokens; ``samples``: over each sample's tokens, then over samples; ``length``: the sum
+    divided by samples * ``length``; ``sum``: no division.
     """
     loss_BS = torch.where(trained(inputs), loss_BS, 0.0)
     counts = inputs.counts
@@ -241,7 +240,7 @@ def _clipped(
 
 
 def _with_rest(log_probs_BSK: Tensor) -> Tensor:
-    """Append the log-probability of all other ids together: [B, S, K] becomes [B, S, K + 1]."""
+    """Append the log of the probability that all other ids have together: [B, S, K] becomes [B, S, K + 1]."""
     tiny = torch.finfo(log_probs_BSK.dtype).eps
     mass_BS1 = log_probs_BSK.exp().sum(-1, keepdim=True).clamp_max(1 - tiny)
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
@@ -254,7 +253,7 @@ def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report k3 estimates: pi to reference, old weights to pi, engine to old weights."""
+    """Report k3 estimates of KL: trained policy to reference, pre-update to trained, engine to pre-update."""
     old_BS = inputs.given.get("old_log_probs", -nll_BS)
     gaps = {"old_kl": old_BS + nll_BS}
     if "ref_log_probs" in inputs.given:
@@ -273,13 +272,13 @@ def policy_loss(
 ) -> Callable[[Callable[..., Tensor]], Any]:
     """Return a decorator that turns a function for per-token losses into a loss for ``Session``.
 
-    The function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the
-    options of ``finish``; its attribute ``options`` has the type of each option.
+    The function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the options of
+    ``finish``; its attribute ``options`` maps the name of each option to its type.
 
     Args:
-        mean: default of the option ``mean`` of ``finish``; ``fixed``: callers may not change it.
+        mean: default of the option ``mean``; with ``fixed``, callers may not change it.
         reads: names of the samples' values that the loss needs.
-        metrics: names of numbers that it reports besides ``METRICS``.
+        metrics: names of metrics that the function reports besides the common ones (``METRICS``).
     """
 
     def decorate(of_tokens: Callable[..., Tensor]) -> Any:
@@ -301,13 +300,13 @@ def policy_loss(
 
 
 def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return name -> type of a loss function's options, i.e. without its tensors and ``inputs``."""
+    """Return name -> type of a loss function's options: all its arguments but tensors and ``inputs``."""
     hints = get_type_hints(function)
     return {name: hints[name] for name in hints.keys() - {"loss_BS", "nll_BS", "inputs", "return"}}
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a loss of ``policy_loss`` lacks an option, or a value is invalid."""
+    """Raise ``ConfigError`` if a loss lacks one of the options, a value is invalid, or ``length`` is missing."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -325,7 +324,7 @@ def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> No
 
 
 def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the samples' values that a loss reads with these options."""
+    """Return the names of the samples' values, such as ``advantages``, that a loss with these options needs."""
     names = {*getattr(loss, "reads", ())}
     if options.get("correction") is not None:
         names |= {"old_log_probs", "sampler_log_probs"}
@@ -349,9 +348,9 @@ def grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / old.
+    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with advantage A.
 
-    The mean is over the tokens of an answer, then over answers.
+    r is a token's probability over that before the update. The mean is over an answer's tokens, then over answers.
 
     Args:
         dual_clip: for A < 0, the loss is at most -dual_clip A (arXiv 1912.09729); None: no limit.
@@ -367,9 +366,9 @@ def dr_grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Dr. GRPO (arXiv 2503.20783): the loss of ``grpo``, summed and divided by answers * length.
+    """Dr. GRPO (arXiv 2503.20783): the per-token loss of ``grpo``, summed and divided by answers * length.
 
-    ``length`` is a constant, such as the largest number of tokens of an answer.
+    ``length``, a required option of the loss, is a constant such as the token limit of an answer.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -382,7 +381,7 @@ def dapo(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """DAPO (arXiv 2503.14476): the loss of ``grpo``, a higher upper clip, averaged over tokens."""
+    """DAPO (arXiv 2503.14476): the per-token loss of ``grpo`` with clip_high > clip_low, averaged over tokens."""
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
 
@@ -394,9 +393,9 @@ def gspo(
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GSPO (arXiv 2507.18071): the loss of ``grpo`` with s = exp(mean over the answer of log r).
+    """GSPO (arXiv 2507.18071): the loss of ``grpo`` with one ratio per answer, s = exp(mean of log(pi / old)).
 
-    Each token has the ratio sg[s] pi / sg[pi] (its GSPO-token form), whose gradient is that of s.
+    The token's ratio is sg[s] pi / sg[pi], whose gradient is that of s (GSPO-token; sg: stop-gradient).
     """
     d_BS = log_ratio(nll_BS, inputs)
     s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
@@ -407,7 +406,7 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """CISPO (arXiv 2506.13585): -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi."""
+    """CISPO (arXiv 2506.13585): -sg[clip(pi / pi_old, 1 - clip_low, 1 + clip_high)] * advantage * log pi."""
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
     _report_mean("clipped_share", weight_BS != r_BS, inputs)
@@ -418,7 +417,10 @@ def cispo(
 def sapo(
     nll_BS: Tensor, inputs: LossInputs, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, r = pi / old, tau by A's sign."""
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, with r = pi / pi_old and advantage A.
+
+    tau is ``tau_positive`` if A > 0, else ``tau_negative``.
+    """
     advantages_BS = inputs.given["advantages"]
     r_BS = log_ratio(nll_BS, inputs).exp()
     tau_BS = torch.where(advantages_BS > 0, tau_positive, tau_negative)
@@ -434,9 +436,9 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, by total variation of the sampled token.
+    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, with r = pi / pi_old and advantage A.
 
-    It drops tokens whose pi - old is above clip_high if A > 0, else those below -clip_low.
+    Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (else) are dropped.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()
@@ -449,22 +451,21 @@ def dppo(
 
 @policy_loss("tokens")
 def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Policy gradient with the ratio r = pi / old as importance weight: -r A, A = advantage."""
+    """Policy gradient -r A, with importance weight r = pi / pi_old (before the update) and advantage A."""
     return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
 
 
 @policy_loss("tokens", reads=())
 def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """-log pi of each trained token, times the samples' ``weights`` (of any sign) if given."""
+    """Loss -log pi of each trained token, times the samples' ``weights`` (of any sign) if given."""
     return nll_BS
 
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation by the teacher's log-probabilities of sampled tokens: -r A'.
+    """On-policy distillation: policy gradient -r A' on sampled tokens, which lowers the reverse KL to the teacher.
 
-    It lowers the reverse KL by a policy gradient: A' = A - strength sg[log pi - log teacher], where
-    r = pi / old, and A are ``advantages``, or 0 if there are none.
+    A' = A - strength sg[log pi - log teacher], with A = ``advantages`` (0 if missing) and r = pi / pi_old.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
@@ -479,14 +480,13 @@ def distill_top_k(
     direction: Literal["forward", "reverse"] = "forward",
     tail: bool = True,
 ) -> Tensor:
-    """KL of the teacher's K likeliest ids: forward, sum of p_T log(p_T / pi), or reverse.
-
-    ``scored_ids`` [n, K] of a sample are the ids, ``teacher_log_probs`` [n, K] their
-    log-probabilities.
+    """KL divergence over the teacher's K likeliest ids of each token (``scored_ids`` [n, K] of a sample).
 
     Args:
-        tail: True counts all other ids as one more id, with the rest of either's probability.
-            Without it the reverse KL is lowest where all probability has left the K ids.
+        direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [n, K]) and
+            pi the student's; ``reverse``: sum of pi log(pi / p).
+        tail: True treats all other ids as one more id, with the remaining probability. Without it, the reverse KL
+            is lowest if the student gives the K ids no probability.
     """
     ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
     assert ours_BSK is not None  # scored_ids are there

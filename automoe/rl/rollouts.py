@@ -1,4 +1,4 @@
-"""Answers that a run samples, rollout by rollout, in place of other recipes' data loader."""
+"""Prompts and stored answers of an RL run, which replace the data loader of other recipes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FOLDER = "rollouts"
 class Rollouts:
     """Prompts of a run in a seeded order, and the stored answers to them.
 
-    A rollout is a set of prompts and the answers that one version of the weights gave; one or
+    A rollout is a set of prompts and their answers, sampled with one version of the weights; one or
     several updates train on it. Answers and their scores are written to disk before training uses
-    them. A run that was killed reads them again, so it continues bit by bit. If its settings or
-    rewards have changed, it draws new answers and prints a line. The run and its checkpoints use
-    this object as their data loader.
+    them. A restarted run reads them again, so it continues bit by bit. If its settings or rewards
+    have changed, it samples new answers and prints a line. The run and its checkpoints use this
+    object as their data loader.
 
     Args:
         texts: the prompts.
@@ -73,7 +73,7 @@ class Rollouts:
     def open(cls, config: Config, run_dir: Path) -> Rollouts:
         """Return the rollouts of a run, with the prompts of ``observe.samples``. Collective.
 
-        With ``checkpoint.resume=never``, answers of an earlier run are moved aside.
+        With ``checkpoint.resume=never``, the folder with an earlier run's answers is renamed.
         """
         tokenizer = fitting_tokenizer(config)
         rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)
@@ -82,7 +82,11 @@ class Rollouts:
         return rollouts
 
     def numbers(self, rollout: int) -> list[int]:
-        """Return the indices of the prompts of a rollout; each prompt comes once an epoch."""
+        """Return the indices of the prompts of a rollout; each epoch has every prompt once.
+
+        Args:
+            rollout: number of the rollout, from 0.
+        """
         numbers = []
         for place in range(rollout * self._per_rollout, (rollout + 1) * self._per_rollout):
             epoch, at = divmod(place, len(self.prompts))
@@ -94,9 +98,10 @@ class Rollouts:
     def draw(
         self, rollout: int, sample: Callable[[list[list[int]]], list[list[Answer]]]
     ) -> list[list[Answer]]:
-        """Return the answers to each prompt of a rollout: those on disk, else new ones. Collective.
+        """Return the answers to each prompt of a rollout: stored ones, else new ones. Collective.
 
         Args:
+            rollout: number of the rollout, from 0.
             sample: function of prompts (token ids) that returns the engine's answers to each.
         """
         self._rollout = rollout
@@ -109,13 +114,15 @@ class Rollouts:
         return [[Answer.of_json(*fields) for fields in of_prompt] for of_prompt in groups]
 
     def once(self, rollout: int, name: str, make: Callable[[], Any]) -> Any:
-        """Return a JSON value of a rollout from disk, or compute and store it first. Collective.
+        """Return a rollout's JSON value from disk, or if missing compute and store it. Collective.
 
-        A stored value of a run with other settings or rewards is computed again.
+        A value that was stored with other settings or rewards is computed again.
 
         Args:
+            rollout: number of the rollout, from 0.
             name: first part of the file's name, such as ``answers``.
-            make: function that computes the value; every rank calls it, the value of rank 0 counts.
+            make: function that computes the value; every rank calls it, and rank 0's result is
+                used.
         """
         file = self._folder / f"{name}-{rollout + 1:08d}.json"
         facts = f"{self._drawn_by} {self._history.get(str(rollout), '')}"
@@ -134,8 +141,8 @@ class Rollouts:
     def judged(self, rewards: Sequence[float]) -> float:
         """Record the rewards of the rollout that was drawn last; return their mean.
 
-        Stored answers of later rollouts are valid only with the same rewards, since these changed
-        the weights.
+        Updates depend on rewards, so stored answers of later rollouts are used only if all rewards
+        before them are the same again.
         """
         here, after = str(self._rollout), str(self._rollout + 1)
         text = json.dumps([self._history.setdefault(here, ""), *rewards])
@@ -144,10 +151,15 @@ class Rollouts:
         return sum(rewards) / len(rewards)
 
     def part(self, batch: Sequence[Sample], at: int) -> list[Sample]:
-        """Return the samples of a rollout's update number ``at``, from 0.
+        """Return the samples that one update of a rollout trains on.
 
-        An update trains on one of ``recipe_args.mini_batches`` equal sets of samples. Each set has
-        equally many answers to each prompt, and each pass over ``batch`` has the same sets.
+        Each pass over ``batch`` trains on ``recipe_args.mini_batches`` equal sets of samples, one
+        per update, which are the same in every pass. Each set has equally many answers to each
+        prompt.
+
+        Args:
+            batch: all samples of the rollout.
+            at: number of the update within the rollout, from 0.
         """
         count = self._config.recipe_args.mini_batches
         samples = list(batch[at % count :: count])
@@ -156,10 +168,12 @@ class Rollouts:
         return samples
 
     def forget(self, checkpoints: Path) -> None:
-        """Delete stored rollouts that no checkpoint in this folder needs to continue. Collective.
+        """Delete stored rollouts that a resume from any checkpoint would not read. Collective.
 
-        A background save counts once it is committed. If the newest checkpoint is damaged, a run
-        continues from an older one, so the oldest checkpoint decides.
+        The oldest complete checkpoint decides: a run resumes from it if the newer ones are damaged.
+
+        Args:
+            checkpoints: folder of the run's checkpoints.
         """
 
         def remove() -> None:
@@ -198,7 +212,7 @@ class Rollouts:
         return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the digests of rewards from a checkpoint's ``state``.
+        """Restore the hashes of earlier rewards from a checkpoint's ``state``.
 
         Raises:
             DataError: the checkpoint's run had other prompts.

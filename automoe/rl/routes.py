@@ -1,11 +1,11 @@
-"""Routes of an engine: read from its formats, checked, and judged by the router that repeats them.
+"""Expert ids ("routes") that an inference engine chose: readers of its formats, and checks.
 
-Routes travel with their sample, as an argument that is cut with the tokens, and never in a queue
-that layers read in the order in which they run. A line is of one token; a token with -1 has no
-route, and the router chooses its experts.
+The training step uses the expert ids of a sample's tokens instead of its router's choices. A token
+whose ids are -1 has no route, and the router chooses its experts. Routes are passed along with the
+tokens and sliced like them, so the order in which layers run does not matter.
 
-Letters: n tokens of a sample, T its lines, L MoE layers without modules for multi-token prediction,
-K top-k.
+Letters: n tokens of a sample, T tokens that have an entry, L MoE layers without those of
+multi-token prediction, K top-k.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LEAST_CHOICES = 64  # fewer are not judged
 
 
 def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) -> torch.Tensor:
-    """Return a sample's expert ids from vLLM's ``CompletionOutput.routed_experts``: [n - 1, L, K].
+    """Return a sample's expert ids [n - 1, L, K] from vLLM's ``CompletionOutput.routed_experts``.
 
     Args:
-        routes: [n - 1 - start, layers, K] of any integers, prompt and answer joined. The layers are
-            all decoder layers, dense ones with zeros, or the MoE layers alone.
+        routes: [n - 1 - start, layers, K] integers for prompt and answer, concatenated. The layers
+            are all decoder layers (with zeros for dense ones), or the L MoE layers alone.
         num_tokens: n, tokens of prompt and answer. The last token has no entry.
-        start: ``routed_experts_prompt_start``: number of first tokens without an entry; they get
-            -1, so that the router chooses.
+        start: ``routed_experts_prompt_start``: number of first tokens without an entry; their ids
+            become -1, so that the router chooses.
 
     Raises:
         DataError: entries are missing, a dense layer has expert ids, or an id is wrong.
@@ -71,12 +71,13 @@ def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) 
 
 
 def read_sglang(meta_info: Mapping[str, Any], model: ModelConfig, num_tokens: int) -> torch.Tensor:
-    """Return a sample's expert ids from the ``meta_info`` of an SGLang answer: [n - 1, L, K].
+    """Return a sample's expert ids [n - 1, L, K] from the ``meta_info`` of an SGLang answer.
 
     Args:
-        meta_info: ``routed_experts`` has int32 [n - 1 - start, layers, K] in base64, and
-            ``routed_experts_start_len`` has ``start``, the number of first tokens without an entry;
-            they get -1, so that the router chooses.
+        meta_info: ``routed_experts`` is base64 of int32 [n - 1 - start, layers, K] (all decoder
+            layers, or the L MoE layers alone); ``routed_experts_start_len`` is ``start``, the
+            number of first tokens without an entry. Their ids become -1, so that the router
+            chooses.
         num_tokens: n, tokens of prompt and answer. The last token has no entry.
 
     Raises:
@@ -100,8 +101,9 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
     """Return what is wrong with the expert ids of a sample, naming token and layer; None if valid.
 
     Args:
-        routes_TLK: expert ids of T tokens in L MoE layers; -1 for all K: no choice.
-        start: index in the sample of the first token of ``routes_TLK``.
+        routes_TLK: expert ids of T tokens in L MoE layers; a token may have -1 for all K ids of a
+            layer, where the router chooses.
+        start: index in the sample of the first token of ``routes_TLK``, for the message.
     """
     dense, num_experts = model.first_k_dense, model.num_experts
     expected = [model.num_layers - dense, model.num_experts_per_token]
@@ -127,18 +129,19 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
 
 
 def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None:
-    """Refuse an engine's expert choices that the model's router would hardly make.
+    """Raise if an engine's expert ids, used in a step, differ too much from the router's choices.
 
-    The share of replayed choices that differ from the router's own is compared with the share for
-    random tokens: 1 - K sum over experts of (share of the choices)^2, which is 1 - K/E for an even
-    load. Call this after the backward pass of a step.
+    The measure is the share of replayed ids that the router would not choose, divided by the share
+    expected of ids of random tokens: 1 - K * sum over experts of (share of all ids)^2, or 1 - K/E
+    if the load is even. Call this after the backward pass of a step.
 
     Args:
-        stats: of the step, equal on every rank.
+        stats: statistics of the step, equal on every rank.
+        top_k: K.
         most: largest allowed ratio of the two shares.
 
     Raises:
-        DataError: the choices of some layer, or of all layers together, differ more.
+        DataError: the ratio is larger, in one layer or over all layers together.
     """
     repeated_L, differing_L = stats.replayed.unbind(1)
     counts_LE = stats.expert_counts

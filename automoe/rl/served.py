@@ -1,4 +1,4 @@
-"""Engines at an address: weights go through a folder that both see, calls through HTTP."""
+"""Inference engines behind an HTTP address; they read new weights from a shared folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ _SILENT_S = 1800  # longest wait for an answer: loading weights and sampling tak
 
 
 class ServedEngine(ABC):
-    """Engine that is an inference server at an HTTP address; a subclass knows one kind of server.
+    """Base class of engines that are an inference server at an HTTP address.
+
+    A subclass implements the requests of one kind of server.
 
     Args:
         address: such as ``http://host:8000``.
-        run_dir: the weights are written to its folder ``engine``, which the server must see too.
+        run_dir: run directory; the weights are written to its folder ``engine``, which the server
+            must be able to read under the same path.
     """
 
     options: dict[str, Any] = {}
@@ -53,21 +56,22 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def reload(self) -> None:
-        """Make the server read the weights in ``folder`` and drop its caches of older weights."""
+        """Make the server read the weights in ``folder`` and drop caches that older weights filled."""
 
     @abstractmethod
     def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
-        """Return the server's ``how.num`` answers to one prompt (token ids).
+        """Return the server's ``how.num`` answers to one prompt (token ids), not yet checked.
 
         Raises:
-            BackendError: the server cannot be reached, or refuses the call.
+            BackendError: the server cannot be reached, or refuses the request.
         """
 
     def checked(self, prompt: list[int], how: Sampling) -> list[Answer]:
-        """Return ``answers`` to a prompt; refuse if any, or a log-probability, is missing.
+        """Return the server's answers to one prompt, after a check that nothing is missing.
 
         Raises:
-            BackendError: the server answers with something else than it was asked for.
+            BackendError: the server cannot be reached, refuses the request, or its reply is
+                incomplete.
         """
         try:
             answers = self.answers(prompt, how)
@@ -94,7 +98,8 @@ class ServedEngine(ABC):
         """POST ``content`` as JSON to ``path`` of the server; return its JSON reply, None if empty.
 
         Raises:
-            BackendError: the server cannot be reached, or refuses the call.
+            BackendError: the server cannot be reached, refuses the request, or its reply is not
+                JSON.
         """
         url = f"{self.address}{path}"
         request = urllib.request.Request(

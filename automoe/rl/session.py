@@ -1,12 +1,12 @@
-"""A session: a few verbs that a framework or a script drives, on any mesh.
+"""Training session for reinforcement learning, which a script or a framework drives on any mesh.
 
     log_probs(batch)                 -> log-probabilities of the samples' tokens
     forward_backward(batch, loss)    -> loss, metrics; adds to the gradients
-    optim_step(lr)                   -> gradient norm, whether the weights moved
+    optim_step(lr)                   -> gradient norm, whether the update was skipped
     weights() save() load() adapter_off()
 
-Every rank makes every call, with the same batch; answers are in the caller's order, on every rank.
-The session packs samples into rows and calls ``automoe.training.step``.
+Every rank makes every call, with the same batch; results are in the caller's order, on every rank. The session
+packs samples into rows and calls ``automoe.training.step``.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ from automoe.training.step import Update, forward_backward, optimizer_step, prep
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Result of ``Session.log_probs``: a list with a float64 CPU tensor [n] for each sample.
+    """Result of ``Session.log_probs``: in each field, one CPU tensor [n] per sample of n tokens.
 
     Attributes:
-        log_probs: log-probability of token i given the tokens before it, 0 if it is not trained.
-        entropy: entropy in nats of the distribution of token i, 0 if it is not trained; None: not
-            requested.
-        first_differing: int64: when predicting token i, the first MoE layer whose router would
-            choose other experts than ``Sample.routes`` has, or -1. None: no sample has routes.
+        log_probs: float64 log-probability of token i given the tokens before it, 0 if untrained.
+        entropy: float64 entropy in nats of the distribution of token i, 0 if untrained; None: not requested.
+        first_differing: int64: the first MoE layer whose router, when predicting token i, would choose other
+            experts than ``Sample.routes`` has; -1: none. None: no sample has routes.
     """
 
     log_probs: list[torch.Tensor]
@@ -87,11 +86,11 @@ class Outcome:
 
     Attributes:
         loss: the loss over the whole batch.
-        metrics: numbers that the loss reports, by name, and balance losses if they are on.
+        metrics: name -> metric that the loss reports; also balance losses if they are on.
         counts: the divisors of the loss.
-        log_probs: for each sample [n] log-probabilities of its tokens before the update, 0 for
-            tokens that are not trained.
-        stats: statistics of the pass, for the record of a run.
+        log_probs: for each sample [n] log-probabilities of its tokens before the update, 0 for tokens that are not
+            trained.
+        stats: statistics of the forward and backward pass, for the step's record in a run's log.
     """
 
     loss: float
@@ -105,9 +104,8 @@ class Outcome:
 class _Recorded:
     """Wrapper of a loss that also stores log-probability and entropy of each trained token.
 
-    The tensors ``log_probs`` and ``entropies`` have an entry for each token of the whole batch;
-    ``Packed.values["places"]`` has a token's index in them. Without a loss it returns the sum of
-    ``nll_BS``.
+    ``log_probs`` and ``entropies`` have an entry for each token of the whole batch, at the index in
+    ``LossInputs.given["places"]``. With ``loss`` None, a call returns the sum of ``nll_BS``.
     """
 
     loss: Callable[..., torch.Tensor] | None
@@ -142,10 +140,10 @@ class Session:
     Attributes:
         config: the configuration that the session runs with.
         meshes: the device meshes of the ranks.
-        state: this rank's pipeline stages, the optimizer and the counters.
-        store: checkpoints of the run directory.
-        max_routes_differ: routes of an engine are refused if they differ from the router's own
-            choices by more than this fraction of what random choices would (``check_replay``).
+        state: this rank's pipeline stages, the optimizer, and step and token counters.
+        store: reader and writer of the run directory's checkpoints.
+        max_routes_differ: bound on how far an engine's expert ids may differ from the router's own choices, as a
+            fraction of the difference of random choices (``check_replay``).
     """
 
     config: Config
@@ -166,17 +164,17 @@ class Session:
     ) -> Session:
         """Open a session on this rank, with the arguments of a recipe's ``main``. Collective.
 
-        ``automoe.session.open_session`` opens one from overrides, in one process or under torchrun.
+        Scripts that automoe does not launch call ``automoe.session.open_session`` instead.
 
         Args:
-            config: ``train.seq_len`` is the longest row, ``train.micro_batch_size`` times it the
-                most positions of a micro-batch.
-            auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
-                modules for multi-token prediction, so that a batch whose gradient is zero leaves
-                every weight unchanged. True follows the configuration.
+            config: ``train.seq_len`` is the longest packed row; a micro-batch has at most
+                ``train.micro_batch_size`` times as many positions.
+            auxiliary_losses: False turns off balance losses, updates of expert biases and losses of modules for
+                multi-token prediction, so that a batch whose gradient is zero leaves every weight unchanged. True
+                follows the configuration.
 
         Raises:
-            ConfigError: samples of a row would see one another (``data.document_mask=false``).
+            ConfigError: attention would cross the samples of a row (``data.document_mask=false``).
         """
         if not config.data.document_mask:
             raise ConfigError(
@@ -246,17 +244,18 @@ class Session:
         """Compute ``loss`` over the batch and accumulate its gradients. Collective.
 
         Args:
-            loss: a function of ``automoe.rl.losses``, or your own: (nll_BS, inputs, **options) ->
-                this rank's share of the loss (``automoe.model.loss.Loss``).
+            loss: a function of ``automoe.rl.losses``, or your own: (nll_BS, inputs, **options) -> this rank's share
+                of the loss (``automoe.model.loss.Loss``).
             temperature: divides the logits, as in the sampler.
-            counts: divisors of the loss; None: the counts of this batch. If several calls make one
-                update, pass the counts of the whole update (``count``).
+            counts: divisors of the loss; None: the counts of this batch. If several calls accumulate for one
+                update, pass the counts of all their batches (``count``).
+            options: options of ``loss``.
 
         Raises:
-            ConfigError: the loss does not take an option or returns no scalar, or the temperature
-                or a count is invalid.
+            ConfigError: the loss does not take an option or returns no scalar, or the temperature or a count is
+                invalid.
             DataError: a sample is wrong, or its routes are far from the router's choices.
-            Exception: whatever the loss raises; this and wrong routes clear the gradients so far.
+            Exception: any error of the loss; this and wrong routes clear the accumulated gradients.
         """
         if isinstance(loss, partial):  # which has not the loss's notes of what it reads
             loss, options = loss.func, {**loss.keywords, **options}
@@ -299,11 +298,14 @@ class Session:
         """Clip the accumulated gradients, update the weights, and clear the gradients. Collective.
 
         Args:
-            lr: learning rate of this step; None: the one of ``optim`` at this step.
-            report: name -> number of this rank; the result has the maximum over ranks.
+            lr: learning rate of this step; None: the one that ``optim`` schedules for this step.
+            report: name -> this rank's number; the result has the maximum of each over ranks.
 
         Returns:
             Learning rate, gradient norm before clipping, and whether the update was skipped.
+
+        Raises:
+            AutomoeError: ``forward_backward`` was not called since the last step.
         """
         if self._pending is None:
             raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
@@ -336,9 +338,9 @@ class Session:
         self._pending, self._pending_tokens = None, 0
 
     def weights(self, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (checkpoint name, full tensor), in the same order on every rank. Collective.
+        """Yield (checkpoint name, full tensor) of the current weights, in one order. Collective.
 
-        The weights are the current ones; a tensor is valid until the next one is requested.
+        Every rank gets each tensor; it is valid until the next one is requested.
 
         Args:
             options: keyword arguments of ``WeightStream``, such as ``dtype`` and ``bucket_bytes``.
@@ -353,14 +355,13 @@ class Session:
             extra: a JSON object of the caller, equal on every rank, which ``load`` returns.
 
         Returns:
-            The checkpoint's folder; None if it is being written in the background
-                (``checkpoint.async_save``).
+            The checkpoint's folder; None if it is still being written in the background
+            (``checkpoint.async_save``).
 
         Raises:
-            SaveError: this checkpoint, or the one in the background before it, could not be
-                written.
+            SaveError: this checkpoint, or an earlier one in the background, could not be written.
             CheckpointError: the run directory has a checkpoint of this step with other content.
-            DataError: ``extra`` is no JSON object.
+            DataError: ``extra`` is not a JSON object.
         """
         try:
             extra = json.loads(json.dumps({**(extra or {})}))
@@ -389,8 +390,7 @@ class Session:
         """Load weights, optimizer and counters from the run's newest checkpoint. Collective.
 
         Returns:
-            ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and then
-                nothing changes.
+            The ``extra`` that was passed to ``save``; None, with nothing loaded, without a checkpoint.
         """
         newest = self.store.newest()
         if self.store.load_latest(self.state) is None:
@@ -403,7 +403,7 @@ class Session:
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Switch the LoRA adapters off within a ``with`` block: the model has its original weights.
+        """Switch the LoRA adapters off within a ``with`` block, so the model has its base weights.
 
         Raises:
             ConfigError: the model has no adapters (``lora.rank=0``).
@@ -427,7 +427,7 @@ class Session:
     def _inputs(
         self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
     ) -> tuple[Packed, MicroBatch, Counts]:
-        """Check and pack a batch; return packed rows, the step's inputs, divisors. Collective."""
+        """Check and pack a batch; return packed rows, inputs of the step, and divisors of the loss. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
         temperature = at_least(1e-6, "temperature", temperature)
@@ -462,7 +462,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum numbers [tokens of the batch] over ranks and split them by sample. Collective."""
+        """Sum ``numbers``, one for each token of the batch, over ranks; split them by sample. Collective."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
@@ -471,7 +471,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite number >= ``least``; else raise ``ConfigError`` for ``key``."""
+    """Return ``value`` as a finite number >= ``least``, else raise ``ConfigError`` naming ``key``."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -488,7 +488,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return the statistics of an update from those of two passes with accumulated gradients."""
+    """Return the sum of the statistics of two passes whose gradients accumulate for one update."""
     return replace(
         second,
         loss=first.loss + second.loss,

@@ -1,4 +1,4 @@
-"""SGLang as the engine, at an address."""
+"""Inference engine that is an SGLang server at an HTTP address."""
 
 from __future__ import annotations
 

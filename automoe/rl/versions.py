@@ -1,8 +1,9 @@
-"""A folder of versions of a model's weights: one full file, and lossless differences to it.
+"""Weights of successive versions of a model in a folder: one full file, and lossless deltas.
 
-``versions.json`` names the full file and, in order, the differences, with the hash of each version.
-A difference holds the exclusive or of every tensor's bytes with the version before, compressed:
-after one update most bits are zero. The chain is folded into a full file before it outgrows one.
+``versions.json`` names the full file and, in order, the deltas, with the hash of each version. A
+delta is the XOR of every tensor's bytes with the previous version, compressed: after one update
+most bits are zero. When the deltas would outgrow a full file, the newest version is kept as the
+full file, and they are deleted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CODEC = "zstd"
 
 
 class Digest:
-    """Hash of tensors: names, dtypes, shapes and bytes; it does not depend on their order.
+    """Hash of a set of named tensors (names, dtypes, shapes, bytes), independent of their order.
 
     ``str(digest)`` is the hash of the tensors added so far.
     """
@@ -47,8 +48,8 @@ class Digest:
         """Add a tensor to the hash.
 
         Args:
-            tensor: gives dtype and shape.
-            raw: the bytes, uint8; they may be those of another version of the tensor.
+            tensor: source of dtype and shape.
+            raw: bytes to hash, uint8; those of ``tensor``, or of another version of it.
         """
         digest = xxhash.xxh3_128(raw.data).hexdigest()
         self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}")
@@ -60,9 +61,9 @@ class Digest:
 class WeightVersions:
     """Publisher of successive versions of a model's weights in ``folder``; rank 0 writes the files.
 
-    A new version is a lossless difference to the one before, of which a full file is kept. After a
-    kill at any time the folder has the previous version or the new one, and the next ``publish``
-    continues. If the newest version is damaged, the next one is written in full.
+    A new version is a lossless delta to the previous one, of which a full copy is kept. If a
+    process is killed at any time, the folder has the previous version or the new one, and the next
+    ``publish`` continues. If the newest version is damaged, the next one is written in full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,12 +75,12 @@ class WeightVersions:
 
         Args:
             stream: the current weights.
-            step: training step of the weights, for the index.
+            step: training step of the weights, stored in the folder's index ``versions.json``.
 
         Raises:
-            OSError: the folder cannot be written, or another process publishes there now; the same
+            OSError: the folder cannot be written, or another process is publishing in it; the same
                 error on every rank.
-            CheckpointError: the index of the folder cannot be read.
+            CheckpointError: the index cannot be read.
         """
         self._ranks.lead(self._lock, again=False)
         try:
@@ -125,8 +126,8 @@ class WeightVersions:
     def _commit(self, step: int) -> str:
         """Rename the new files, write the index, and delete files that the index no longer names.
 
-        Returns the hash of the new version. A kill in between leaves the old version or the new
-        one.
+        Returns the hash of the new version. If the process is killed meanwhile, the folder still
+        has the old version or the new one.
         """
         self._new.close()
         self._zip.close()
@@ -155,8 +156,9 @@ def read_version(
     """Return (number, tensors by name) of the newest version in ``folder``.
 
     Args:
-        tensors: CPU tensors of an older version, updated in place if all differences since then are
-            in the folder; None: read the full file first.
+        folder: folder that ``WeightVersions`` writes.
+        tensors: CPU tensors of an older version, updated in place if the folder has all deltas
+            since that version; None: read the full file first.
         number: version number of ``tensors``.
 
     Raises:
@@ -199,7 +201,11 @@ def _read(
 
 
 def _chain(folder: Path) -> list[dict[str, Any]]:
-    """Return number, step and hash of each version that the index names; [] without an index."""
+    """Return number, step and hash of each version in the folder's index; [] without an index.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
     file = folder / INDEX
     if not file.is_file():
         return []

@@ -1,4 +1,4 @@
-"""vLLM as the engine: started beside the training, or at an address."""
+"""Inference engines that are vLLM: a child process of the training, or a server at an address."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ _CPU = {
 
 
 class LocalVLLM:
-    """Engine that is vLLM in a child process of rank 0, which gets weights through shared memory.
+    """Inference engine that is vLLM in a child process of rank 0.
+
+    The child gets new weights through files in shared memory.
 
     Args:
-        python: path of the Python interpreter that has vLLM (it runs ``automoe.rl.vllm_worker``).
-        run_dir: the child's output goes to ``engine.log`` there.
+        python: path of a Python interpreter that has vLLM; it runs ``automoe.rl.vllm_worker``.
+        run_dir: run directory, whose file ``engine.log`` gets the child's output.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
@@ -83,7 +85,7 @@ class LocalVLLM:
         self._reply()
 
     def _asked(self, **content: Any) -> Any:
-        """Send one JSON request to the child process and return its reply."""
+        """Send one JSON request to the child process and return its JSON reply."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the reply is then its last words
             self._process.stdin.write(json.dumps(content) + "\n")
@@ -127,16 +129,16 @@ class LocalVLLM:
         return self._ranks.lead(answers, again=False)
 
     def close(self) -> None:
-        """End the child process now; otherwise it ends with this process."""
+        """End the child process now; without this call it ends with the training process."""
         if self._ranks.rank == 0:
             self._process.terminate()
             self._process.wait()
 
 
 class ServedVLLM(ServedEngine):
-    """Engine that is a vLLM server at an HTTP address.
+    """Inference engine that is a vLLM server at an HTTP address.
 
-    Start the server with VLLM_SERVER_DEV_MODE=1, which enables the calls that update weights.
+    Start the server with VLLM_SERVER_DEV_MODE=1, which enables the requests that update weights.
     """
 
     def reload(self) -> None:

@@ -1,6 +1,7 @@
-"""vLLM behind two pipes, in a Python of its own, which has vLLM and not automoe.
+"""vLLM in a child process, in another Python environment, which has vLLM and not automoe.
 
-Lines of JSON come in on standard input, and one line of JSON goes out for each on the file descriptor FD:
+The parent writes lines of JSON to standard input; for each, this process writes one line of JSON to
+the file descriptor in the environment variable FD:
 
     {"do": "sample", "prompts": [[ids]], "num": N, "max_tokens": A, "temperature": T, "seed": S, "stops": [ids]}
     {"do": "update"}, then {"file": PATH} for each bucket, a safetensors file, then {"file": null}
@@ -16,9 +17,10 @@ from typing import Any
 
 
 def forget_kernels(model: Any) -> None:
-    """Make vLLM rebuild the expert kernels of ``model``, which pack expert weights on a CPU.
+    """Drop the MoE kernels of a vLLM ``model``, so that vLLM rebuilds them with the next weights.
 
-    Without this, ``reload_weights`` leaves experts unpacked, and the engine computes wrong numbers.
+    On a CPU these kernels repack the expert weights once, when they are built. If they stayed,
+    weights from ``reload_weights`` would not be repacked, and the results would be wrong.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
@@ -28,10 +30,10 @@ def forget_kernels(model: Any) -> None:
 
 
 class Routes:
-    """Recorder of the expert ids of each token in vLLM on a CPU, which does not return them itself.
+    """Recorder of the expert ids of each token; vLLM on a CPU does not return them itself.
 
-    It hooks the routers, which tell the choices of a forward pass, and the model runner, which
-    tells the request and the position of each token in that pass.
+    It hooks two parts of vLLM: the routers, for the ids that a forward pass chooses, and the model
+    runner, for the request and position of each token in that pass.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -63,9 +65,10 @@ class Routes:
         runner.execute_model = execute_model
 
     def take(self, request: str, num_tokens: int) -> list[Any] | None:
-        """Return and forget the expert ids of a finished request, [num_tokens, L, K].
+        """Return, and remove from the recorder, the expert ids of a finished request.
 
-        The result is None for a model without experts.
+        Returns:
+            [num_tokens, L, K] ids for L MoE layers and top-k K; None for a model without experts.
         """
         seen = self._seen.pop(request.split("-")[0], None)
         return seen and [seen[position] for position in range(num_tokens)]

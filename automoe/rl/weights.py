@@ -1,7 +1,7 @@
-"""Weights of a model in training as a stream of checkpoint tensors, without a file.
+"""Stream of the weights of a model in training, as checkpoint tensors, without a file.
 
-Names, dtypes, codes and bytes are those of the verified export (``automoe.hf.write``), which gets
-its numbers from the same two functions: ``plan_export`` and ``Transfer.stored``.
+Names, dtypes, quantized codes and bytes are those of an export to a HuggingFace checkpoint
+(``automoe.hf.write``): both call ``plan_export`` and ``Transfer.stored``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _COPIES = {"plain": 4, "fp8": 8, "mxfp4": 8, "int4": 8}
 class WeightStream:
     """Iterable over the checkpoint tensors of a model in training, in buckets of limited size.
 
-    Every rank makes the stream and iterates over all of it, again after each update. The order of
-    tensors is that of the names, with numbers by value; it is the same on every mesh and keeps the
-    tensors of a layer together. LoRA adapters are merged into the yielded tensors; the model keeps
-    them apart.
+    Every rank makes the stream and iterates over all of it; iterate again after each update.
+    Tensors are sorted by name, with numbers in names compared as numbers: the order is the same on
+    every mesh and keeps the tensors of a layer together. LoRA adapters are merged into the yielded
+    tensors, not into the model.
 
     Args:
         model: the model, or this rank's pipeline stages of it.
-        bucket_bytes: largest memory of an iteration on a rank: the bucket, and the buffers to
-            gather its tensors. A single tensor may exceed it.
-        dtype, encoding: number format of the tensors, as of ``automoe.to_hf``.
+        bucket_bytes: peak memory of an iteration on a rank: the bucket, and the buffers to gather
+            its tensors. A single tensor may exceed it.
+        dtype, encoding: number format of the tensors, as in ``automoe.to_hf``.
         layout: ``published`` (names of the published checkpoint), or ``fused`` (names and stacked
             experts of a transformers model).
 
     Attributes:
         contents: name -> dtype, shape and size (``StoredTensor``) of each tensor, in the stream's
-            order; engines ask for them in advance.
+            order, for receivers that need them before the tensors.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class WeightStream:
             tensors.clear()
 
     def _plan(self) -> dict[str, WriteItem]:
-        """Return checkpoint name -> tensor to write, of this rank's pipeline stages. Collective."""
+        """Return checkpoint name -> tensor to write, for this rank's pipeline stages. Collective."""
         fused = self._layout == "fused"
         plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE
@@ -130,7 +130,7 @@ class WeightStream:
 def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
     """Call ``take`` with every bucket of the stream on rank 0. Collective.
 
-    If ``take`` raises an error, every rank raises it after the last bucket.
+    An error that ``take`` raises ends the calls; every rank raises it after the last bucket.
     """
     ranks = Ranks()
     errors: list[Exception] = []

@@ -1,7 +1,8 @@
-"""Plugin functions that ``Run`` calls at four named points of a run (``docs/extend.md``).
+"""Calls of plugin functions at the hooks ``run.start``, ``run.step``, ``run.save``, ``run.finish``.
 
-Every rank calls every function in the order of registration, so the functions may use collectives.
-An exception in a plugin function ends the run, as an exception in the recipe does.
+``docs/extend.md`` says how a plugin registers them. Every rank calls every function in the order of
+registration, so the functions may use collectives. An exception in a plugin function ends the run,
+as an exception in the recipe does.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ if TYPE_CHECKING:
 
 
 def call_hooks(point: str, *args: Any) -> None:
-    """Call the functions that plugins registered for the hook ``point``; ignore their results."""
+    """Call the functions that plugins registered for a hook with ``args``; ignore their results.
+
+    Args:
+        point: name of the hook, such as ``run.save``.
+    """
     for function in registered(point).values():
         function(*args)
 
 
 def hook_numbers(run: Run, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers that plugins' functions for the hook ``run.step`` add to a step's record.
+    """Call plugin functions of the hook ``run.step``; return the numbers they add to the record.
 
-    The functions get a read-only view of the record.
+    The functions get ``run`` and a read-only view of the step's record.
 
     Raises:
-        ConfigError: a name is taken in this record or in the records of other steps, or a value is
-            no number.
+        ConfigError: a returned name is already a key of step records, or a value is not a number.
     """
     numbers: dict[str, float] = {}
     for name, function in registered("run.step").items():

@@ -1,4 +1,4 @@
-"""Record of a run on rank 0: console, ``metrics.jsonl``, samples and trackers."""
+"""Writer of a run's record on rank 0: console, ``metrics.jsonl``, samples, experiment trackers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from automoe.training.context import RunContext
 
 
 class RunRecord:
-    """Console printer, ``metrics.jsonl`` writer and experiment tracker of one run.
+    """Console printer, ``metrics.jsonl`` writer and experiment trackers of one run.
 
-    Every rank makes one; the records of ranks other than 0 do nothing.
+    Every rank makes one; on ranks other than 0 all methods do nothing.
 
     Args:
-        step: last step that is done; the run continues after it.
+        step: last completed step; the run continues after it.
         resumed: checkpoint that the run resumes from. If the checkpoint is in the run's own
             directory, the metrics there are continued.
     """
@@ -63,21 +63,27 @@ class RunRecord:
         return MetricsLog(self._run_dir, resume_step, self.warn, self._num_steps)
 
     def note_wrapped(self, lines: list[str]) -> None:
-        """Print lines for the user, wrapped to 80 columns with a note's margin."""
+        """Print lines for the user between step lines, wrapped to the console's 80 columns."""
         for line in lines:
             for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False):
                 self.note(part)
 
     def write_step(self, record: Mapping[str, Any], expert_counts: torch.Tensor) -> None:
-        """Write a step to ``metrics.jsonl`` and the trackers."""
+        """Write a step's record to ``metrics.jsonl`` and the trackers.
+
+        Args:
+            record: metric name -> value.
+            expert_counts: [L, E] tokens that each expert of each MoE layer received in the step.
+        """
         if self._log is not None:
             self._log.write(record, expert_counts)
             self._trackers.log(record)
 
     def write_samples(self, step: int, samples: list[dict[str, str]], seconds: float) -> None:
-        """Print, write and track the answers to ``observe.samples``.
+        """Print the answers to the prompts ``observe.samples``; write them to file and trackers.
 
         Args:
+            step: step after which the answers were generated.
             samples: ``prompt`` and ``text`` of each answer.
             seconds: time that generating them took.
         """
@@ -87,7 +93,7 @@ class RunRecord:
             self._trackers.texts(step, "samples", samples)
 
     def rewind(self, step: int) -> None:
-        """Remove the records of steps after ``step``, to which the run has gone back."""
+        """Remove the records of steps after ``step``, since training continues again from there."""
         if self._log is not None:
             self._log.close()
             self._log = self._open_log(step)
@@ -105,7 +111,12 @@ class RunRecord:
             self._trackers.finish(outcome)
 
     def finish(self, outcome: Outcome, paths: Mapping[str, str | Path]) -> None:
-        """Close the record and print the summary, with the ``paths`` of results by their names."""
+        """Close the record and print the run's summary.
+
+        Args:
+            outcome: how the run ended, for the trackers.
+            paths: name -> path of each result, to print in the summary.
+        """
         self.close(outcome)
         self._console.finish({**paths, **self._trackers.places})
 

@@ -1,6 +1,6 @@
-"""Log-probabilities of preference data under a run's initial weights, kept in a file of the run.
+"""Reference log-probabilities of preference data, computed with a run's initial weights.
 
-Letters: B rows, S positions of this rank, N pairs of the data.
+Letters: B rows, S positions of this rank, N answer pairs of the data.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Reference:
 
     Attributes:
         log_probs: [N, 2] float64 on the CPU: chosen and rejected answer of N pairs.
-        device: device of the training, to which a batch's values are sent.
+        device: device of the training, to which the values of a batch are sent.
     """
 
     log_probs: torch.Tensor
     device: torch.device
 
     def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
-        """Return the input ``reference`` of ``PreferenceLoss``: the log-probabilities of each row's
-        pair.
+        """Return the batch's entries of ``log_probs``, as the loss's input ``reference`` [B, P, 2].
 
-        They are 0 where a row has no pair.
+        They belong to the at most P answer pairs of each of the B rows, and are 0 where a row has
+        fewer. ``PreferenceLoss`` (DPO) reads this input.
         """
         assert batch.pairs is not None
         values = torch.where(
@@ -74,19 +74,20 @@ def open_reference(
     context: RunContext,
     store: CheckpointStore,
 ) -> Reference | None:
-    """Return the log-probabilities under the initial weights, read or computed anew. Collective.
+    """Return the log-probabilities under the initial weights, from file or computed. Collective.
 
-    Call this function before a checkpoint is loaded, while the model has its initial weights. A
-    file in the run directory that is damaged, belongs to other settings, or is not the one of the
-    step that the run goes on from is reported and replaced.
+    Call this function while the model has its initial weights, before a checkpoint is loaded. A
+    damaged file, or one computed with other settings, or not the one that the checkpoint to resume
+    was trained with, is reported, computed again and replaced.
 
     Returns:
-        None if the run was requested to stop meanwhile; the run is then ``preempted``.
+        None if the run was asked to stop during the computation; ``context.preempted`` is then
+        True.
 
     Raises:
         OSError: the file cannot be read, or a folder, a FIFO or a device has its name.
-        CheckpointError: the checkpoint at ``model.hf_path`` cannot be read, or the step was trained
-            against other weights.
+        CheckpointError: the checkpoint at ``model.hf_path`` cannot be read, or the checkpoint to
+            resume was trained against other initial weights.
     """
     path = context.run_dir / REFERENCE_FILE
     weights = store.first_weights
@@ -131,11 +132,13 @@ def open_reference(
 def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
-    """Return what a pair's log-probabilities depend on: settings, weights and data, as JSON.
+    """Return everything that the stored log-probabilities depend on, to compare with a file's.
+
+    The result is JSON: settings, hash of the weights, and fingerprint of the data.
 
     Args:
-        weights: identity of the initial weights.
-        splits: parts of the data whose pairs are computed.
+        weights: hash that identifies the initial weights.
+        splits: splits of the data whose pairs are computed.
     """
     settings = flat(config_to_dict(config)).items()
     facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
@@ -150,7 +153,7 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
     """Return the stored log-probabilities [N, 2]; a reason if unusable; None without a file.
 
     Args:
-        belongs: settings, weights and data that they must have been computed with.
+        belongs: settings, weights and data of this run (``_belongs``), which must equal the file's.
         num_pairs: N.
     """
     try:
@@ -172,7 +175,10 @@ def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
 
 
 class _Collector:
-    """Loss function that stores each micro-batch's log-probabilities of pairs, and trains nothing."""
+    """Loss function that stores the log-probabilities of each micro-batch's answer pairs.
+
+    Used in evaluation only; the loss that it returns has no meaning.
+    """
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -193,10 +199,13 @@ def _compute(
     context: RunContext,
     splits: list[Split],
 ) -> torch.Tensor | None:
-    """Run the model on all pairs; return their log-probabilities [N, 2]; None if the run should stop.
+    """Run the model on all answer pairs; return log-probabilities [N, 2], or None if asked to stop.
 
     Args:
-        splits: parts of the data, training and validation. Pairs outside of them have zeros.
+        splits: splits of the data to run. Pairs of other splits get zeros.
+
+    Raises:
+        DataError: a log-probability is not finite.
     """
     collector = _Collector()
     before = runner.loss

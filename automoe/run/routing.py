@@ -1,9 +1,10 @@
-"""Recording and replay of routing (``moe.record_routing``, ``moe.replay_routing``).
+"""Recording of routing to files (``moe.record_routing``), and its replay (``moe.replay_routing``).
 
-Each step has a folder ``step-N`` with one ``rank-R.npz`` of every recording rank. ``rows`` [T] and
-``index`` [T] identify tokens by their row in the training stream and their position in the row.
-``layers`` [L] are the MoE layers, and ``choices`` [T, L, 2, K] their choices (2: chosen, plain
-top-k). The format does not depend on the mesh, so any mesh can replay it.
+Each step has a folder ``step-N`` with one ``rank-R.npz`` of every recording rank. Its arrays:
+``rows`` [T] and ``index`` [T] identify T tokens by their row in the training stream and their
+position in the row; ``layers`` [L] are the numbers of the MoE layers; ``choices`` [T, L, 2, K] are
+expert ids: those used, and the top-K of the scores without bias and groups. The format does not
+depend on the mesh, so any mesh can replay it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from automoe.storage.files import read_file, replace_file
 def record_routing(
     config: Config, model_parts: Mapping[int, nn.Module], step: int
 ) -> Iterator[None]:
-    """Record this rank's routing of one training step, if configured.
+    """Context that records this rank's routing of one training step (``moe.record_routing``).
 
-    The file is written when the ``with`` block ends.
+    The file is written when the ``with`` block ends; nothing is recorded if the setting is off.
 
     Args:
-        model_parts: this rank's pipeline stages; any mesh.
-        step: counted from 0. Files of an existing folder of the same step are replaced one by one.
+        model_parts: this rank's pipeline stages, by stage number.
+        step: counted from 0. If the step has been recorded before, each rank replaces its file.
     """
     if config.moe.record_routing is None:
         yield
@@ -58,8 +59,8 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
     """Write recorded routing to one file, atomically.
 
     Args:
-        seen: for each layer, a tuple of each micro-batch: its rows in the step, the tokens' indices
-            and the chosen experts.
+        seen: MoE layer -> one tuple per micro-batch: row numbers of the tokens, their positions in
+            the row, and their expert ids.
     """
     layers = []
     # a pipeline may run two layers' micro-batches in different orders
@@ -83,13 +84,15 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
 
 
 def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tensor | None:
-    """Return the recorded choices for the rows of ``batch``; None if replay is off.
+    """Return the expert ids in ``moe.replay_routing`` for the rows of ``batch``; None if it is off.
 
     Returns:
-        [rows of this rank, tokens of a row, L, 2, K] int64, ``forced_ids`` of ``prepare_inputs``.
+        [rows, positions, L, 2, K] int64 for L MoE layers: the K experts to use, and the top-K of
+        the scores without bias and groups. ``prepare_inputs`` takes it as ``forced_ids``.
 
     Raises:
-        DataError: the directory lacks the step, or some of its tokens or layers, or a file is damaged.
+        DataError: the recording lacks the step, or some of its tokens or layers, or a file is
+            damaged.
     """
     if config.moe.replay_routing is None:
         return None

@@ -1,4 +1,4 @@
-"""Decisions around a run's steps: when to validate, save, stop or go back, and what to record."""
+"""``Run``: when to validate, save, stop or return to an earlier checkpoint, and what to record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def open_run(
     store: CheckpointStore,
     resumed: Resumed | None,
 ) -> Iterator[Run]:
-    """Open a ``Run`` and close it on every exit: a failing run keeps its record and trace."""
+    """Context manager that opens a ``Run``, and closes it on errors too, to keep record and trace.
+
+    Args:
+        resumed: checkpoint that the run resumes from; None: it starts anew.
+    """
     run = Run(config, shape, context, state, store, resumed)
     record = run.record
     with ExitStack() as opened:
@@ -65,13 +69,14 @@ def open_run(
 
 
 class Run:
-    """Decisions of a run around its steps: when to validate, save, stop or go back.
+    """Everything around the training steps of a run: decisions, records and reports.
 
-    Every rank has one and calls every method; only rank 0 prints and writes.
+    It decides when to validate, save, stop or return to an earlier checkpoint. Every rank has one
+    and calls every method; only rank 0 prints and writes.
 
     Attributes:
-        stopping: True if a rank was requested to stop; all ranks leave after this step.
-        objective: newest validation loss, else the newest training loss.
+        stopping: True if a rank was requested to stop; all ranks then end the loop after this step.
+        objective: newest validation loss, or the newest training loss without validation.
         note: function that prints a line for the user.
         record: printer and writer of the run's reports.
     """
@@ -112,7 +117,7 @@ class Run:
             self.note(f"{key}={2 * more:g} continues; checkpoint.resume=never starts over")
 
     def describe_start(self, loaded: Loaded | None) -> None:
-        """Print the source of the initial weights and, for conversations, a sample row.
+        """Print where the initial weights came from and, for chat data, a row of the training data.
 
         Args:
             loaded: result of reading ``model.hf_path``; None if the weights are random.
@@ -133,10 +138,10 @@ class Run:
             self.record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
-        """Start the step's clock, and report a background save that has ended.
+        """Start timing a step, and report a background save that has ended.
 
-        Garbage is collected at the same steps on all ranks: if each chose its own moment, all would
-        wait each time.
+        This also collects garbage, at the same steps on all ranks. If each rank chose its own
+        moment, all others would wait for it each time.
         """
         self.store.poll()
         every = self.config.launch.gc_every
@@ -146,7 +151,12 @@ class Run:
         self._began = time.perf_counter()
 
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
-        """Stop the step's clock and return the step's record, without validation results."""
+        """Stop timing a step and return its record (name -> metric), without validation results.
+
+        Args:
+            stats: loss, routing statistics and other sums of the step.
+            update: result of ``optimizer_step``, called with ``report``.
+        """
         config = self.config
         train = self.config.train
         state = self.state
@@ -209,7 +219,11 @@ class Run:
 
     @property
     def report(self) -> dict[str, float]:
-        """Return this rank's values for the step's max-reduction; time spent counts on rank 0 only."""
+        """This rank's numbers by name, of which ``optimizer_step`` takes the maximum over ranks.
+
+        Among them are whether to stop, and on rank 0 whether ``checkpoint.every_minutes`` have
+        passed.
+        """
         save_due = self.context.rank == 0 and self.store.minutes_are_up()
         return {
             "stop": self.context.stop.requested,
@@ -227,16 +241,17 @@ class Run:
         )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples``, printed with the step's record. Collective."""
+        """Generate answers to ``observe.samples`` and show them with the step's record. Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self.show_samples(sampler.generate(), time.perf_counter() - began)
 
     def show_samples(self, samples: list[dict[str, str]], seconds: float) -> None:
-        """Hand over pairs of ``prompt`` and ``text``, to be printed with the step's record.
+        """Keep generated answers, to be printed and written with the step's record.
 
         Args:
-            seconds: time that the samples took.
+            samples: ``prompt`` and ``text`` of each answer.
+            seconds: time that generating them took.
         """
         self._samples = samples, seconds
 
@@ -244,8 +259,8 @@ class Run:
         """Return True if the state should be saved now.
 
         A save is due every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, after
-        the last step and when the run was asked to stop. If the step was skipped, the next step
-        that is taken is saved instead. Nothing is saved before the first step that was taken since
+        the last step, and when the run was asked to stop. If the step's update was skipped, the
+        save waits for the next step with an update. Nothing is saved before the first update since
         the start or the resume.
         """
         state = self.state
@@ -261,15 +276,15 @@ class Run:
         return due
 
     def write_or_go_back(self, record: Mapping[str, Any], stats: StepStats) -> None:
-        """Print, write and track a step's record; load an earlier checkpoint if no step was taken.
+        """Print and write a step's record; return to an earlier checkpoint if no update succeeds.
 
-        The record gets the numbers of plugins. The run goes back to the checkpoint before the one
-        that it resumed if every step since then was skipped, up to ``train.max_skipped`` or the
-        last one; ``state.step`` is then smaller than before.
+        The record gets the numbers of plugins. If all steps since the resume were skipped,
+        ``train.max_skipped`` of them or all remaining ones, the checkpoint before the resumed one
+        is loaded; ``state.step`` is then smaller than before.
 
         Raises:
-            AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the
-                run.
+            AutomoeError: ``train.max_skipped`` steps in a row, or all steps of the run, were
+                skipped, and there is no such checkpoint.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
@@ -303,7 +318,7 @@ class Run:
     write = write_or_go_back  # its name in recipes that were copied before version 0.17
 
     def _took_a_step(self) -> bool:
-        """Return True if a step was not skipped since the start, the resume or the last fall back."""
+        """Return True if any step since the start or the last checkpoint load was not skipped."""
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
@@ -325,7 +340,9 @@ class Run:
         return True
 
     def check_result(self) -> None:
-        """Raise if the last step's loss is not finite, and allow a long timeout for the export.
+        """Raise if the final loss is not finite, and prepare the process groups for the export.
+
+        Collectives get the long timeout ``launch.init_timeout_s``.
 
         Raises:
             AutomoeError: the last validation or training loss is not finite.
@@ -338,13 +355,17 @@ class Run:
             )
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:
-        """Close the record and print the summary, with the ``paths`` of results by their names."""
+        """Close the record and print the run's summary.
+
+        Args:
+            paths: name -> path of each result, to print in the summary.
+        """
         call_hooks("run.finish", self)
         self.record.finish("preempted" if self.context.preempted else "done", paths)
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:
-    """Return a line for the user: why a step was skipped, and the rows and documents in it."""
+    """Return text that says why a step was skipped, and which rows and documents it trained on."""
     (first, last), names = record["skipped_rows"], record["skipped_documents"]
     more = record["num_skipped_documents"] - 3
     listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
@@ -352,7 +373,7 @@ def _skip_text(record: Mapping[str, Any]) -> str:
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the device's dense bf16 FLOP/s, configured or by its name; None if unknown."""
+    """Return the device's dense bf16 FLOP/s, as configured or known by GPU name; None if unknown."""
     if config.cluster.peak_flops:
         return config.cluster.peak_flops
     if device.type != "cuda":
@@ -363,7 +384,7 @@ def _peak_flops(config: Config, device: torch.device) -> float | None:
 
 
 def _peak_memory_bytes(device: torch.device) -> int:
-    """Return this rank's peak memory: device allocations on CUDA, resident memory on the CPU."""
+    """Return this process's peak memory in bytes: allocated on CUDA, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
-"""Answers to fixed prompts during training (``observe.samples``), on the training mesh.
+"""Generation of answers to fixed prompts during training (``observe.samples``), on any mesh.
 
-Each new token is a forward pass over rows of prompts with their answers so far, as in a validation,
-without a cache of keys and values. So every mesh that can validate can generate, with the same
+Each new token takes a forward pass over whole rows (prompt and answer so far), like a pass of
+validation, without a key-value cache. So every mesh can generate, and all meshes generate the same
 tokens.
 """
 
@@ -34,7 +34,11 @@ _ROUNDED = 64  # row lengths are multiples of this number times 2 cp tp
 
 @dataclass
 class Engine:
-    """Greedy generator that uses the model in training, on the training mesh."""
+    """Greedy generator that uses the model in training, on the training mesh.
+
+    Its fields are the run's configuration, the runner of this rank's pipeline stages, the device
+    meshes and the device.
+    """
 
     config: Config
     runner: StepRunner  # of this rank's pipeline stages
@@ -44,10 +48,14 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]
     ) -> list[list[int]]:
-        """Return the tokens that follow each prompt, including the one that ends it. Collective.
+        """Return the new tokens that follow each prompt. Collective.
 
-        An answer ends with a token of ``stops``, with ``NAN_TOKEN`` if the logits are NaN, or after
-        ``max_tokens``.
+        An answer ends with a token of ``stops``, which is included, with ``NAN_TOKEN`` (-1) if the
+        logits are NaN, or after ``max_tokens`` tokens.
+
+        Args:
+            prompts: token ids of each prompt.
+            stops: ids of tokens that end an answer.
         """
         rows = dict(enumerate(prompts))
         running = list(rows)
@@ -60,12 +68,12 @@ class Engine:
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """Return the likeliest next token of each row. Collective.
+        """Return the likeliest next token of each row, by the index of the prompt. Collective.
 
-        Every data-parallel rank runs the same number of rows, some of them copies.
+        Data-parallel ranks must run equally many rows, so some of them run copies.
 
         Args:
-            rows: token ids so far, by the index of the prompt.
+            rows: index of the prompt -> token ids of the prompt and its answer so far.
         """
         train = self.config.train
         shape = self.meshes.shape
@@ -91,16 +99,16 @@ class Engine:
 
 
 class Sampler:
-    """Greedy answers to ``observe.samples``; without prompts, no answers.
+    """Generator of greedy answers to the prompts ``observe.samples`` (none by default).
 
-    ``transformers`` generates the same answers from an export. Every rank makes a sampler and calls
-    ``generate``.
+    ``transformers`` generates the same answers from an exported checkpoint. Every rank makes a
+    sampler and calls ``generate``.
 
     Args:
-        tokenizer: the loader's tokenizer.
+        tokenizer: tokenizer of the training data.
 
     Raises:
-        CheckpointError: rank 0 cannot read the prompts any more (``automoe.data.prompts``).
+        CheckpointError: rank 0 can no longer read the prompts (``automoe.data.prompts``).
     """
 
     def __init__(
@@ -120,9 +128,9 @@ class Sampler:
             self._stops = Ranks().lead(lambda: stop_tokens(config))
 
     def generate(self) -> list[dict[str, str]]:
-        """Return ``prompt`` and ``text`` of each answer on every rank. Collective.
+        """Return ``prompt`` and ``text`` of each answer, on every rank. Collective.
 
-        The text excludes the token that ends the answer.
+        The text excludes the token that ends the answer. Without prompts the result is [].
         """
         if not self.texts:
             return []
@@ -140,7 +148,11 @@ class Sampler:
 
 
 def stop_tokens(config: Config) -> list[int]:
-    """Return the ids of the tokens that end an answer: EOS tokens of an export's generation settings."""
+    """Return the ids of the tokens that end an answer.
+
+    They are ``eos_token_id`` of the ``generation_config.json`` that an export of the run would
+    have.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         chat = chat_template_of(config)
         write_settings(Path(scratch), config.model, torch.float32, tokenizer_of(config), chat=chat)
@@ -151,12 +163,13 @@ def stop_tokens(config: Config) -> list[int]:
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
-    """Return a batch of ``rows``, padded with ``filler`` rows and to ``length`` tokens.
+    """Return a batch of token rows to predict one next token each.
 
-    The last token of each row alone has a label.
+    Only the last token of each row has a label. Rows are padded to ``length`` tokens.
 
     Args:
         rows: token ids of each row.
+        filler: row that is repeated until there are ``count`` rows.
         count: number of rows of the batch.
     """
     rows = [*rows, *[filler] * (count - len(rows))]

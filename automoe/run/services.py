@@ -1,4 +1,4 @@
-"""A run's data and checkpoints, opened and checked on all ranks before anything is built."""
+"""Opening of a run's data and checkpoints, checked on all ranks before the model is built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def open_data(config: Config, meshes: Meshes, pairs: bool = False) -> Loader:
     """Return this rank's data loader, after checking that all ranks have the same data. Collective.
 
     Args:
-        pairs: True if the recipe compares pairs of answers.
+        pairs: True if the recipe trains on pairs of answers (preference data).
+
+    Raises:
+        DataError: the ranks have different data.
     """
     loader = Loader(config, meshes.dp_rank, meshes.shape.dp, pairs=pairs)
     same_on_all_ranks(loader.fingerprint(), "the training data")
@@ -33,7 +36,8 @@ def open_store(
 ) -> CheckpointStore:
     """Return the store of the run's checkpoints. Collective.
 
-    It is checked here, before the weights are read, that a step can be resumed and saved.
+    The store is checked here, before weights are read, so that a run that could not resume or save
+    ends early.
     """
     store = CheckpointStore(config, meshes.shape, context.run_dir)
     store.check(loader)
@@ -43,15 +47,15 @@ def open_store(
 def same_on_all_ranks(value: Any, subject: str) -> None:
     """Raise unless ``value`` is equal on all ranks. Collective over the CPU backend.
 
-    Each rank sends a digest of 16 characters.
+    Each rank sends a hash of 16 characters.
 
     Args:
         value: plain JSON values.
         subject: subject of the error's sentence, for example "the corpus".
 
     Raises:
-        DataError: on every rank alike. The message lists the ranks whose value differs from the
-            most frequent one, or from rank 0's value if none is more frequent.
+        DataError: values differ; raised on every rank. The message lists the ranks whose value
+            differs from the most frequent one, or from rank 0's value if none is more frequent.
     """
     mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
     digests = [""] * dist.get_world_size()

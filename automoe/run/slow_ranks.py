@@ -26,13 +26,13 @@ IN_A_ROW = 3  # slow timings in a row after which a rank is named
 
 
 class SlowRanks:
-    """Detector of slow ranks: all time the same matrix product every ``every`` steps.
+    """Detector of slow ranks: all ranks time the same matrix product every ``every`` steps.
 
-    The step's max-reduction gives every rank all times. Collective.
+    The maximum over ranks that each step computes gives every rank all times.
 
     Args:
         every: steps between timings; 0 disables them, as does a run of one rank.
-        name: function that prints a line about a slow rank, once per rank.
+        name: function that prints a line about a slow rank, called once per rank.
     """
 
     def __init__(self, context: RunContext, every: int, name: Callable[[str], object]) -> None:
@@ -48,9 +48,9 @@ class SlowRanks:
         self._named: set[int] = set()
 
     def begin_step(self, step: int) -> None:
-        """Start timing a matrix product if that is due before ``step``, counted from 1.
+        """Time a matrix product if a timing is due before ``step`` (counted from 1).
 
-        The host does not wait for a GPU.
+        On a GPU the product is only queued, and the host does not wait for it.
         """
         self._marks = []
         if not self._every or step % self._every:
@@ -69,10 +69,10 @@ class SlowRanks:
         self._marks.append(self._now())
 
     def report(self) -> dict[str, float]:
-        """Return this rank's seconds for the matrix product under its own key, and 0 under all others.
+        """Return key of a rank -> seconds of its matrix product; 0 for all ranks but this one.
 
-        The result is empty in a step without a timing. Call this method after the host has waited
-        for the device since ``begin_step``.
+        A maximum over ranks then gives all times. The result is empty in a step without a timing.
+        Call this method after the host has waited for the device since ``begin_step``.
         """
         if not self._marks:
             return {}
@@ -84,10 +84,11 @@ class SlowRanks:
         return seconds
 
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
-        """Return the timings for the step's metrics, and print a line about a rank that stays slow.
+        """Return timing statistics for the step's record; print a line if a rank stays slow.
 
         Args:
-            over_ranks: maxima over all ranks of the values from ``report``, and other maxima.
+            over_ranks: maximum over all ranks of each value that ``report`` returned; other keys
+                are ignored.
         """
         seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:

@@ -1,4 +1,4 @@
-"""Initial weights of a run, and the checkpoint that the run exports."""
+"""Initial weights of a run, and the HuggingFace export of the trained weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from automoe.parallel.parallelize import allocate, build_parts, materialize
 def first_weights(
     config: Config, meshes: Meshes, device: torch.device
 ) -> tuple[dict[int, CausalLM], Loaded | None]:
-    """Return this rank's pipeline stages with initial weights, and the load report. Collective.
+    """Build this rank's pipeline stages with initial weights. Collective.
 
-    The weights come from ``model.hf_path``; without a path they are random and the report is None.
+    Returns:
+        Stage number -> stage, and the report of loading ``model.hf_path``. Without that path the
+        weights are random and the report is None.
 
     Raises:
-        ConfigError: documents of a row would see one another in this class of ``transformers``.
+        ConfigError: the model's ``transformers`` class lets a document affect the next one in its
+            packed row, although ``data.document_mask`` is on.
     """
     model_parts = build_parts(config, meshes)
     loaded = None
@@ -53,17 +56,17 @@ def export_weights(
     run_dir: Path,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Written | str:
-    """Write the run's HuggingFace checkpoint, ready for ``transformers``. Collective.
+    """Write the trained weights as a HuggingFace checkpoint to ``run_dir/hf``. Collective.
 
-    The folder is ``run_dir/hf``. With ``lora.export=adapter`` the function writes the adapter
-    alone, to ``run_dir/adapter``. The model cannot be trained further afterwards.
+    With ``lora.export=adapter`` only the adapter is written, to ``run_dir/adapter``. The model
+    cannot be trained further afterwards.
 
     Args:
-        optimizer: holds the averages that ``checkpoint.export_ema`` exports; the function copies
-            them into ``model_parts``.
+        optimizer: needed for ``checkpoint.export_ema``: it holds the averaged weights, which the
+            function copies into ``model_parts`` and exports.
 
     Returns:
-        The summary; of an adapter, a sentence.
+        The summary of the checkpoint, or a sentence about the adapter.
     """
     averaged = config.checkpoint.export_ema
     if averaged:

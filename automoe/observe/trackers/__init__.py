@@ -1,10 +1,10 @@
 """Experiment trackers: Weights & Biases, TensorBoard and MLflow, one module each.
 
 A run may have several trackers or none. During training, a failing service or network costs only a
-warning, because ``metrics.jsonl`` always has everything that trackers show: a resumed run hands on
-what a tracker lost at a kill, or missed while it was away. A missing package is an error before
-ranks start (``automoe.launch.hardware``). ``run_dir/trackers.json`` has the ids under which a
-resumed run continues.
+warning, because ``metrics.jsonl`` always has everything that trackers show: when the run is
+resumed, steps that a tracker lacks are sent again. A missing package is an error before ranks start
+(``automoe.launch.hardware``). ``run_dir/trackers.json`` has each tracker's own id of the run, with
+which a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ SWEEP_FILE = "sweep.json"
 
 
 class Trackers:
-    """All experiment trackers of a run (such as W&B) as one object, on the recording rank."""
+    """All experiment trackers of a run (such as W&B) as one object, on rank 0.
+
+    If a tracker raises an error, a warning is printed and the run continues without it.
+    """
 
     def __init__(self, opened: dict[str, Tracker], config: Config, warn: Warn) -> None:
         self._open = opened
@@ -71,11 +74,15 @@ class Trackers:
         self._each(lambda tracker: tracker.texts(step, name, rows))
 
     def rewind(self, step: int) -> None:
-        """Tell all trackers that training returns to the end of ``step``, to repeat later steps."""
+        """Tell all trackers that training goes back to the end of ``step`` and repeats later steps."""
         self._each(lambda tracker: tracker.rewind(step))
 
     def finish(self, outcome: Outcome) -> None:
-        """Close all trackers; later calls do nothing."""
+        """Close all trackers; later calls of any method do nothing.
+
+        Args:
+            outcome: how the run ended: ``done``, ``preempted`` or ``failed``.
+        """
         self._each(lambda tracker: tracker.finish(outcome))
         self._open.clear()
 
@@ -91,15 +98,16 @@ class Trackers:
 def make_trackers(
     config: Config, run_dir: Path, resume_step: int | None = None, warn: Warn = to_stderr
 ) -> Trackers:
-    """Open the trackers that ``config.observe`` selects.
+    """Open the experiment trackers that ``config.observe`` selects.
 
     Args:
-        resume_step: last step of this run's record that is kept; None: a new run, for which
-            trackers start anew.
+        run_dir: the run directory.
+        resume_step: last step whose record is kept from an earlier start; None: a new run, which
+            the trackers record as a new one, too.
         warn: function that shows one line to the user.
 
     Raises:
-        BackendError: a package cannot be imported. Other errors of a tracker's library become
+        BackendError: a tracker's package cannot be imported. Other errors of its library become
             warnings.
     """
     ids = {}  # Without a readable file of ids, trackers start new runs.

@@ -1,4 +1,4 @@
-"""Interface of the experiment trackers; each tracker is a module of this package."""
+"""Interface of the experiment trackers, which are the other modules of this package."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ WITHOUT = "training goes on without it"
 
 @dataclass(frozen=True)
 class About:
-    """Description of a run that an experiment tracker receives when it starts.
+    """Description of a run, which an experiment tracker receives when it is opened.
 
     Attributes:
+        name: display name of the run.
+        group: name that groups runs, such as those of a sweep; "" for none.
         config: the configuration as plain dictionaries, without values from the environment.
-        resume_step: last step of the existing record that is kept; None: a new run.
+        resume_step: last step whose record is kept from an earlier start; None: a new run.
         earlier: this tracker's id of the run from an earlier start; "" if there is none.
         warn: function that shows a line to the user.
     """
@@ -41,45 +43,58 @@ class About:
 class Tracker:
     """Base class of an open experiment tracker.
 
-    If a method raises, the tracker is dropped and training goes on.
+    If a method raises an error, the tracker is closed and training continues without it.
 
     Attributes:
         id: the tracker's own id of the run, with which a later start continues it; "" if files in
             ``run_dir`` suffice.
-        places: name -> page or folder to show to the user.
+        places: name -> web page or folder where the user finds the results.
     """
 
     id: str = ""
     places: dict[str, str]
 
     def held(self) -> Mapping[int, float | None]:
-        """Return step -> loss of the steps that earlier starts recorded; None: unknown loss."""
+        """Return step -> loss for the steps recorded by earlier starts; None: the loss is unknown."""
         return {}
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Record a step. After a return to a checkpoint steps repeat; the later record counts.
+        """Record the metrics of a step.
 
-        ``numbers`` does not contain the step.
+        After a return to an earlier checkpoint, steps repeat: the later record replaces the earlier
+        one if the tracker can.
+
+        Args:
+            numbers: metric -> value, without the step.
         """
 
     def texts(self, step: int, name: str, rows: Texts) -> None:
-        """Record a table of texts; all rows have the same columns."""
+        """Record a table of texts.
+
+        Args:
+            name: name of the table.
+            rows: column -> text of each row; all rows have the same columns.
+        """
 
     def rewind(self, step: int) -> None:
         """Announce that the steps after ``step`` will run again.
 
-        By default nothing happens: a repeated step becomes a second point at the same place.
+        The base class does nothing: a repeated step then has two points in a plot.
         """
 
     def finish(self, outcome: Outcome) -> None:
-        """Write pending data and close."""
+        """Write pending data and close the tracker.
+
+        Args:
+            outcome: how the run ended: ``done``, ``preempted`` or ``failed``.
+        """
 
 
 def one_line(error: Exception, config: Config) -> str:
-    """Return the one-line text of a library's error for a warning, with logins in addresses masked.
+    """Return an error of a tracker's library as one line, with logins in addresses masked.
 
-    If the configuration has an address or name from the environment, return only the error's type,
-    because libraries repeat parts of such values.
+    If ``config.observe`` has a value from the environment (an address or a name), the result is
+    only the error's type, because libraries quote such values, which may be secret.
     """
     kind = type(error).__name__
     if any(isinstance(value, FromEnvironment) for value in vars(config.observe).values()):

@@ -1,4 +1,4 @@
-"""MLflow tracker: a server or a folder (``observe.mlflow=URI``)."""
+"""MLflow tracker, which writes to a server or a folder (``observe.mlflow=URI``)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ANSWER_S = 60.0  # longest call in seconds, with its retries
 class _Answering:
     """Wrapper of MLflow's client whose calls raise ``TimeoutError`` after ``ANSWER_S`` seconds.
 
-    MLflow's own timeout does not end a call if the server sends a byte now and then. The thread of
-    such a call is left behind.
+    MLflow's own timeout does not end a call if the server sends a byte now and then. Each call runs
+    in a thread, which is abandoned after the timeout.
     """
 
     def __init__(self, client: Any) -> None:
@@ -55,7 +55,7 @@ class _Answering:
 class MlflowTracker(Tracker):
     """Tracker that writes to an MLflow run on a server or in a folder.
 
-    MLflow cannot remove points, and keeps both points of a repeated step in order.
+    MLflow cannot remove points: a step that runs twice has two points.
     """
 
     def __init__(self, client: Any, run: Any, place: str) -> None:
@@ -87,9 +87,9 @@ class MlflowTracker(Tracker):
 
 
 def start(config: Config, about: About) -> MlflowTracker:
-    """Start an MLflow run, or continue the one of an earlier start.
+    """Start an MLflow run, or continue the run of an earlier start.
 
-    If the server no longer has the earlier run, start a new one with a warning.
+    If the server no longer has that run, a new one is started with a warning.
     """
     uri = config.observe.mlflow
     shown = uri.written if isinstance(uri, FromEnvironment) else hidden(uri)

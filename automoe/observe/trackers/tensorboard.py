@@ -1,4 +1,4 @@
-"""TensorBoard tracker: event files in ``run_dir/tensorboard`` (``observe.tensorboard``)."""
+"""TensorBoard tracker, which writes event files in ``run_dir/tensorboard``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker(Tracker):
-    """Tracker that writes a TensorBoard event file.
+    """Tracker that writes TensorBoard event files.
 
-    After a return to a checkpoint a new file starts with a purge step, from which readers ignore
-    the steps in earlier files.
+    When training returns to an earlier checkpoint, a new file is started with a purge step, which
+    makes TensorBoard ignore later steps in earlier files.
     """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
@@ -34,7 +34,7 @@ class TensorBoardTracker(Tracker):
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def held(self) -> Mapping[int, float | None]:
-        """Return step -> loss from the event files of earlier starts, without purged steps."""
+        """Return step -> loss from the event files of earlier starts, without the purged steps."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         held = {}
@@ -55,7 +55,7 @@ class TensorBoardTracker(Tracker):
         self.events.flush()  # A killed run keeps the steps written so far.
 
     def texts(self, step: int, name: str, rows: Texts) -> None:
-        """Record texts as indented blocks, because their content is not Markdown."""
+        """Record a table of texts as indented blocks, so that TensorBoard does not render Markdown."""
         shown = [
             "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values())
             for row in rows
@@ -72,7 +72,7 @@ class TensorBoardTracker(Tracker):
 
 
 def start(config: Config, about: About) -> TensorBoardTracker:
-    """Open TensorBoard's folder for a resumed run; for a new run, rename an earlier folder."""
+    """Open ``run_dir/tensorboard`` to continue it; for a new run, rename an existing folder first."""
     folder = about.run_dir / FOLDER
     if about.resume_step is not None:
         return TensorBoardTracker(folder, about.resume_step)

@@ -20,9 +20,9 @@ FINISH_TIMEOUT_S = 60  # seconds to upload remaining data at the end
 
 
 class WandbTracker(Tracker):
-    """Tracker that writes to a W&B run, with ``step`` as a metric of its own.
+    """Tracker that writes to a W&B run, with the training step as an ordinary metric ``step``.
 
-    W&B's own step counter would drop records of a repeated step.
+    W&B's own step counter would drop the records of a repeated step.
     """
 
     def __init__(self, run: Any) -> None:
@@ -34,10 +34,11 @@ class WandbTracker(Tracker):
         run.define_metric("*", step_metric="step")
 
     def held(self) -> dict[int, float | None]:
-        """Return step -> loss of the steps that W&B has, on its server or in offline files.
+        """Return step -> loss for the steps that W&B has, on its server or in offline files.
 
-        The server gets steps in order, and its losses are not queried (None). W&B writes files 32
-        KiB or 15 seconds late; a kill loses what is not written.
+        The server receives steps in order, and its losses are not queried, so they are None.
+        Offline, W&B writes its file up to 32 KiB or 15 seconds late, so a killed run's last steps
+        are missing.
         """
         if not self._run.offline:
             return dict.fromkeys(range(1 + int(self._run.summary.get("step", 0))))
@@ -65,7 +66,7 @@ class WandbTracker(Tracker):
 def _losses(data: bytes) -> Iterator[tuple[int, float]]:
     """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format).
 
-    The wandb package has no reader in Python any more.
+    The wandb package no longer has a reader for its files in Python.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -90,10 +91,10 @@ def _losses(data: bytes) -> Iterator[tuple[int, float]]:
 
 
 def start(config: Config, about: About) -> WandbTracker:
-    """Start a W&B run, or continue the earlier one; never prompt.
+    """Start a W&B run, or continue the run of an earlier start; never ask for a login.
 
-    Without a login or a network, an online run becomes an offline run with a warning; ``wandb
-    sync`` can send its files later.
+    If an online run cannot be started (no login or network), an offline run is started with a
+    warning; ``wandb sync`` can upload its files later.
     """
     wandb = import_backend("wandb", f"observe.wandb={config.observe.wandb}", "pip install wandb")
     if config.observe.wandb == "online":
