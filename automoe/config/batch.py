@@ -103,7 +103,7 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 def least_micro_batches(config: Config, shape: MeshShape) -> int:
     """Return the fewest micro-batches per step that the pipeline schedule allows.
 
-    They are counted on one data-parallel rank.
+    This is the number on each data-parallel rank.
     """
     schedule = config.parallel.schedule
     if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:
@@ -112,9 +112,9 @@ def least_micro_batches(config: Config, shape: MeshShape) -> int:
 
 
 def more_micro_batches(config: Config, shape: MeshShape) -> str:
-    """Return settings, for an error message, by which a step has enough micro-batches.
+    """Return settings, for an error message, with which a step has enough micro-batches.
 
-    The pipeline schedule needs so many. For example ``train.global_batch_size=32, or
+    Enough is what the pipeline schedule needs. For example ``train.global_batch_size=32, or
     train.micro_batch_size=1``.
     """
     train, ranks = config.train, shape.dp * least_micro_batches(config, shape)

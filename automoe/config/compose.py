@@ -1,7 +1,8 @@
 """Compose the Hydra tree in ``conf`` into a typed ``Config``; parse command-line arguments.
 
-Hydra runs in exactly one process and is imported only in this module. The schema's defaults are
-registered as the primary ``base``, so a YAML file holds only differences from them.
+Only the process that reads the command line runs Hydra, and only this module imports it. The
+schema's defaults are registered as the primary ``base``, so a YAML file holds only differences from
+them.
 """
 
 from __future__ import annotations
@@ -166,11 +167,11 @@ def composed_container(
 
 
 def search_path(config_name: str, config_dir: str | None) -> tuple[str, list[str]]:
-    """Return Hydra's main directory, and an override that adds a second one to its search path.
+    """Return Hydra's main directory, and overrides that add a second one to its search path.
 
-    The two are the shipped ``conf`` and, if given, ``config_dir``. Hydra looks for primaries only
-    in its main directory, so that is the one with ``config_name``; ``config_dir`` wins if both
-    have it. Groups are found in both.
+    The directories are the shipped ``conf`` and, if given, ``config_dir``. Hydra looks for primary
+    configurations only in its main directory, so this is the directory that has ``config_name``,
+    and ``config_dir`` if both have it. Config groups are found in both.
     """
     folders = [shipped_folder("conf")]
     if config_dir is not None:
@@ -285,7 +286,7 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
 def _check_files(config_dir: str) -> None:
     """Raise ``ConfigError`` for a YAML file of ``config_dir`` that cannot be read.
 
-    It is not UTF-8, for example, or its aliases expand to far more values than a configuration has.
+    Causes are text that is not UTF-8, and aliases that expand to too many values.
     """
     from yaml import YAMLError
 
@@ -481,7 +482,7 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (key, value) of each override, sorted; ``mesh.ep`` is cut to ``ep`` if that is unique."""
+    """Return the sorted (key, value) of each override, with ``mesh.ep`` cut to ``ep`` if unique."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     last = {key: key.rpartition(".")[2] for key in typed}

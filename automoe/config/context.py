@@ -20,8 +20,9 @@ def query_blocks(
 ) -> list[tuple[slice, slice]]:
     """Return a rank's blocks of queries, each with the range of keys that the block attends to.
 
-    Causal masking leaves each of P ranks 2 P + 1 pairs of chunks instead of 4 P; a sliding window
-    leaves fewer.
+    A row has 2 P chunks, of which each of P ranks holds one from the head and its mirror from the
+    tail. Causal masking leaves each rank 2 P + 1 pairs of a query chunk and a key chunk instead of
+    4 P; a sliding window leaves fewer.
 
     Args:
         num_queries: positions of the row that the rank holds.
@@ -45,7 +46,13 @@ def query_blocks(
 
 
 def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
-    """Return the mean number of keys per query on the cp rank with the most work."""
+    """Return the mean number of keys that a query attends to, on the cp rank with the most work.
+
+    Args:
+        seq_len: tokens of a row.
+        num_ranks: ranks of the cp group.
+        window: sliding-window size in tokens; 0 for full causal attention.
+    """
     chunk = seq_len // (2 * num_ranks)
     if num_ranks == 1 or not chunk:
         return float(seq_len)

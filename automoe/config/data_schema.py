@@ -94,6 +94,8 @@ class DataConfig:
     conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
     ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
     (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary, to measure speed.
+    ``on_long`` says what happens to a document that is longer than a row, and ``val_fraction`` is
+    the share of documents for validation.
     """
 
     # kind of data, see above
@@ -145,7 +147,7 @@ class DataConfig:
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """Return (name, weight, settings) of each source.
+    """Return (name, weight, settings of this source alone) of each source.
 
     Without ``data.sources`` there is one source, and its name is empty.
     """

@@ -1,6 +1,6 @@
 """``run_dir/config.yaml``: the resolved configuration of a run, readable without Hydra.
 
-This module also decides with which changed keys a run may continue in its run directory.
+This module also decides which keys may change when a run is continued in its directory.
 """
 
 from __future__ import annotations
@@ -212,12 +212,18 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
 
 
 def is_free(key: str) -> bool:
-    """Return True if ``key`` changes no result, so that it may differ between starts of one run."""
+    """Return True if ``key`` changes no result, so that a run may continue with another value.
+
+    An example is ``observe.log_every``.
+    """
     return key != "checkpoint.resume" and key.split(".")[0] in FREE
 
 
 def goes_on(key: str, then: Any, now: Any) -> bool:
-    """Return True if training may resume with ``key`` changed from ``then`` to ``now``."""
+    """Return True if training may resume although ``key`` changed from ``then`` to ``now``.
+
+    Examples are another mesh, and more steps.
+    """
     longer = key in LENGTH and isinstance(then, (int, float)) and (now > then or not now)
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
 

@@ -30,9 +30,10 @@ _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders
 
 
 def local_folder(spec: str | Path) -> Path:
-    """Return the local folder of a path, or of ``OWNER/NAME@COMMIT`` in the Hub's cache.
+    """Return the local folder of ``spec``: a path itself, or the cache folder of a Hub id.
 
-    It need not exist; nothing is downloaded.
+    The id must have its commit (``OWNER/NAME@COMMIT``). The folder need not exist; nothing is
+    downloaded.
     """
     if (pin := id_and_commit(str(spec))) is None:
         return user_path("path", spec)
@@ -165,7 +166,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
 def bound_waits() -> None:
     """Set a timeout on every HTTP request of huggingface_hub, which makes some without one.
 
-    A server that asks for a pause longer than ``_WAIT_S`` seconds becomes an error.
+    If a server asks to retry after more than ``_WAIT_S`` seconds, the request fails instead.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session
@@ -265,7 +266,7 @@ def remedy_of(error: BaseException, path: str) -> str | None:
     """Return advice on an error of a request to the Hub; None if the Hub did not answer at all.
 
     Args:
-        path: page that was asked for, such as ``OWNER/NAME``.
+        path: requested path of the Hub, such as ``OWNER/NAME``.
     """
     from huggingface_hub import constants, errors
 

@@ -3,8 +3,8 @@
 A configuration file writes ``${by_job:A,B,C,D,E}``: A for training from random weights, B for full
 fine-tuning of a checkpoint, C for adapters, D for preference training, E for preference training of
 adapters. The last value also stands for those that are left out. A value in a file or an override
-replaces all of them. With ``optim=NAME``, all keys of ``optim`` take A; with ``train.steps=N``, so
-do those of ``train``.
+replaces all of them. With ``optim=NAME``, all keys of ``optim`` take A; with ``train.steps=N``, all
+keys of ``train`` do.
 """
 
 from __future__ import annotations

@@ -110,12 +110,12 @@ def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int)
 def _in_turn(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, rank: int, merged: bool
 ) -> Iterator[Entry]:
-    """Yield the actions of one rank for schedules that deal out stages round robin.
+    """Yield the actions of one rank for schedules in which rank r holds the stages r, r + pp, ...
 
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
     Interleaved1F1B takes rounds of up to ``pp`` micro-batches through its stages in turn (arXiv
-    2104.04473, section 2.2). InterleavedZeroBubble does so, starts fewer forwards, and delays
-    each weight half by ``rank`` backward passes (ZB1P of arXiv 2401.10241).
+    2104.04473, section 2.2). InterleavedZeroBubble does the same, but starts fewer forwards and
+    delays each weight half by ``rank`` backward passes (ZB1P of arXiv 2401.10241).
 
     Args:
         merged: let a forward and a backward pass run at the same time as one entry, where the

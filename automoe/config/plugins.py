@@ -1,7 +1,7 @@
 """Plugins: names that a user's package adds to the configuration.
 
-Plugins can be model families, dispatchers, expert backends, data sources, losses and functions
-that run at fixed points of a run.
+Plugins can be model families, dispatchers, expert backends, data sources, losses and functions that
+run at fixed points of a run.
 
     # my_package.py
     from automoe.config.plugins import register
@@ -11,8 +11,8 @@ that run at fixed points of a run.
     automoe train plugins=[my_package] data.kind=csv data.path=texts
 
 A plugin is imported by the process that reads the command line and by every rank. It runs with the
-user's rights, so a module that only a run directory or a checkpoint names is not imported:
-``plugins`` counts only if the user typed it.
+user's rights. For safety, a plugin that only a stored run or a checkpoint names is not imported:
+the user must name it too.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def register(key: str, name: str, value: Any) -> None:
     """Make ``key=name`` a valid setting that stands for ``value``.
 
     Args:
-        key: a configuration key that takes plugins (``KINDS``), such as ``data.kind`` or
+        key: a configuration key that takes plugins (listed in ``KINDS``), such as ``data.kind`` or
             ``train.loss``.
         name: the new choice for ``key``.
-        value: the object, of the kind that ``KINDS`` states for ``key``; or ``"module:attribute"``,
-            which is imported at its first use. Prefer the text for modules that import torch: the
-            configuration is checked before torch is imported.
+        value: the class, function or object, as the comments of ``KINDS`` demand; or
+            ``"module:attribute"``, which is imported at its first use. Prefer the text for modules
+            that import torch: the configuration is checked before torch is imported.
 
     Raises:
         ConfigError: ``key`` takes no plugins, or ``name`` is taken.

@@ -75,7 +75,9 @@ class GRPOArgs:
     A rollout has ``samples`` answers, of up to ``observe.sample_tokens`` tokens, to each of
     ``prompts`` prompts of ``observe.samples``. The ``sampler`` writes them; ``engine`` says where
     vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap`` limits how far
-    its log-probabilities may differ.
+    its log-probabilities may differ. The answers are trained on ``iterations`` times, in
+    ``mini_batches`` updates each; ``kl`` weights the distance from the first weights, and a
+    ``teacher`` replaces rewards.
     """
 
     reads_data: ClassVar[bool] = False  # no corpus is prepared

@@ -28,7 +28,7 @@ def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
     """Return the names of the modules that ``layer`` recomputes; {'full'} for the whole layer.
 
     Args:
-        parallel: section ``parallel``, validated.
+        parallel: section ``parallel`` of a validated configuration.
         layer: number of the layer.
     """
     layers = parallel.recompute_layers

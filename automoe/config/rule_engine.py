@@ -50,7 +50,7 @@ _GIVEN = ("model.", "mesh.", "launch.", "recipe")
 
 
 class Scope(NamedTuple):
-    """Values of the names that a rule may use.
+    """Values for the names that a configuration rule uses.
 
     Attributes:
         config: the configuration, for keys such as ``train.dtype``.
@@ -109,7 +109,7 @@ class Comparison(NamedTuple):
     choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
-        """Return the values of the words on the right, with names looked up in ``see``."""
+        """Return the values of the words on the right; names are looked up in ``see``."""
         return [read(see) for read in self.choice_readers]
 
     def holds(self, value: Any, choices: list[Any]) -> bool:
@@ -192,8 +192,7 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return the calculation for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 =
-        2)``.
+        """Return the calculation for an error: ``: cp*tp = 2*4 = 8 does not divide 66``.
 
         Args:
             see: the configuration's values.
@@ -227,7 +226,7 @@ def is_key(name: str) -> bool:
 
 @cache
 def parsed(condition: str) -> tuple[Comparison, ...]:
-    """Parse ``condition``, comparisons joined by ``and``; an empty condition has none."""
+    """Parse ``condition``, comparisons joined by ``and``; '' gives an empty tuple."""
     parts = []
     for text in condition.split(" and ") if condition else ():
         subject, _, text = text.rpartition(": ")

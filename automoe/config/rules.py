@@ -87,7 +87,7 @@ SECRET = re.compile(
 
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
-    """Yield (key, whether broken, rule, remedy) of the bounds of single numbers."""
+    """Yield (key, whether broken, rule, remedy) of bounds of numbers, e.g. ``train.steps >= 1``."""
     see = Scope(config, config.mesh)
     for key in leaf_keys():
         value = attrgetter(key)(config)

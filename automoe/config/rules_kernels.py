@@ -211,7 +211,7 @@ def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
 def head_dims(attention: AttentionConfig) -> tuple[int, int]:
     """Return (width of a head's query and key, width of its value) that the attention kernel gets.
 
-    Attention sinks add a dim to both, which is padded to a multiple of 8.
+    Attention sinks widen both by one dim, and padding to the next multiple of 8.
     """
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim

@@ -1,4 +1,4 @@
-"""Rules for a model's sizes, their sharding over a mesh, routing and mixed layers. No torch."""
+"""Rules for a model's sizes and their sharding, for routing and for kinds of layers. No torch."""
 
 from __future__ import annotations
 
@@ -235,8 +235,7 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model, width = config.model, config.model.moe_intermediate_size
 
     def fewer_shards(size: int) -> str:
-        """Return mesh settings, for a remedy, by which FSDP splits an expert's dim of ``size``
-        evenly.
+        """Return mesh settings for a remedy: FSDP then splits an expert's dim of ``size`` evenly.
 
         They move ranks from ``ep_shard`` to ``ep``, or else to ``ep_replicate``.
         """

@@ -44,6 +44,7 @@ class RopeConfig:
     """Rotary position embedding and its scaling to longer rows.
 
     ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale; ``llama3`` is Llama 3.1's scaling.
+    With ``extends``, a checkpoint is trained on with this scaling instead of its own.
     """
 
     theta: float = 10000.0  # base of the rotation frequencies
@@ -89,7 +90,8 @@ class RopeConfig:
 class AttentionConfig:
     """Attention: grouped-query (``gqa``) or multi-head latent (``mla``), and gated delta nets.
 
-    Keys whose meaning begins with ``gqa`` or ``mla`` apply to that kind alone.
+    ``kind``, or the meaning of a key, says to which of the first two it applies; ``index_*`` are
+    for sparse attention (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next).
     """
 
     kind: Literal["gqa", "mla"] = "gqa"
@@ -162,7 +164,11 @@ class RouterConfig:
 
 @dataclass
 class ModelConfig:
-    """Sizes of the decoder, which is the same for every family; names follow HuggingFace."""
+    """Architecture and sizes of the decoder; names follow HuggingFace.
+
+    One decoder computes all families but ``transformers``, whose ``architecture`` is a class of
+    transformers.
+    """
 
     family: Literal[
         "deepseek_v3",
@@ -229,7 +235,7 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Number of layers with experts: all after the dense ones; 0 for a dense model.
 
-        Modules for multi-token prediction count.
+        Modules for multi-token prediction are counted too.
         """
         return len(self.all_layers) - self.first_k_dense
 

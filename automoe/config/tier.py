@@ -1,8 +1,8 @@
 """Interface between the trainer and the code that computes a family's models. Needs no torch.
 
-``Tier`` describes automoe's own decoder. A family (``automoe.hf.families.family.Family``, a
-subclass) whose models other code computes overrides its methods: ``automoe.classes`` does so for
-model classes of ``transformers``.
+``Tier`` describes automoe's own decoder. Families are subclasses
+(``automoe.hf.families.family.Family``). Those whose models are computed by other code override its
+methods, as ``automoe.classes`` does for model classes of ``transformers``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 class Tier:
     """Interface of the code that computes a family's models; this base is automoe's own decoder.
 
-    Subclasses are for classes of transformers, or a plugin's. A method that returns None leaves its
-    work to the decoder.
+    Families whose models transformers or a plugin computes override methods. One that returns None
+    leaves its work to the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.
@@ -40,7 +40,9 @@ class Tier:
         return None
 
     def adapter_rows(self, config: Config, params: list[Any]) -> Iterable[Row]:
-        """Return further rules on ``lora.targets``, as (key, whether broken, rule, remedy).
+        """Return rules on ``lora.targets`` beyond those for every model.
+
+        They are (key, whether broken, rule, remedy).
 
         Args:
             params: the model's parameters, a list of ``automoe.model.param_spec.Param``.

@@ -120,7 +120,7 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
-    """Raise ``ConfigError`` unless ``directory`` can be created, if need be, and written.
+    """Raise ``ConfigError`` unless ``directory`` can be written, or created if it does not exist.
 
     Nothing is created.
 

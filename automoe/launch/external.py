@@ -197,7 +197,7 @@ def check_agent(launch: ExternalLaunch) -> None:
 
 
 def run_external(args: Arguments, launch: ExternalLaunch) -> int:
-    """Run this process as one rank of an outer launch, and return the rank's exit status.
+    """Run this process as one rank that torchrun or srun started; return the rank's exit status.
 
     If the run cannot start, rank 0 prints the reason and every rank returns 2: the other ranks
     print nothing, so that the reason appears once.
@@ -269,7 +269,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
 
 
 def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, Device]:
-    """Check ``config`` for the ranks of an outer launch, and return its mesh and device.
+    """Check ``config`` for the ranks of torchrun or srun, and return its mesh and device.
 
     Raises:
         ConfigError: the configuration breaks a rule, or its mesh holds another number of ranks.

@@ -42,8 +42,9 @@ class Job(NamedTuple):
 
     Attributes:
         function: module-level function, called as ``function(rank=, world_size=, imports=,
-            **options)``; it returns the rank's exit status. If the job has a file descriptor for
-            each rank, the function receives its own as ``file=``.
+            **options)``, where ``imports`` says whether the server could import torch; it returns
+            the rank's exit status. If the job has a file descriptor for each rank, the function
+            receives its own as ``file=``.
         num_ranks: number of ranks, all on this machine.
         options: further keyword arguments of ``function``.
         paths: ``sys.path`` of the launcher, so that ranks find the same recipes and plugins.
@@ -205,7 +206,9 @@ _kept: ForkServer | None = None
 
 @contextmanager
 def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServer]:
-    """Yield a fork server with environment ``env``, that of the last call if it was kept and fits.
+    """Yield a fork server with environment ``env``: a new one, or the one that the last call kept.
+
+    A kept one must have the same environment and working directory.
 
     Args:
         keep: keep the server running for the next call, which then need not import torch again; it

@@ -27,11 +27,13 @@ class Check:
     """A short training run that checks one feature on GPUs.
 
     Attributes:
+        name: name of the run.
         gpus: number of GPUs needed; 0 runs on the CPU.
         words: command-line arguments after ``automoe train``.
         proves: what is known once the check passes.
         like: name of the check whose losses it must reproduce; empty for none.
-        tolerance: largest relative difference of a step's loss; 0: all numbers to the bit.
+        tolerance: largest relative difference of a step's loss; 0: all recorded numbers are equal
+            bitwise.
         killed: kill the run once in the middle and start it again.
     """
 
@@ -126,10 +128,10 @@ def run_checks(
 
 
 def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
-    """Return a check's outcome: its ``records``, and in ``wrong`` why it failed, or ''.
+    """Return a check's outcome: the records of its steps, and in ``wrong`` why it failed, or ''.
 
     Args:
-        records: records of training steps by name of the check.
+        records: records of training steps, by name of the check.
     """
     run = records[check.name]
     losses = [record["loss"] for record in run]

@@ -85,9 +85,10 @@ def _release(installed: str) -> tuple[int, ...]:
 
 
 def runs_halves_of_backward(torch_version: str) -> bool:
-    """Return True if this torch can run the second half of a backward pass by itself.
+    """Return True if this torch can compute the weight gradients of a backward pass by themselves.
 
-    torch 2.11 cannot begin that half at an operation with a custom backward.
+    Zero-bubble schedules need that. torch 2.11 cannot begin there at an operation with a custom
+    backward.
     """
     return _release(torch_version) >= HALVES_SINCE_TORCH
 
@@ -128,7 +129,7 @@ def start_notes(config: Config) -> list[str]:
 
 
 def default_num_ranks(config: Config, device: str) -> int | None:
-    """Return the number of ranks that a derived mesh axis fills.
+    """Return the number of ranks of a run whose mesh has axes that are -1.
 
     The number is ``launch.num_ranks`` if that is set. Else ``mesh.preset`` gives one rank per GPU
     or core. Else it is the largest multiple of the product of the axes that are set which this
@@ -156,7 +157,7 @@ def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) ->
     Args:
         shape: resolved mesh.
         device: cuda, with one GPU per rank, or cpu, with a limited number of ranks per core.
-        asked: ``launch.num_ranks``; so many CPU ranks are started on any number of cores.
+        asked: ``launch.num_ranks``; this number of CPU ranks is allowed on any number of cores.
     """
     ranks = shape.world_size
     if device == "cuda":

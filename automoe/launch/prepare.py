@@ -260,8 +260,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 def check_data(config: Config) -> None:
     """Raise ``ConfigError`` if a model with random weights lacks data.
 
-    From ``LARGE`` parameters on, it needs a tokenizer and other text than the demonstration corpus
-    (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
+    A model of ``LARGE`` parameters or more needs a tokenizer, and other text than the demonstration
+    corpus (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:
         return

@@ -90,7 +90,9 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
 
 
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
-    """Raise unless ``run_dir`` is free or holds this run; return notes on settings that changed.
+    """Raise unless ``run_dir`` is free or holds the run of ``config``; return notes on changes.
+
+    The notes name settings that differ from the earlier start and may do so.
 
     Args:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
@@ -148,7 +150,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
 
 
 def _check_source(config: Config) -> None:
-    """Raise ``ConfigError`` if ``checkpoint.resume`` names a run on another kind of data."""
+    """Raise ``ConfigError`` if the run in ``checkpoint.resume`` has data of another kind."""
     source = Path(config.checkpoint.resume).expanduser()
     then = _newest_config(source.parent.parent if source.name.startswith("step-") else source)
     kind = flat(then or {}).get("data.kind", config.data.kind)
@@ -274,9 +276,10 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
 
 
 def _overwrite(path: Path, content: dict[str, Any]) -> bool:
-    """Overwrite a JSON file in place, which a full disk allows; return False if it is too small.
+    """Overwrite a JSON file in place, which a full disk allows; tracebacks are left out.
 
-    Tracebacks are left out of ``content``.
+    Returns:
+        False, and nothing is written, if ``content`` needs more disk blocks than the file has.
     """
     if error := content.get("error"):
         content["error"] = error | {"traceback": []}

@@ -1,9 +1,9 @@
 """Sweeps with Hydra's multirun: each job has its own ranks, and all share a table and a plot.
 
-A job whose mesh cannot run is skipped with the reason. The sweep's definition names its directory,
-and the swept values name a job's folder in it. Hydra launchers such as joblib and submitit run jobs
-in other processes, so each job writes its own record, ``jobs/NAME.json``, and this process collects
-the records in ``sweep.json``.
+A job whose mesh cannot run is skipped with the reason. The directory of a sweep is named after the
+overrides that define it, and a job's folder in it after the job's own values. Hydra launchers such
+as joblib and submitit run jobs in other processes, so each job writes its own record,
+``jobs/NAME.json``, and this process collects the records in ``sweep.json``.
 """
 
 from __future__ import annotations

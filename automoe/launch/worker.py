@@ -87,7 +87,7 @@ def outlive_streams() -> None:
 
 
 def _handle_signals(stop: StopRequest) -> None:
-    """Make ``STOP_SIGNALS`` set ``stop``."""
+    """Make SIGTERM and the other ``STOP_SIGNALS`` set the stop request ``stop``."""
     for number in STOP_SIGNALS:
         # The handler must take no lock (starting a thread takes one): it interrupts the main
         # thread, which may hold that lock.

@@ -78,7 +78,7 @@ def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) ->
 def most_load(config: Config, mesh: MeshShape) -> float:
     """Return the largest possible expert load of a rank, as a multiple of the mean over ranks.
 
-    It is reached if every rank of the ``ep`` group sends all its rows to one rank, and is thus
+    It is reached if every rank of the ``ep`` group sends all its tokens to one rank, and is thus
     ``ep`` at most. ``moe.capacity_factor`` lowers it; with ``moe.pad_to_capacity`` it is always 1.
     """
     moe = config.moe

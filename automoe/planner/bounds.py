@@ -78,9 +78,7 @@ class Family(NamedTuple):
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with these settings; keyword arguments set other keys of ``parallel``
-        too.
-        """
+        """Return ``config`` with these settings, and with other keys of ``parallel`` as given."""
         return changed(
             config,
             moe={"dispatcher": self.dispatcher, "dispatch_dtype": self.dispatch_dtype},
@@ -121,8 +119,9 @@ class Space:
             rungs: how many values of ``parallel.recompute`` to time for each; None: all.
 
         Returns:
-            Array of records with the index of the value (``rung``) and the fields ``COLUMN`` and
-            ``LAYER``: all values of the first family, then those of the next one.
+            Array with one record per family and choice, family by family: index of the choice
+            (``rung``), sizes (named in ``COLUMN``), and times and bytes of each kind of layer
+            (``LAYER``).
         """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
@@ -156,7 +155,8 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return the values named by ``LAYER``, such as seconds, for each choice of recomputation.
+        """Return the times and bytes of ``layer`` that ``LAYER`` names, per choice of
+        recomputation.
 
         Args:
             family: mesh axes and settings.

@@ -106,7 +106,7 @@ class Bench:
         """Return the seconds of one call of ``work``: the median of ``rounds`` timings.
 
         Args:
-            number: calls per timing; None: as many as take ``LEAST_S`` seconds.
+            number: calls per timing; None: as many as take about ``LEAST_S`` seconds.
         """
         work()
         if number is None:
@@ -417,7 +417,7 @@ def fit_link(seconds: dict[float, float]) -> list[float]:
 def cluster_values(
     bench: Bench, alone: dict[str, Any], links: list[Links], name: str, gpus: int
 ) -> dict[str, Any]:
-    """Return the measured fields of ``ClusterConfig``; its constants are relative to the others.
+    """Return the measured fields of ``ClusterConfig``, by name, with constants of the time model.
 
     Args:
         alone: result of ``measure_alone``.

@@ -96,7 +96,7 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
-    """Return the legal values of ``parallel.recompute``, those that free more memory last.
+    """Return the legal values of ``parallel.recompute``, in the order of the memory that they free.
 
     Args:
         fixed: keys that the user chose. If they include ``parallel.recompute`` or

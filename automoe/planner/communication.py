@@ -87,7 +87,8 @@ def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | N
 def gather(machine: Machine, group: Group, whole: float, kind: str = "all_gather") -> Cost:
     """Return the cost of an all-gather or reduce-scatter over ``group``.
 
-    Across nodes it has two phases: GPUs of equal index on each node, then the GPUs of a node.
+    Across nodes it has two phases: between ranks with the same index on their nodes, and within
+    nodes.
 
     Args:
         whole: bytes of the gathered (or not yet reduced) tensor on a rank.

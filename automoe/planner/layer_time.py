@@ -13,7 +13,7 @@ moves these bytes, with b bytes per element:
                                  its backward pass moves the same
     rows in 8 bits               (b + 1) T H, and (3 b + 1) R H of the received, which the backward
                                  pass decodes again; sending gathers 2 R H instead of 2 b R H
-    widening (lora.base)         the bytes that its kernels read and write, for each matmul
+    unpacking (lora.base)        the bytes that its kernels read and write, for each matmul
 
 The backward pass takes twice the time of the forward pass. In attention it takes 2.5 times, because
 scores are recomputed. Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E
@@ -243,8 +243,8 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
 def _index(place: Place, layer: int, passes: Passes) -> None:
     """Add the time of the sparse-attention indexer, which scores all keys and selects some.
 
-    An indexer in training also computes its gradients, and the attention probabilities that it
-    learns from, within the forward pass and in float32.
+    If the indexer is trained, its forward pass also computes its gradients, and the attention
+    probabilities that it learns from, all in float32.
     """
     config, mesh, machine = place.config, place.mesh, place.machine
     a = config.model.attention
@@ -393,7 +393,7 @@ def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
     """Return ``cost`` without the seconds that the shared experts hide.
 
     Args:
-        cost: all-to-all of an MoE layer, at the same time as which its shared experts run.
+        cost: an all-to-all of an MoE layer, during which its shared experts run.
         forward: the layer's forward pass, with the shared experts' seconds.
     """
     if not (place.config.moe.overlap_shared_experts and place.config.model.shared_width):

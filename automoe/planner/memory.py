@@ -61,11 +61,9 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
     key = key_of(config)
 
     def stage_held(stage: int) -> tuple[int, list[Param]]:
-        """Return a stage's number of parameters without adapters, and all parameters that it
-        stores.
+        """Return (number of parameters without adapters, all stored parameters) of a stage.
 
-        The latter include adapters, and packed matrices (``lora.base``) in the form in which they
-        are stored.
+        The latter include adapters, and packed matrices (``lora.base``) as they are stored.
         """
         bare = stage_params(model, layers, stage)
         return sum(param.numel for param in bare), as_stored(with_adapters(bare, config), config)

@@ -124,7 +124,7 @@ class Place:
 
     @property
     def fused_experts(self) -> bool:
-        """True if the experts' matmuls add weight gradients to the float32 sum themselves."""
+        """True if the experts' matmuls add weight gradients to FSDP's float32 gradients."""
         return self.fused or self.config.parallel.expert_wgrad != "autograd"
 
     @property

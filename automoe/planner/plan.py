@@ -142,7 +142,8 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
 
     Returns:
         ``tokens_per_second``; ``mfu``; ``memory``, bytes of the heaviest rank; and ``balance``,
-        rows of the busiest expert rank over the mean, None without MoE layers.
+        (token, expert) pairs of the busiest rank divided by the mean of ranks, None without MoE
+        layers.
     """
     plan = make_plan(config, shape)
     balance = (

@@ -161,7 +161,7 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
 
 
 def _combined(candidate: Candidate) -> list[Candidate]:
-    """Return ``candidate`` itself and with every combination of the changes of ``_settings``."""
+    """Return ``candidate`` itself, and with every combination of settings that save memory."""
     made = [candidate]
     for alternatives in _settings(candidate):
         made += [each.changed(**settings) for each in made for settings in alternatives]

@@ -127,8 +127,9 @@ def _steps(
     """Return the entries of all ranks, each after those whose results it needs.
 
     Returns:
-        (rank, entry of one or two actions, input of its first action, input of its second one or
-        None) for each entry.
+        For each entry (rank, entry of one or two actions, input of its first action, input of its
+        second one or None). An input is (number of the action that makes it, 0: none; the later one
+        of the two stages between which it is sent; index of the action's own seconds).
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank

@@ -195,7 +195,10 @@ class Queue:
         self.since = 0  # candidates since the last result
 
     def highest(self) -> list[float]:
-        """Return the highest upper bound of tokens/s among the waiting entries of each kind."""
+        """Return the highest upper bound of tokens/s among the waiting entries of each kind.
+
+        The kinds are meshes, columns, candidates and timed candidates.
+        """
         return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 
     def look(self) -> bool:
@@ -256,9 +259,7 @@ class Queue:
         return [self._spread(families, None, HIDDEN)]
 
     def _candidates(self, columns: Array) -> Iterator[Array]:
-        """Yield records for ``columns`` with every pipeline that may fit in memory, with their
-        bounds.
-        """
+        """Yield records for ``columns`` with every pipeline that may fit in memory, and bounds."""
         config = self.config
         limit = config.cluster.memory_bytes or np.inf
         tokens = config.train.global_batch_size * config.train.seq_len

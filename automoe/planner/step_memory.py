@@ -41,8 +41,8 @@ _parts_of = attrgetter(*PARTS)
 class RankMemory:
     """Bytes by kind on the first rank of a pipeline stage, at one moment of a step.
 
-    While a step is followed, ``weights``, optimizer state and ``inputs``, which never change, are
-    left at 0. The memory of a rank (``plan_rank``) is its fullest moment with these filled in.
+    Functions that yield the moments of a step leave ``weights``, optimizer state and ``inputs``,
+    which never change, at 0. ``plan_rank`` fills them in for the fullest moment.
 
     Attributes:
         moment: a backward pass, a loss, a reduction or the optimizer's update.
@@ -201,7 +201,7 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
 
 
 def rows_of(param: Param, mesh: MeshShape) -> int:
-    """Return the size of dim 0 of a parameter outside experts, on a rank of tp."""
+    """Return the size of dim 0 of a parameter outside experts, after tp has sharded it."""
     return param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
 
 

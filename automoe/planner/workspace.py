@@ -1,10 +1,11 @@
 """Temporary bytes of the backward pass of a layer and of the head, besides kept activations.
 
-The parts of a layer run their backward pass one after another, last part first. The layer's peak is
-therefore the largest sum of one part's temporaries and the activations still kept then. The table
-gives the temporaries with b bytes per element and these letters: T tokens, R rows of (token,
-expert) pairs on the rank, X rows that the experts read (T local, R received, or P T gathered from P
-ranks), H hidden, I expert width, W parameters of the rank's experts:
+The parts of a layer (attention, FFN, experts) run their backward pass one after another, last part
+first. The layer's peak is therefore the largest sum of one part's temporaries and the activations
+still kept then. The table gives the temporaries with b bytes per element and these letters: T
+tokens, R rows of (token, expert) pairs on the rank, X rows that the experts read (T local, R
+received, or P T gathered from P ranks), H hidden, I expert width, W parameters of the rank's
+experts:
 
     experts          b [R (2 H + 2 I) + X H + W]    gradients of: output, gate and up, gathered
                                                     rows, the X rows, weights (which are added
@@ -14,7 +15,7 @@ ranks), H hidden, I expert width, W parameters of the rank's experts:
     with biases      b [R (3 H + 2 I) + W / 3]      bias of each row, and its gradient
     fused            W = 0                          products add to existing gradients
     delayed          b R I more                     the activation, until its product is computed
-    in 8 bits        b X H more                 the X rows decoded again
+    in 8 bits        b X H more                     the X rows decoded again
     loop             b [R H + 2 X H + W]            one expert at a time, each with a gradient
                                                     of all X rows
     dense FFN        b [2 T I + T H + weights]      gradients of gate and up, without their

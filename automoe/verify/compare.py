@@ -43,9 +43,10 @@ def run_reference(
 
     Args:
         config, shape: configuration of the one rank, and its mesh.
-        dp: data-parallel ranks of the compared mesh. The reference takes rows in an order in which
-            each of its micro-batches has the rows of the mesh's.
+        dp: data-parallel ranks of the compared mesh. The rows are ordered so that a micro-batch of
+            the reference has those that all ranks of the mesh have in one.
         record: True to return the routing of the step, pickled; else None is returned.
+        device: cpu or cuda.
     """
     train = config.train
     order = micro_batch_order(train.global_batch_size, dp, train.micro_batch_size // dp)
@@ -65,11 +66,12 @@ def run_compared(
 ) -> list[Comparison]:
     """Run a step on the mesh; return its comparison with the reference on rank 0, else [].
 
-    Collective.
+    Collective. Rank 0's process must have called ``run_reference`` before.
 
     Args:
         run: function with the signature of ``run_trajectory``; default: ``run_trajectory``.
         routing: pickled routing to repeat, from ``run_reference``; None: the model's own.
+        device: cpu or cuda.
     """
     options: dict[str, Any] = {"forced": pickle.loads(routing)} if routing else {}
     mine = (run or run_trajectory)(config, shape, loader_rows, 1, device=device, **options)

@@ -203,8 +203,8 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
     On SIGUSR1 the rank writes the stacks of its threads into ``stacks``.
 
     Args:
-        imports: server process that imported the modules and forked this rank.
-        file: descriptor of the store file of ``torch.distributed``.
+        imports: outcome of the imports in the server that forked this rank.
+        file: descriptor of this rank's end of the pipe to the pool.
     """
     if imports.error is not None:
         raise imports.error

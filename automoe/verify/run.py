@@ -169,10 +169,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Comparison of the mesh with one rank in one of the ``passes``.
+    """Comparison of the mesh with one rank under one configuration, for example in float64.
 
     Attributes:
-        config: configuration of the pass.
+        config: the configuration, one of those that ``passes`` returns.
         forced: True if the mesh repeated the routing of the one-rank run.
         tolerance: largest relative error of everything but gradients.
         gradient_tolerance: largest relative error of gradients and their norm.
@@ -368,12 +368,12 @@ def passes(config: Config) -> list[Config]:
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
-    """Return the largest relative error allowed in gradients (second) and all else (first).
+    """Return (tolerance of everything but gradients, tolerance of gradients), as relative errors.
 
-    It is larger with 8-bit matmuls, as docs/fp8.md explains.
+    Those of 8-bit matmuls are larger; docs/fp8.md explains them.
 
     Args:
-        config: one of the ``passes``.
+        config: one of the configurations that ``passes`` returns.
         shape: mesh that is compared with one rank.
     """
     dtype = config.train.dtype
@@ -397,7 +397,8 @@ def verify_pass(
     """Run one step on one rank and one on ``shape``, and compare them.
 
     Args:
-        config: one of the ``passes``; its dtype decides on tolerance and forced routing.
+        config: one of the configurations that ``passes`` returns; its dtype decides on tolerance
+            and forced routing.
         pool: ranks that run both steps.
         run: function of each rank of the mesh, with the signature of ``run_trajectory``; default:
             ``run_trajectory``.

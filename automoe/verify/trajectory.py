@@ -106,11 +106,11 @@ def run_trajectory(
     The process group must be initialised.
 
     Args:
-        batches: function of (config, step, data-parallel rank, number of them) that returns the
-            rank's rows of a step.
+        batches: function of (config, step, data-parallel rank, number of such ranks) that returns
+            the rank's rows of a step.
         record: keep every step's routing (one rank and one stage only).
-        forced: routing to repeat, per step [global rows, R, L, 1 or 2, K], as ``record`` kept it;
-            None: the model's own.
+        forced: routing to repeat, as ``record`` keeps it: expert ids of a step, [global rows,
+            tokens, MoE layers, 1 or 2, K]; None: the model's own.
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.

@@ -67,7 +67,7 @@ def _lines(number: int, candidate: Candidate) -> Iterator[str]:
 
 
 def levers(config: Config) -> list[str]:
-    """Return ``key=value`` of a candidate's settings that have only run on CPUs, not on GPUs.
+    """Return ``key=value`` of a candidate's settings that have only run on CPUs, not GPUs.
 
     Args:
         config: configuration of the candidate.
