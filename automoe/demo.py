@@ -136,7 +136,8 @@ def show_step(console: Console) -> bool:
 def broken_trajectory(*args: Any, **options: Any) -> Trajectory:
     """Train some steps by ``run_trajectory``, with gradients of rank ``FAULTY_RANK`` set to 0.
 
-    Arguments and result are those of ``run_trajectory``. A verification must find the difference.
+    Arguments and result are those of ``run_trajectory``. The demo then shows that the difference is
+    found.
     """
     from automoe.verify.trajectory import run_trajectory
 

@@ -93,7 +93,7 @@ class ConfigError(AutomoeError, ValueError):
 
 
 class DataError(AutomoeError, ValueError):
-    """Invalid data, such as training text or a batch of samples; the message names the place."""
+    """Invalid data, such as training text or a batch of samples; the message says where it is."""
 
 
 class LaunchError(AutomoeError, RuntimeError):
@@ -314,8 +314,8 @@ _hidden: set[str] = set()  # packages that ``without`` hides
 def without(*packages: str) -> Iterator[None]:
     """Hide installed packages from imports within a ``with`` block, as if they were missing.
 
-    Packages that are already imported stay visible. It is used to hide ``kernels`` from
-    transformers and bitsandbytes, which would download compiled code from the Hub through it.
+    Packages that are already imported stay visible. It is used to hide ``kernels``, through which
+    transformers and bitsandbytes would download compiled code from the Hub.
     """
     modules: dict[str, Any] = sys.modules  # None makes an import fail, and find_spec find nothing
     hidden = [name for name in packages if name not in modules]

@@ -341,7 +341,11 @@ def _free(where: Path, out: str | None) -> Path:
 def _claimed(where: Path, out: str | None) -> Path:
     """Create an empty results file and return its path, so that no other evaluation takes the path.
 
-    Arguments and errors are those of ``_free``, which chooses the path.
+    Args:
+        where, out: arguments of ``_free``, which chooses the path.
+
+    Raises:
+        ConfigError: ``out`` exists, or its folder cannot be written.
     """
     while True:
         path = _free(where, out)

@@ -312,7 +312,7 @@ def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any)
 
 
 def _generation_config(folder: Path) -> Any:
-    """Return a checkpoint's generation settings; print a note on settings that are not followed."""
+    """Return a checkpoint's generation settings; print a note on settings that are not applied."""
     from transformers import GenerationConfig
 
     name = "generation_config.json"

@@ -48,7 +48,7 @@ def open_session(
     config_dir: str | os.PathLike[str] | None = None,
     auxiliary_losses: bool = False,
 ) -> Session:
-    """Open a training session on this process, alone or as one of several ranks. Collective.
+    """Open a training session in this process, alone or as one of several ranks. Collective.
 
     Ranks of torchrun and srun are recognised by their environment, and an existing process group is
     used. If there is none, one is made, which ``close`` destroys.
@@ -140,7 +140,7 @@ def store_at(session: Session, folder: Path) -> CheckpointStore:
 def save_at(session: Session, folder: Path) -> None:
     """Save a checkpoint of the session in ``folder`` instead of the run directory. Collective.
 
-    An existing checkpoint of this step, such as another run's, is renamed to ``diverged-...``.
+    If ``folder`` already has a checkpoint of this step, the old one is renamed to ``diverged-...``.
     """
     store, step = store_at(session, folder), f"step-{session.state.step}"
     store.ranks.lead(lambda: set_aside(store.folder / step, f"diverged-{step}"), again=False)

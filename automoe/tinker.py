@@ -400,10 +400,11 @@ def elementwise(
 
     Args:
         log_probs: log-probabilities by the current weights.
-        values: tensors of the same shape: ``weights`` (for ``cross_entropy``), else ``advantages`` and ``logprobs``
-            (by the weights that sampled).
-        loss_fn: ``cross_entropy``, ``importance_sampling``, ``ppo`` or ``cispo``.
-        clip_low_threshold, clip_high_threshold: bounds of the ratio of probabilities.
+        values: tensors of the same shape: ``weights`` for ``cross_entropy``, else ``advantages`` A and
+            ``logprobs``.
+        loss_fn: with r = exp(log_probs - logprobs): ``cross_entropy``: -weights log_probs; ``importance_sampling``:
+            -r A; ``ppo``: -min(r A, clip(r) A); ``cispo``: -sg[clip(r)] A log_probs (sg: stop-gradient).
+        clip_low_threshold, clip_high_threshold: bounds of clip(r).
     """
     if loss_fn == "cross_entropy":
         return -values["weights"] * log_probs
@@ -444,7 +445,7 @@ def _options(loss_fn: str, config: Mapping[str, float] | None) -> dict[str, Any]
 class _Samples(Sequence[Sample]):
     """Sequence that converts tinker's data to samples, each when it is read.
 
-    An error in a datum is so raised while the session checks its batch, which raises it on all ranks.
+    An error in a datum is thus raised while the session checks its batch, which raises it on all ranks.
     """
 
     def __init__(self, data: Sequence[types.Datum], loss_fn: str) -> None:

@@ -59,7 +59,9 @@ sys.modules[__name__].__class__ = _CallableModule
 def main(argv: list[str] | None = None) -> int:
     """Run ``automoe train``: train, sweep, or print help, a configuration or a plan.
 
-    Returns the exit status, which the module's docstring lists.
+    Returns the exit status: 0 if it succeeded; 1 if a rank failed; 2 for an invalid configuration
+    or launch; 3 if this machine lacks the hardware; 130, 143 or 129 after Ctrl-C, SIGTERM or
+    SIGHUP.
     """
     from automoe.config.compose import parse_arguments
     from automoe.launch.external import detect_external, left_over, run_external

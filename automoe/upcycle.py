@@ -1,4 +1,4 @@
-"""``python -m automoe.upcycle DENSE --out DIR``: turn a dense checkpoint into an equal MoE.
+"""``python -m automoe.upcycle DENSE --out DIR``: turn a dense checkpoint into an equivalent MoE.
 
 Until it is trained, the mixture of experts has the same logits as the dense model.
 

@@ -308,7 +308,7 @@ def head_of(model: Any, path: str) -> Head:
 def _numbers(values: Any) -> set[float]:
     """Return 1, the numbers in a configuration's nested dicts and lists, and their inverses.
 
-    A factor that was measured with rounding errors is then replaced by the exact one.
+    ``_as_stated`` replaces a factor that was measured with rounding errors by one of them.
     """
     numbers = {1.0}
     for value in values.values() if isinstance(values, dict) else values:

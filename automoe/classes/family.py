@@ -1,6 +1,6 @@
 """Model family for any ``transformers`` class: configuration rules, configuration, checkpoint keys.
 
-It is registered as a plugin's family would be (``automoe.config.plugins``), by the name ``FAMILY``.
+``automoe.config.plugins`` finds it by the name ``FAMILY``, as it finds the families of plugins.
 
 transformers' conversion mapping says which tensors of a published checkpoint make up a parameter.
 This module runs the mapping in reverse on meta tensors: each published tensor then is a view, which
@@ -267,7 +267,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
 def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Piece, ...]] | None:
     """Return parameter name -> the slices of it that published files hold, with their keys.
 
-    None: a published tensor is not a slice of one parameter.
+    The result is None if a published tensor is not a slice of one parameter.
 
     Args:
         tensors: the model's parameters and buffers by name, on meta.

@@ -108,7 +108,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether a tensor is a saved table of int64 that lists the experts of each token id (hash routing)."""
+    """Return whether tensor ``key`` of ``module`` is a saved int64 table of each token id's experts (hash routing)."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -151,7 +151,7 @@ class ClassRouter(BalancedRouter):
 
     Attributes:
         logits: [T, E] router logits that the class computed last; None if no balance loss is on.
-        live: [B, S, K] experts that the router would choose, where given ones are used instead; else None.
+        live: [B, S, K] experts that the router would choose, where forced ids replace them; else None.
     """
 
     logits: Tensor | None = None
@@ -414,8 +414,8 @@ class TransformersModel(CausalLM):
         are multiples of no block, window or stride.
 
         Args:
-            seq_len: positions of a training row. Longer windows have no effect there, so a test row of at least
-                this length and ``row_to_try`` is enough.
+            seq_len: positions of a training row. Longer windows have no effect there, so the test row needs only
+                this length, or that of ``row_to_try`` if it is larger.
 
         Raises:
             ConfigError: the change reaches the second document.

@@ -175,6 +175,11 @@ def rows_by_blocks(
 
     Rows are sorted by expert; a program computes one tile of an expert's rows and 128 columns.
     ``a`` has one scale for each 128 numbers of a row, ``w`` one for each block of 128 x 128.
+
+    Args:
+        tile_expert, tile_row, offsets: fields ``expert``, ``first_row``, ``offsets`` of
+            ``RowTiles``.
+        num_tiles: length of ``tile_expert``, including entries without a tile.
     """
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, _SIDE), BLOCK_M

@@ -156,6 +156,8 @@ def gather_up_activate(
 
     Each program reads its tokens from ``x`` through ``gather_idx``, so no permuted copy of x is
     made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight * activation).
+    ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP divides all
+    row lengths; with TMA the weights are a tensor descriptor.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -224,7 +226,9 @@ def rows_times_weights(
     """Triton kernel: multiply each row of ``a``, sorted by expert, by its expert's weight in ``w``.
 
     It computes the down projection, and in the backward pass the gradient of the experts' input
-    rows.
+    rows. ``w`` is [E, N, K] with BY_COLUMNS, else [E, K, N]; ``bias`` is added times ``probs``, the
+    routing weight. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``;
+    STEP divides all row lengths; with TMA ``a`` and ``w`` are tensor descriptors.
     """
     K = _known(K, STEP)
     N = _known(N, STEP)
@@ -287,10 +291,11 @@ def _described_product(
 ):  # fmt: skip
     """Triton function: return one block [BLOCK_M, COLUMNS] of a product, with operands read by TMA.
 
-    ``w`` is a tensor descriptor of [.., N, K] if BY_COLUMNS, else of [.., K, N]. ``a`` is a
-    descriptor of [R, K]; with GATHERED it is pointers to rows instead. A tile may extend past its
-    expert's last row: these extra rows hold other rows or zeros, and the caller masks their
-    results.
+    ``w`` is a tensor descriptor of [.., N, K] if BY_COLUMNS, else of [.., K, N]; ``expert`` and
+    ``col`` are the weight's index and the block's first column. ``a`` is a descriptor of [R, K],
+    read from row ``first`` on; with GATHERED it is pointers to rows, of which ``real`` is the mask.
+    A tile may extend past its expert's last row: these extra rows hold other rows or zeros, and the
+    caller masks their results.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -337,7 +342,10 @@ def grad_down_activate(
     """Triton kernel: compute the gradients of gate, up and routing weights from that of the output.
 
     The gradient of the activation stays in registers; its product with the activation, summed over
-    columns, is the gradient of the routing weights ``probs``.
+    columns, is the gradient of the routing weights ``probs``. Outputs are ``grad_pre`` (of gate and
+    up), ``act`` (routing weight * activation) and ``grad_probs`` (one partial sum per block of
+    columns). ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
+    divides all row lengths; with TMA ``grad_out`` and ``down_proj`` are tensor descriptors.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -374,9 +382,10 @@ def _grad_activation(
 ):  # fmt: skip
     """Triton function: run the backward pass of the gated activation for COLUMNS columns.
 
-    It stores the gradients of gate and up, and the activation times the routing weight. It returns
-    each row's sum over these columns of gradient times activation, a term of the gradient of
-    ``probs``.
+    ``grad`` is the gradient of the activation for the tile's rows and these columns, from
+    ``first_col`` on. The function stores the gradients of gate and up, and the activation times the
+    routing weight. It returns each row's sum over these columns of gradient times activation, a
+    term of the gradient of ``probs``.
 
     Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all
     columns would not fit the registers together with the accumulator.

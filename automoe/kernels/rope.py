@@ -50,7 +50,9 @@ def turn_heads(
 ):
     """Triton kernel: apply rotary embedding; one program rotates HEADS heads of one token.
 
-    Dims START ... START + 2 HALF - 1 are rotated, the others copied.
+    Dims START ... START + 2 HALF - 1 are rotated, the others copied. The two dims of a rotation are
+    adjacent in the input with FROM_PAIRS, and in the output with TO_PAIRS; otherwise they are HALF
+    apart. BACK rotates by minus the angle.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -105,7 +107,7 @@ def join_heads(
 ):
     """Triton kernel: concatenate each head's own dims of MLA keys and the shared rotary dims.
 
-    One program writes HEADS keys of one token, with KEEP own and TURN rotary dims.
+    One program writes HEADS keys of one token, with KEEP dims from ``kv`` and TURN from ``k_rope``.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len

@@ -1,7 +1,7 @@
 """AdamW in one kernel, with stochastic rounding, for ``optim.master_weights=stochastic``.
 
 It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds
-each of them (no product is fused with a sum), so both give the same numbers to the bit.
+each result (no product is fused with a sum), so both give the same numbers to the bit.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def update_part(
         steps, rates, second_scales: step counts, step sizes and bias corrections of all parameters
             of the group; ``place`` is this parameter's index in them.
         key: key of the parameter's random stream, for the rounding.
+        first_index: index of the shard's first element in the full parameter, in which
+            ``outer_stride`` and ``middle_stride`` are the strides.
     """
     blocks = tl.cdiv(num_cols, COLS)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)

@@ -132,9 +132,9 @@ def row_tiles(offsets: Tensor, num_rows: int, height: int | None = None) -> RowT
 
 
 def tile_height(num_rows: int, num_experts: int) -> int:
-    """Return the rows per tile: an expert's mean number of rows, as a power of two in 16 ... 128.
+    """Return the rows per tile: an expert's mean number of rows, rounded up to 16, 32, 64 or 128.
 
-    16 rows are the minimum of a matrix instruction.
+    A matrix instruction needs at least 16 rows; larger means give 128.
     """
     average = max(1, num_rows // max(num_experts, 1))
     return min(128, max(16, 1 << (average - 1).bit_length()))

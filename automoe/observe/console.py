@@ -43,7 +43,7 @@ REWARDS |= {-4: ("reward", "reward"), -3: ("tokens", "answer_tokens")}
 
 
 class Console:
-    """Terminal output of a run; methods print nothing if ``enabled`` is False (all ranks but 0).
+    """Terminal output of a run; methods print nothing on ranks other than 0 (``enabled`` False).
 
     Step lines have 80 columns in runs of up to 9,999 steps. Output moves no cursor, so a log file
     reads like the terminal. Colours appear only in a terminal.

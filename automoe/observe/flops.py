@@ -139,7 +139,10 @@ def _passes(param: Param, needs_grad: bool) -> int:
 
 
 def _active(model: ModelConfig, param: Param) -> int:
-    """Return how many elements of a weight one token is multiplied by: K experts' of all experts."""
+    """Return how many elements of a weight one token is multiplied by.
+
+    Of the routed experts' weights, these are the weights of the K experts that a token chooses.
+    """
     if not param.multiplies:
         return 0
     if param.part == "routed_experts":

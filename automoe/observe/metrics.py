@@ -155,6 +155,7 @@ class AppendLog:
         An incomplete last line is removed. A damaged line stays, since readers omit it.
 
         Args:
+            step: last step whose record is kept.
             every_step: True if each step should have a record.
         """
         size = 0
@@ -308,7 +309,7 @@ def read_jsonl(path: StrPath, warn: Warn | None = None) -> Records:
 
 
 def read_metrics(run_dir: StrPath) -> Records:
-    """Return the step records of a run, oldest first; non-finite numbers are strings."""
+    """Return the step records of a run, oldest first; NaN and infinity are strings, such as "NaN"."""
     return read_jsonl(Path(run_dir) / METRICS_FILE)
 
 

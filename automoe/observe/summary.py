@@ -243,9 +243,9 @@ def _count(count: int, word: str, ending: str = "s") -> str:
 def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True) -> str:
     """Return the default and the MoE mesh as text: for each a grid of ranks and a table of groups.
 
-    The grid has a column of ranks for each position on the inner axes, with the axis positions
-    above it, and a row for each position on the outer axes, with these at its left. Meshes of more
-    than 64 ranks get only the table.
+    The grid has a column of ranks for each position on the inner axes, which is written above it,
+    and a row for each position on the outer axes, which is written at its left. Meshes of more than
+    64 ranks get only the table.
 
     Args:
         grid: False omits the grid.

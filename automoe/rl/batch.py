@@ -336,7 +336,8 @@ def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) 
 def _columns(fields: Fields, document: int, start: int, widest: int) -> Fields:
     """Return the tensors, [n - 1, ...] by name, that a sample of n tokens contributes to its row.
 
-    Position i has token i as input, and the label, values and ``places`` of token i + 1.
+    Position i has token i as input, and the label and values of token i + 1, among them ``places``:
+    that token's index among all tokens of the batch, -1 if it is not trained.
 
     Args:
         fields: the sample's checked fields.

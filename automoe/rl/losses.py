@@ -41,8 +41,8 @@ class Correction:
     Attributes:
         kind: ``truncate``: min(w, high); ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855);
             ``reject``: 1 within [low, high], else 0.
-        level: ``token``; ``sequence``: the product of w over the answer, whose spread grows with the answer's
-            length; ``mean``: the product's n-th root (geometric mean).
+        level: what w is: ``token``: the token's; ``sequence``: the product over the answer, whose spread grows with
+            the answer's length; ``mean``: the geometric mean over the answer.
     """
 
     kind: Literal["truncate", "mask", "reject"] = "truncate"
@@ -134,7 +134,7 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return each token's importance weight [B, S] by ``correction``; report how many answers lose a token."""
+    """Return each token's importance weight [B, S]; report how many answers have a token of weight 0."""
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
     if correction.level != "token":
@@ -253,7 +253,7 @@ def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report k3 estimates of KL: trained policy to reference, pre-update to trained, engine to pre-update."""
+    """Report Schulman's k3 estimates of KL: policy to reference, pre-update to policy, engine to pre-update."""
     old_BS = inputs.given.get("old_log_probs", -nll_BS)
     gaps = {"old_kl": old_BS + nll_BS}
     if "ref_log_probs" in inputs.given:
@@ -306,7 +306,7 @@ def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a loss lacks one of the options, a value is invalid, or ``length`` is missing."""
+    """Raise ``ConfigError`` if ``loss`` does not take an option, a value is invalid, or ``length`` is missing."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -438,7 +438,7 @@ def dppo(
 ) -> Tensor:
     """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, with r = pi / pi_old and advantage A.
 
-    Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (else) are dropped.
+    Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) are dropped.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()
@@ -485,8 +485,8 @@ def distill_top_k(
     Args:
         direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [n, K]) and
             pi the student's; ``reverse``: sum of pi log(pi / p).
-        tail: True treats all other ids as one more id, with the remaining probability. Without it, the reverse KL
-            is lowest if the student gives the K ids no probability.
+        tail: True treats all other ids as one more id, with the remaining probability. Without that id, the reverse
+            KL is lowest if the student gives the K ids no probability.
     """
     ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
     assert ours_BSK is not None  # scored_ids are there

@@ -29,9 +29,9 @@ class Rollouts:
 
     A rollout is a set of prompts and their answers, sampled with one version of the weights; one or
     several updates train on it. Answers and their scores are written to disk before training uses
-    them. A restarted run reads them again, so it continues bit by bit. If its settings or rewards
-    have changed, it samples new answers and prints a line. The run and its checkpoints use this
-    object as their data loader.
+    them. A restarted run reads them again, so its results are bit-identical. If its settings or
+    rewards have changed, it samples new answers and prints a line. The run and its checkpoints use
+    this object as their data loader.
 
     Args:
         texts: the prompts.

@@ -34,8 +34,9 @@ def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) 
     """Return a sample's expert ids [n - 1, L, K] from vLLM's ``CompletionOutput.routed_experts``.
 
     Args:
-        routes: [n - 1 - start, layers, K] integers for prompt and answer, concatenated. The layers
-            are all decoder layers (with zeros for dense ones), or the L MoE layers alone.
+        routes: [n - 1 - start, layers, K] integers for prompt and answer, concatenated, with top-k
+            K. The layers are all decoder layers (with zeros for dense ones), or the L MoE layers
+            alone.
         num_tokens: n, tokens of prompt and answer. The last token has no entry.
         start: ``routed_experts_prompt_start``: number of first tokens without an entry; their ids
             become -1, so that the router chooses.
@@ -74,10 +75,10 @@ def read_sglang(meta_info: Mapping[str, Any], model: ModelConfig, num_tokens: in
     """Return a sample's expert ids [n - 1, L, K] from the ``meta_info`` of an SGLang answer.
 
     Args:
-        meta_info: ``routed_experts`` is base64 of int32 [n - 1 - start, layers, K] (all decoder
-            layers, or the L MoE layers alone); ``routed_experts_start_len`` is ``start``, the
-            number of first tokens without an entry. Their ids become -1, so that the router
-            chooses.
+        meta_info: ``routed_experts`` is base64 of int32 [n - 1 - start, layers, K] with top-k K
+            (all decoder layers, or the L MoE layers alone); ``routed_experts_start_len`` is
+            ``start``, the number of first tokens without an entry. Their ids become -1, so that the
+            router chooses.
         num_tokens: n, tokens of prompt and answer. The last token has no entry.
 
     Raises:
@@ -131,9 +132,9 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
 def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None:
     """Raise if an engine's expert ids, used in a step, differ too much from the router's choices.
 
-    The measure is the share of replayed ids that the router would not choose, divided by the share
-    expected of ids of random tokens: 1 - K * sum over experts of (share of all ids)^2, or 1 - K/E
-    if the load is even. Call this after the backward pass of a step.
+    The measure is the share of these ids that the router would not choose, divided by the share
+    expected for random tokens: 1 - K * sum over experts of (expert's share of all ids)^2, or 1 -
+    K/E if the load of the E experts is even. Call this after the backward pass of a step.
 
     Args:
         stats: statistics of the step, equal on every rank.

@@ -102,7 +102,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Recorded:
-    """Wrapper of a loss that also stores log-probability and entropy of each trained token.
+    """Wrapper of ``loss``, called with ``options``, that also stores log-probability and entropy of trained tokens.
 
     ``log_probs`` and ``entropies`` have an entry for each token of the whole batch, at the index in
     ``LossInputs.given["places"]``. With ``loss`` None, a call returns the sum of ``nll_BS``.
@@ -328,7 +328,7 @@ class Session:
         return update
 
     def count(self, batch: Batch) -> Counts:
-        """Return the divisors of a loss over ``batch``: its trained tokens and its samples."""
+        """Return the divisors of a loss over ``batch``: numbers of trained tokens, and of samples with such tokens."""
         trained = [int(torch.as_tensor(sample.mask).sum()) for sample in batch]
         return Counts(sum(trained), sum(number > 0 for number in trained))
 
@@ -390,7 +390,7 @@ class Session:
         """Load weights, optimizer and counters from the run's newest checkpoint. Collective.
 
         Returns:
-            The ``extra`` that was passed to ``save``; None, with nothing loaded, without a checkpoint.
+            The ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and nothing is loaded.
         """
         newest = self.store.newest()
         if self.store.load_latest(self.state) is None:

@@ -10,7 +10,7 @@ from automoe.rl.served import ServedEngine
 
 
 class ServedSGLang(ServedEngine):
-    """Engine that is an SGLang server at an HTTP address."""
+    """Inference engine that is an SGLang server at an HTTP address."""
 
     def reload(self) -> None:
         self.post("/pause_generation", mode="retract")

@@ -61,9 +61,10 @@ class Digest:
 class WeightVersions:
     """Publisher of successive versions of a model's weights in ``folder``; rank 0 writes the files.
 
-    A new version is a lossless delta to the previous one, of which a full copy is kept. If a
-    process is killed at any time, the folder has the previous version or the new one, and the next
-    ``publish`` continues. If the newest version is damaged, the next one is written in full.
+    A new version is written as a lossless delta to the previous one; a full copy of the newest
+    version is kept to compute the next delta. If a process is killed at any time, the folder has
+    the previous version or the new one, and the next ``publish`` continues. If the newest version
+    is damaged, the next one is written in full.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -87,7 +87,10 @@ class WeightStream:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield buckets: name -> full tensor; a bucket is valid until the next one is requested."""
+        """Yield buckets of tensors: checkpoint name -> full (unsharded) tensor.
+
+        A bucket is valid until the next one is requested.
+        """
         as_parts(self._parts)
         items = self._plan()
         ranks = Ranks()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def call_hooks(point: str, *args: Any) -> None:
-    """Call the functions that plugins registered for a hook with ``args``; ignore their results.
+    """Call the plugin functions of a hook with ``args``; ignore their results.
 
     Args:
         point: name of the hook, such as ``run.save``.

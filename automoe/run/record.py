@@ -100,7 +100,11 @@ class RunRecord:
             self._trackers.rewind(step)
 
     def close(self, outcome: Outcome) -> None:
-        """Write pending records and tell the trackers how the run ended."""
+        """Write pending records and tell the trackers how the run ended.
+
+        Args:
+            outcome: ``done``, ``preempted`` or ``failed``.
+        """
         if self._log is not None:
             try:
                 self._log.close()

@@ -56,8 +56,8 @@ class Reference:
     def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         """Return the batch's entries of ``log_probs``, as the loss's input ``reference`` [B, P, 2].
 
-        They belong to the at most P answer pairs of each of the B rows, and are 0 where a row has
-        fewer. ``PreferenceLoss`` (DPO) reads this input.
+        Each of the B rows has at most P answer pairs; the entries of missing pairs are 0.
+        ``PreferenceLoss`` (DPO) reads this input.
         """
         assert batch.pairs is not None
         values = torch.where(
@@ -132,9 +132,10 @@ def open_reference(
 def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
-    """Return everything that the stored log-probabilities depend on, to compare with a file's.
+    """Return everything that the stored log-probabilities depend on.
 
-    The result is JSON: settings, hash of the weights, and fingerprint of the data.
+    It is JSON (settings, hash of the weights, fingerprint of the data), stored with the
+    log-probabilities and compared when they are read.
 
     Args:
         weights: hash that identifies the initial weights.
@@ -199,7 +200,9 @@ def _compute(
     context: RunContext,
     splits: list[Split],
 ) -> torch.Tensor | None:
-    """Run the model on all answer pairs; return log-probabilities [N, 2], or None if asked to stop.
+    """Run the model on all answer pairs; return log-probabilities [N, 2].
+
+    The result is None if the run was asked to stop meanwhile.
 
     Args:
         splits: splits of the data to run. Pairs of other splits get zeros.

@@ -70,7 +70,7 @@ class Engine:
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
         """Return the likeliest next token of each row, by the index of the prompt. Collective.
 
-        Data-parallel ranks must run equally many rows, so some of them run copies.
+        Data-parallel ranks must run equally many rows, so some ranks repeat rows.
 
         Args:
             rows: index of the prompt -> token ids of the prompt and its answer so far.

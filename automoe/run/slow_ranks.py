@@ -69,7 +69,7 @@ class SlowRanks:
         self._marks.append(self._now())
 
     def report(self) -> dict[str, float]:
-        """Return key of a rank -> seconds of its matrix product; 0 for all ranks but this one.
+        """Return each rank's key -> seconds of its matrix product; 0 for ranks but this one.
 
         A maximum over ranks then gives all times. The result is empty in a step without a timing.
         Call this method after the host has waited for the device since ``begin_step``.

@@ -47,7 +47,11 @@ class Trackers:
         self._each(lambda tracker: tracker.log(record["step"], _numbers(record)))
 
     def catch_up(self, run_dir: Path) -> None:
-        """Send steps and samples of the run's record that the trackers lack, e.g. after a kill."""
+        """Send to each tracker the recorded steps and samples that it lacks, e.g. after a kill.
+
+        Args:
+            run_dir: run directory with ``metrics.jsonl`` and ``samples.jsonl``.
+        """
         samples = {entry["step"]: entry["samples"] for entry in read_jsonl(run_dir / SAMPLES_FILE)}
         records = read_metrics(run_dir)
 
@@ -70,7 +74,13 @@ class Trackers:
         self._each(send)
 
     def texts(self, step: int, name: str, rows: Texts) -> None:
-        """Send a table of texts to all trackers, such as answers to ``observe.samples``."""
+        """Send a table of texts to all trackers, such as answers to ``observe.samples``.
+
+        Args:
+            step: step to which the texts belong.
+            name: name of the table.
+            rows: column -> text of each row.
+        """
         self._each(lambda tracker: tracker.texts(step, name, rows))
 
     def rewind(self, step: int) -> None:
