@@ -60,7 +60,7 @@ def rows_of_run(train: TrainConfig) -> int:
 def steps_for(train: TrainConfig, rows: float) -> int:
     """Return the fewest steps, at least one, that train on ``rows`` rows (sequences) or more.
 
-    Steps of the batch ramp-up have fewer rows and are counted so.
+    The batch ramp-up is taken into account: its steps have fewer rows.
     """
     left, steps = max(1, ceil(rows)), 0
     for batch in _ramp(train):

@@ -142,7 +142,7 @@ class DataConfig:
 
     @property
     def is_synthetic(self) -> bool:
-        """True if the data is random ids without text, which only measure speed."""
+        """True if the data is random token ids, not text, and only measures speed."""
         return self.kind == "benchmark"
 
 

@@ -222,7 +222,7 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
 
 
 def score_dims(attention: AttentionConfig) -> tuple[int, int]:
-    """Return (width of a head's query and key, width of its value), without dims for sinks."""
+    """Return (width of a head's query and key, width of its value), as without attention sinks."""
     return head_dims(replace(attention, sinks=False))
 
 

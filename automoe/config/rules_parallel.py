@@ -1,4 +1,4 @@
-"""Rules of the batch, context parallelism, the pipeline and gradients of experts. No torch."""
+"""Rules on the batch, context parallelism, the pipeline and gradients of experts. No torch."""
 
 from __future__ import annotations
 

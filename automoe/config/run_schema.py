@@ -13,7 +13,11 @@ from automoe.config.paths import PathText
 
 @dataclass
 class ObserveConfig:
-    """Section ``observe``: console, report, trackers (W&B, TensorBoard, MLflow) and profiles."""
+    """Settings of console, report, trackers (W&B, TensorBoard, MLflow) and profiles.
+
+    ``samples`` are prompts that the model answers after each validation; ``objective`` is what a
+    sweeper optimizes.
+    """
 
     # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
     # metrics.jsonl has every step
@@ -39,7 +43,13 @@ class ObserveConfig:
 
 @dataclass
 class LaunchConfig:
-    """Section ``launch``: how ranks are started and watched (``docs/launch.md``)."""
+    """Settings for starting and watching ranks (``docs/launch.md``).
+
+    ``timeout_s`` limits a collective of a training step, ``init_timeout_s`` one before the end of
+    the first step or after the last. ``grace_s`` is the time for saving after a signal. Every
+    ``gc_every`` steps all ranks collect garbage; every ``probe_every`` steps they time a matmul, to
+    find slow ranks.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch can use a visible GPU
     # ranks to start if an axis of the mesh is -1; null: as many as the GPUs or CPU cores allow
@@ -65,7 +75,12 @@ class LaunchConfig:
 
 @dataclass
 class ClusterConfig:
-    """Section ``cluster``: hardware that the plan and MFU assume, in bytes, bytes/s and FLOP/s."""
+    """The hardware that plan and MFU are computed for, in bytes, bytes/s and FLOP/s.
+
+    ``gemm_curve`` has the shares of ``peak_flops`` that matmuls reach at 1, 2, 4, ... times
+    ``gemm_curve_from`` FLOPs per byte, ``links`` the measured [delay, bytes/s] of collectives, and
+    ``constants`` replace those of the planner's time model.
+    """
 
     name: str = "laptop"  # shown in the plan
     gpu: str = "cpu"  # name as torch reports it, to look up peak FLOP/s

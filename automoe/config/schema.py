@@ -17,7 +17,7 @@ from automoe.config.train_schema import LoraConfig, OptimConfig, TrainConfig
 
 @dataclass
 class MeshConfig:
-    """Two meshes over the same ranks (arXiv 2504.14960), for dense layers and for experts.
+    """Two views of the same ranks (arXiv 2504.14960), a mesh for dense layers and one for experts.
 
     Dense layers: pp x dp_replicate x dp_shard x cp x tp; experts: pp x ep_replicate x ep_shard x ep
     x etp. Both products are the number of ranks; ``-1`` (dp_shard, ep_shard) is derived from it.
@@ -252,9 +252,12 @@ class ModelConfig:
 
 @dataclass
 class MoEConfig:
-    """Section ``moe``: how MoE layers run and are balanced.
+    """Settings of MoE layers: how they run and are balanced.
 
-    No key changes the format of a checkpoint.
+    A ``dispatcher`` sends tokens to their experts. A ``gate`` other than ``learned`` replaces the
+    router's choices in benchmarks. ``drop_scope`` says which tokens ``capacity_factor`` counts,
+    those of a rank or of a row. ``record_routing`` and ``replay_routing`` are directories of chosen
+    experts. No key changes the format of a checkpoint.
     """
 
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
@@ -302,7 +305,12 @@ class MoEConfig:
 
 @dataclass
 class ParallelConfig:
-    """Section ``parallel``: pipeline schedule, FSDP, context parallelism, recomputation."""
+    """Settings of the pipeline schedule, FSDP, context parallelism and recomputation.
+
+    ``layout`` is a pipeline layout in Megatron-Core's notation. ``reshard`` and ``grad_sync`` say
+    whether FSDP frees weights and reduces gradients after every micro-batch or once a step.
+    ``expert_wgrad`` says how weight gradients of experts are added up.
+    """
 
     # order of a rank's passes with mesh.pp > 1 (docs/pipelines.md)
     schedule: Literal[
@@ -363,7 +371,12 @@ class KernelsConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Saving and resuming of the training state, and the export (``docs/reliability.md``)."""
+    """Settings for saving and resuming the training state, and the export
+    (``docs/reliability.md``).
+
+    ``every`` counts steps. The newest ``keep`` checkpoints are kept, those whose step
+    ``keep_every`` divides, and the ``keep_best`` ones with the lowest validation loss.
+    """
 
     # auto: continue from the newest valid checkpoint in run_dir, if any; never: start over, and
     # rename the old checkpoints; a path: start from that run directory or step directory as long as

@@ -13,7 +13,12 @@ from automoe.config.data_schema import Shown
 
 @dataclass
 class TrainConfig:
-    """Section ``train``: length, batch, precision, loss, frozen parameters and validation."""
+    """Settings of length, batch, precision, loss, frozen parameters and validation.
+
+    ``epochs``, if set, replaces ``steps``. ``max_skipped`` skipped steps in a row end the run;
+    ``spike_factor`` skips a step whose loss is so many standard deviations above the last
+    ``spike_window`` losses. ``freeze`` and ``trainable`` are patterns of parameter names.
+    """
 
     steps: int = 200  # optimizer steps
     # passes over the rows of the training split, in whole batches: they replace steps; 0: steps counts
@@ -55,7 +60,10 @@ class TrainConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``)."""
+    """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``).
+
+    ``targets`` are groups or names of matrices, and ``base`` is how frozen matrices are stored.
+    """
 
     rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
     alpha: float = 32.0  # an adapter's output is multiplied by alpha / rank
@@ -87,7 +95,7 @@ class Phase(Shown):
 
 @dataclass
 class OptimConfig:
-    """Section ``optim``: AdamW or Muon, and the learning-rate schedule."""
+    """Settings of the optimizer, AdamW or Muon, and of the learning-rate schedule."""
 
     # muon: the matrices of layers are updated by Muon (arXiv 2502.16982), all other parameters by
     # AdamW, with the same learning rate and weight decay

@@ -140,7 +140,7 @@ class StuckWatch:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
 
     def look(self) -> None:
-        """Write this rank's position if another rank asks for it.
+        """Write this rank's position in the code if another rank asks for it.
 
         Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs.
         """

@@ -72,7 +72,7 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """The same settings with defaults for routed experts, for the rest of a layer."""
+        """These settings with fixed values for routed experts, as key of the rest of a layer."""
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
@@ -155,8 +155,7 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return the times and bytes of ``layer`` that ``LAYER`` names, per choice of
-        recomputation.
+        """Return ``layer``'s times and bytes, the fields ``LAYER``, per choice of recomputation.
 
         Args:
             family: mesh axes and settings.

@@ -1,5 +1,4 @@
-"""Predicted seconds of one layer's forward and backward pass on a rank, with its collectives by
-axis.
+"""Predicted seconds of a layer's forward and backward pass on a rank, with collectives by axis.
 
 Matmuls are timed one by one at the rank's shapes with ``Machine.gemm``, and attention by its FLOPs.
 All other operators only read and write memory, so they are timed by their bytes. A forward pass

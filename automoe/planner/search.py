@@ -197,7 +197,8 @@ class Queue:
     def highest(self) -> list[float]:
         """Return the highest upper bound of tokens/s among the waiting entries of each kind.
 
-        The kinds are meshes, columns, candidates and timed candidates.
+        The kinds are meshes, meshes with settings of experts and recomputation, those with a
+        pipeline schedule too, and timed candidates.
         """
         return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 

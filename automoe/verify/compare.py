@@ -1,4 +1,4 @@
-"""Comparison of two trajectories: relative errors of every number and tensor of both runs."""
+"""Comparison of two training runs of a step: relative errors of every number and tensor of both."""
 
 from __future__ import annotations
 
@@ -114,7 +114,12 @@ def compare_tensors(
 
 
 def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparison]:
-    """Compare every number and tensor of both runs, in the order in which a step computes them."""
+    """Compare every number and tensor of both runs, in the order in which a step computes them.
+
+    Args:
+        got: results of the run on the mesh.
+        expected: results of the reference on one rank.
+    """
     steps = len(expected.losses)
     assert steps and len(got.losses) == steps, "runs of different lengths"
     compared = []
