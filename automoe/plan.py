@@ -145,6 +145,9 @@ def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
     """Build the model of the rank with the most memory, without devices, and return its size.
 
     The model is sharded in a fake process group, on the meta device.
+
+    Args:
+        plan: the plan of ``config``, which says which rank that is.
     """
     from automoe.verify.fake_world import local_shards
 

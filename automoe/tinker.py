@@ -147,7 +147,7 @@ class ServiceClient(_Client):
 
 
 class TrainingClient(_Client):
-    """Client that trains one model, with the methods of tinker's; ``ServiceClient`` makes it."""
+    """Client that trains one model, with the methods of tinker's training client; ``ServiceClient`` makes it."""
 
     def __init__(self, session: Session) -> None:
         algorithm = session.config.optim.algorithm
@@ -306,7 +306,8 @@ class TrainingClient(_Client):
     ) -> APIFuture[SamplingClient]:
         """Return a future of a client that samples from the current weights.
 
-        Sampling clients that were made before then raise errors, as their weights are gone.
+        Earlier sampling clients raise errors from then on, as their weights are gone. ``record_stability_info``
+        must be False.
         """
         if record_stability_info:
             rule = "only the loss stable_reinforce of the service reads it"

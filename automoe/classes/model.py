@@ -1,4 +1,4 @@
-"""Model that runs the code of its class of ``transformers``, for families without a native one.
+"""Model that runs the code of its class of ``transformers``, for model families without native code.
 
 ``transformers`` builds the class on the meta device from the ``config.json`` at ``model.hf_path``.
 ``TransformersModel`` gives it the trainer's interface (``CausalLM``). The class computes its layers; loss, balance
@@ -227,7 +227,7 @@ class _Probe(NamedTuple):
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of block sizes, window sizes, strides and compression rates in a model's configuration."""
+    """Yield (key, number) of blocks, windows, strides and compression rates in ``config``, found at key ``name``."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)
@@ -410,8 +410,8 @@ class TransformersModel(CausalLM):
         """Check that a document does not affect the next one in its packed row. Collective.
 
         Two passes differ in the first document's tokens, but use the same experts for it, so that all products have
-        the same shapes. The second document must be equal up to rounding. It begins at two positions in turn, which
-        are multiples of no block, window or stride.
+        the same shapes. The second document must be equal up to rounding. It begins at two positions in turn,
+        primes so that they are no multiple of a block, window or stride.
 
         Args:
             seq_len: positions of a training row. Longer windows have no effect there, so the test row needs only

@@ -107,6 +107,8 @@ def only_kernels(
 
     Args:
         kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.
+        device_type: ``cuda`` or ``cpu``.
+        query_dim, value_dim: head dims of queries (and keys) and of values.
 
     Raises:
         BackendError: ``cudnn`` is named, and its gradient may be wrong for this mask.

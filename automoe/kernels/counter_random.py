@@ -89,9 +89,9 @@ def uniform_at(index: Tensor, name: str, seed: int) -> Tensor:
 
 
 def uniform_from(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Convert random ``bits`` (int64) to uniform numbers strictly between 0 and 1.
+    """Convert random ``bits`` (int64) to uniform numbers of ``dtype``, strictly between 0 and 1.
 
     The number is (n + 0.5) / 2^23, with n the upper 23 bits. float32 represents all of these
-    exactly, so narrower results only differ by rounding.
+    exactly; narrower dtypes round them.
     """
     return (_shift_right(bits, 41).to(dtype) + 0.5) * 2.0**-23

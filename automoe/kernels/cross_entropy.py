@@ -47,8 +47,8 @@ def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
 def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexpr):
     """Triton kernel: replace logits by exp(logit - largest) * factor, minus 1 at the label.
 
-    One program handles BLOCK logits of one token; ``largests``, ``factors`` and ``labels`` have one
-    entry per token.
+    One program handles BLOCK of the ``vocabulary`` logits of one token; ``largests``, ``factors``
+    and ``labels`` have one entry per token.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

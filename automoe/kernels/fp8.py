@@ -173,8 +173,9 @@ def rows_by_blocks(
 ):
     """Triton kernel: multiply each row of ``a`` by its expert's weight, a @ w[e].T, in float8.
 
-    Rows are sorted by expert; a program computes one tile of an expert's rows and 128 columns.
-    ``a`` has one scale for each 128 numbers of a row, ``w`` one for each block of 128 x 128.
+    ``a`` [R, K], sorted by expert, and ``w`` [E, N, K] give ``out`` [R, N]; a program computes one
+    tile of an expert's rows and 128 columns. ``a`` has one scale for each 128 numbers of a row,
+    ``w`` one for each block of 128 x 128. PRECISION is that of ``tl.dot``.
 
     Args:
         tile_expert, tile_row, offsets: fields ``expert``, ``first_row``, ``offsets`` of
@@ -221,8 +222,9 @@ def weights_by_lines(
 ):
     """Triton kernel: compute out[e] = a_e @ b_e.T in float8, with a_e the columns of expert e in a.
 
-    This is the gradient of the experts' weights. An expert's columns begin and end at multiples of
-    128 (``offsets`` are their ends); ``a`` and ``b`` have one scale for each 128 numbers of a row.
+    This is the gradient of the experts' weights: ``a`` [M, R] and ``b`` [N, R] give [E, M, N]. An
+    expert's columns begin and end at multiples of 128 (``offsets`` are their ends); ``a`` and ``b``
+    have one scale for each 128 numbers of a row. PRECISION is that of ``tl.dot``.
     """
     num_columns = tl.cdiv(N, _COLUMNS)
     blocks = tl.cdiv(M, _SIDE) * num_columns

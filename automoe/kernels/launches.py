@@ -185,7 +185,10 @@ def _over_rows(
     """Launch a Triton kernel with one program for each tile of rows and block of columns.
 
     Args:
+        num_columns: columns of the result.
+        blocks: block sizes and launch parameters.
         step: number that divides the length of every operand's rows.
+        dtype: dtype of the operands.
         operands: tensors, the first arguments of the kernel.
         sizes: numbers that follow the operands and the description of the tiles.
         constants: further compile-time constants.

@@ -155,7 +155,8 @@ def gather_up_activate(
     """Triton kernel: compute the experts' gate and up projection and activation.
 
     Each program reads its tokens from ``x`` through ``gather_idx``, so no permuted copy of x is
-    made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight * activation).
+    made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight ``probs`` * activation,
+    which is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``).
     ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP divides all
     row lengths; with TMA the weights are a tensor descriptor.
     """
@@ -432,8 +433,9 @@ def grad_weights(
 ):
     """Triton kernel: compute out[e] = left.T @ right over the rows of each expert e.
 
-    This is the gradient of the experts' weights. ``offsets`` are the ends of the experts' rows;
-    ``gather_idx`` gives the row of ``right`` for each row of ``left``, or is None.
+    This is the gradient of the experts' weights: ``left`` [R, M] and ``right`` [R, N] give [E, M,
+    N]. ``offsets`` are the ends of the experts' rows; ``gather_idx`` gives the row of ``right`` for
+    each row of ``left``, or is None. STEP divides M and N.
     """
     M = _known(M, STEP)
     N = _known(N, STEP)
@@ -473,6 +475,7 @@ def sum_rows_of_token(
     """Triton kernel: sum each token's rows of gradients, in the order of its experts.
 
     Args:
+        rows: [R, hidden] gradients; ``out`` [tokens, hidden] receives the sums.
         order: row numbers, sorted by token.
         first: for each token, index in ``order`` of its first row; one more entry is the end.
     """

@@ -50,9 +50,10 @@ def turn_heads(
 ):
     """Triton kernel: apply rotary embedding; one program rotates HEADS heads of one token.
 
-    Dims START ... START + 2 HALF - 1 are rotated, the others copied. The two dims of a rotation are
-    adjacent in the input with FROM_PAIRS, and in the output with TO_PAIRS; otherwise they are HALF
-    apart. BACK rotates by minus the angle.
+    ``x`` [B, S, N, DIM] is read by its strides, ``out`` [B * S, N, DIM] written; ``cos`` and
+    ``sin`` are [B * S, HALF]. Dims START ... START + 2 HALF - 1 are rotated, the others copied. The
+    two dims of a rotation are adjacent in the input with FROM_PAIRS, and in the output with
+    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -107,7 +108,8 @@ def join_heads(
 ):
     """Triton kernel: concatenate each head's own dims of MLA keys and the shared rotary dims.
 
-    One program writes HEADS keys of one token, with KEEP dims from ``kv`` and TURN from ``k_rope``.
+    One program writes HEADS keys of one token to ``k`` [B * S, N, KEEP + TURN]: KEEP dims from
+    ``kv`` and TURN from ``k_rope``, which are read by their strides.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
@@ -151,9 +153,9 @@ def part_heads(
 ):
     """Triton kernel: backward pass of ``join_heads``, which concatenated MLA keys.
 
-    It splits the keys' gradient into each head's own dims, stored with the gradient of values in
-    ``grad_kv``, and the rotary dims, summed over heads in ``grad_k_rope``. One program handles one
-    token.
+    It splits the keys' gradient ``grad_k`` into each head's own KEEP dims, stored with the gradient
+    of values in ``grad_kv``, and the TURN rotary dims, summed over heads in ``grad_k_rope``. One
+    program handles one token.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len

@@ -95,11 +95,15 @@ def update_part(
     One program updates a block of ROWS x COLS elements.
 
     Args:
+        values, grads, firsts, seconds: the shard, its gradient, its first and second moments, each
+            [num_rows / num_middle, num_middle, num_cols].
         steps, rates, second_scales: step counts, step sizes and bias corrections of all parameters
             of the group; ``place`` is this parameter's index in them.
         key: key of the parameter's random stream, for the rounding.
         first_index: index of the shard's first element in the full parameter, in which
             ``outer_stride`` and ``middle_stride`` are the strides.
+        beta1_rest, beta2_rest: 1 - beta1 and 1 - beta2.
+        decay: factor of the weights, 1 - lr * weight decay.
     """
     blocks = tl.cdiv(num_cols, COLS)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)

@@ -79,6 +79,7 @@ def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
 
     Args:
         product: a key of ``HOPPER``, such as ``up`` or ``down``.
+        dtype: dtype of the operands.
         aligned: True if all rows begin at multiples of 16 bytes.
     """
     if INTERPRETED:

@@ -129,7 +129,7 @@ def step_flops_per_token(config: Config) -> TokenFlops:
 
 
 def _passes(param: Param, needs_grad: bool) -> int:
-    """Return the FLOPs per token and element of a weight: 2 for each matrix product that uses it.
+    """Return FLOPs per token and element of weight ``param``: 2 for each matrix product with it.
 
     The products are the forward one; the gradient of its input if ``needs_grad``; and the gradient
     of the weight if the weight is trained.
@@ -139,7 +139,7 @@ def _passes(param: Param, needs_grad: bool) -> int:
 
 
 def _active(model: ModelConfig, param: Param) -> int:
-    """Return how many elements of a weight one token is multiplied by.
+    """Return how many elements of weight ``param`` one token is multiplied by.
 
     Of the routed experts' weights, these are the weights of the K experts that a token chooses.
     """

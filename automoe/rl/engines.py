@@ -37,7 +37,8 @@ def teacher_of(config: Config, num_ranks: int) -> Config:
     """Return the configuration to load the teacher model ``recipe_args.teacher`` on the run's mesh.
 
     Args:
-        config: the student's configuration; the teacher uses its mesh and all other settings.
+        config: the student's configuration; the teacher uses its mesh and other settings, without
+            LoRA and expert capacities.
         num_ranks: number of ranks of the run.
 
     Raises:

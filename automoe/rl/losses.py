@@ -276,7 +276,7 @@ def policy_loss(
     ``finish``; its attribute ``options`` maps the name of each option to its type.
 
     Args:
-        mean: default of the option ``mean``; with ``fixed``, callers may not change it.
+        mean: default of the option ``mean``, such as ``tokens``; with ``fixed``, callers may not change it.
         reads: names of the samples' values that the loss needs.
         metrics: names of metrics that the function reports besides the common ones (``METRICS``).
     """

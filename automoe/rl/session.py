@@ -338,12 +338,10 @@ class Session:
         self._pending, self._pending_tokens = None, 0
 
     def weights(self, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (checkpoint name, full tensor) of the current weights, in one order. Collective.
+        """Yield (checkpoint name, full tensor) of the current weights, in the same order on all ranks. Collective.
 
-        Every rank gets each tensor; it is valid until the next one is requested.
-
-        Args:
-            options: keyword arguments of ``WeightStream``, such as ``dtype`` and ``bucket_bytes``.
+        A tensor is valid until the next one is requested. ``options`` are those of ``WeightStream``, such as
+        ``dtype``.
         """
         for bucket in WeightStream(self.state.model_parts, **options):
             yield from bucket.items()
@@ -462,7 +460,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum ``numbers``, one for each token of the batch, over ranks; split them by sample. Collective."""
+        """Sum ``numbers``, one per token of the batch, over ranks; return them split by sample. Collective."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
@@ -471,7 +469,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite number >= ``least``, else raise ``ConfigError`` naming ``key``."""
+    """Return ``value`` as a finite ``kind`` >= ``least``, else raise ``ConfigError`` for setting ``key``."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")

@@ -90,6 +90,9 @@ def start(config: Config, about: About) -> MlflowTracker:
     """Start an MLflow run, or continue the run of an earlier start.
 
     If the server no longer has that run, a new one is started with a warning.
+
+    Args:
+        about: name, tags, configuration and earlier id of the run.
     """
     uri = config.observe.mlflow
     shown = uri.written if isinstance(uri, FromEnvironment) else hidden(uri)

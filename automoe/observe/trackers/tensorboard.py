@@ -72,7 +72,11 @@ class TensorBoardTracker(Tracker):
 
 
 def start(config: Config, about: About) -> TensorBoardTracker:
-    """Open ``run_dir/tensorboard`` to continue it; for a new run, rename an existing folder first."""
+    """Open ``run_dir/tensorboard`` to continue it; for a new run, rename an existing folder first.
+
+    Args:
+        about: name, tags, configuration and directory of the run.
+    """
     folder = about.run_dir / FOLDER
     if about.resume_step is not None:
         return TensorBoardTracker(folder, about.resume_step)

@@ -95,6 +95,9 @@ def start(config: Config, about: About) -> WandbTracker:
 
     If an online run cannot be started (no login or network), an offline run is started with a
     warning; ``wandb sync`` can upload its files later.
+
+    Args:
+        about: name, tags, configuration and earlier id of the run.
     """
     wandb = import_backend("wandb", f"observe.wandb={config.observe.wandb}", "pip install wandb")
     if config.observe.wandb == "online":
