@@ -174,7 +174,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     from automoe.hf.identity import checkpoint_identity
     from automoe.hf.peft import from_peft
     from automoe.hf.read import load_hf
-    from automoe.model.lora import adapt
+    from automoe.model.lora import freeze_and_adapt
     from automoe.parallel.fsdp import MASTER_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
     from automoe.storage.files import explained
@@ -213,7 +213,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     dtype = MASTER_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
     # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
-    adapt(model, config, dtype, dtype)
+    freeze_and_adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
     if newest is None:
         load_hf(model, str(config.model.hf_path))

@@ -160,8 +160,9 @@ class Recipe:
         from automoe.config.mesh_shape import resolve_mesh
         from automoe.launch.ranks import init_ranks, store_file
         from automoe.parallel.mesh import build_meshes
+        from automoe.parallel.parallelize import build_parts
         from automoe.parallel.pipeline import build_runner
-        from automoe.run.weights import first_weights
+        from automoe.run.weights import load_or_initialize
         from automoe.training.state import TrainState
 
         train = TrainConfig(seq_len=seq_len, global_batch_size=rows, micro_batch_size=rows)
@@ -172,7 +173,8 @@ class Recipe:
         self.store = store_file()
         self.device = init_ranks(LaunchConfig(device="cpu", threads_per_rank=1), 0, 1, 0, self.store.__enter__())
         self.meshes = build_meshes(resolve_mesh(self.config.mesh, 1), self.device)
-        parts, _ = first_weights(self.config, self.meshes, self.device)
+        parts = build_parts(self.config, self.meshes)
+        load_or_initialize(parts, self.config, self.device)
         self.runner = build_runner(parts, self.meshes, self.config, self.device)
         self.state = TrainState(parts, build_optimizer(list(parts.values()), optim, 0))
 

@@ -162,11 +162,13 @@ def export_first_weights(config: Any, folder: Path) -> None:
     from automoe.hf.write import to_hf
     from automoe.launch.ranks import init_ranks, store_file
     from automoe.parallel.mesh import build_meshes
-    from automoe.run.weights import first_weights
+    from automoe.parallel.parallelize import build_parts
+    from automoe.run.weights import load_or_initialize
 
     with store_file() as store:
         device = init_ranks(config.launch, 0, 1, 0, store)
-        parts, _ = first_weights(config, build_meshes(validate(config, 1), device), device)
+        parts = build_parts(config, build_meshes(validate(config, 1), device))
+        load_or_initialize(parts, config, device)
         to_hf(parts, folder)
         dist.destroy_process_group()
 

@@ -47,8 +47,9 @@ from automoe.data.tokenizer import ByteTokenizer
 from automoe.launch.ranks import init_ranks, store_file
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
-from automoe.run.weights import first_weights
+from automoe.run.weights import load_or_initialize
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
@@ -89,7 +90,8 @@ class Ours:
     def __init__(self, config: Config) -> None:
         self.config, self.device = config, torch.device("cpu")
         self.meshes = build_meshes(resolve_mesh(config.mesh, 1), self.device)
-        parts, _ = first_weights(config, self.meshes, self.device)
+        parts = build_parts(config, self.meshes)
+        load_or_initialize(parts, config, self.device)
         self.runner = build_runner(parts, self.meshes, config, self.device)
         self.loader = Loader(config, 0, 1)
         self.state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, 0), self.loader)

@@ -19,13 +19,14 @@ from automoe.config.recipe_args import DPOArgs
 from automoe.config.schema import Config
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
 from automoe.run.reference import open_reference
 from automoe.run.routing import record_routing, replayed_routing
 from automoe.run.run import open_run
 from automoe.run.samples import Sampler
 from automoe.run.services import open_data, open_store
-from automoe.run.weights import export_weights, first_weights
+from automoe.run.weights import export_weights, load_or_initialize
 from automoe.training.context import RunContext
 from automoe.training.preference import PreferenceLoss
 from automoe.training.state import TrainState
@@ -45,7 +46,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     loader = open_data(config, meshes, pairs=True)
     store = open_store(config, meshes, context, loader)
-    model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
+    model_parts = build_parts(config, meshes)  # this rank's pipeline stages, without memory
+    loaded = load_or_initialize(model_parts, config, device)
     runner = build_runner(model_parts, meshes, config, device)
 
     # ---------------------------------------------------------------- reference, optimizer, state

@@ -82,7 +82,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             if rollout != drawn:
                 began = time.perf_counter()
                 with phase("sample", state.step + 1):
-                    answers = sampled(engine, stream, rollouts, rollout, how, config)
+                    answers = sample_answers(engine, stream, rollouts, rollout, how, config)
                 seconds = time.perf_counter() - began
                 texts = [rollouts.tokenizer.decode(answer.tokens) for _, answer in answers]
                 prompts = [rollouts.texts[number] for number, _ in answers]
@@ -141,10 +141,10 @@ Numbered = tuple[int, Answer]  # the number of a prompt, and an answer to it
 def references_of(
     config: Config, shape: MeshShape, context: RunContext, session: Session
 ) -> dict[str, Session]:
-    """Return the sessions that score the answers besides the policy, by the name of their scores.
+    """Return the sessions of models that score the answers besides the trained one, by score name.
 
     ``teacher_log_probs`` has a session of its own. ``ref_log_probs``, by the weights before
-    training, has one too, or ``session``, whose LoRA adapters are then switched off.
+    training, has one too; with LoRA it is ``session``, whose adapters are switched off to score.
     """
     references = {}
     if config.recipe_args.teacher:
@@ -157,7 +157,7 @@ def references_of(
     return references
 
 
-def sampled(
+def sample_answers(
     engine: Engine,
     stream: WeightStream,
     rollouts: Rollouts,
@@ -221,9 +221,10 @@ def scores_of(
 ) -> dict[str, list[list[Any]]]:
     """Return the log-probabilities of the answers' tokens by trainer, teacher and reference.
 
-    The result has a list of answers for each name, such as ``old_log_probs``. With routes it has
-    ``differing``: per token the first MoE layer whose router disagrees, or -1. The result is stored
-    once for each rollout; later updates and a resumed run read it from disk.
+    The result has a list of answers for each name, such as ``old_log_probs``. If the engine
+    returned expert ids ("routes"), ``differing`` has for each token the first MoE layer whose
+    router disagrees with them, or -1. The result is stored once for each rollout; later updates and
+    a resumed run read it from disk.
     """
 
     def asked() -> dict[str, list[list[Any]]]:

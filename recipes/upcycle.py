@@ -20,7 +20,8 @@ from automoe.config.schema import CheckpointConfig, Config
 from automoe.config.train_schema import LoraConfig
 from automoe.errors import ConfigError
 from automoe.parallel.mesh import build_meshes
-from automoe.run.weights import export_weights, first_weights
+from automoe.parallel.parallelize import build_parts
+from automoe.run.weights import export_weights, load_or_initialize
 from automoe.training.context import RunContext
 
 
@@ -41,7 +42,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
     # Settings of a training that may follow; the mixture keeps the dense checkpoint's tokenizer.
     config = replace(config, data=DataConfig(), lora=LoraConfig(), checkpoint=CheckpointConfig())
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
-    model_parts, loaded = first_weights(config, meshes, context.device)
+    model_parts = build_parts(config, meshes)
+    loaded = load_or_initialize(model_parts, config, context.device)
     written = export_weights(config, model_parts, context.run_dir)
     if context.rank == 0:
         print(f"{loaded}\nsaved {written}", flush=True)

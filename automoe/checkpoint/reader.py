@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from torch.torch_version import TorchVersion
 
-from automoe.comm.agreement import for_all, worst
+from automoe.comm.agreement import for_all, shared_error
 from automoe.errors import CheckpointError, retried
 from automoe.interop.torch_private import stored_tensor
 from automoe.storage.files import read_file
@@ -50,7 +50,7 @@ def dcp_error(error: CheckpointException) -> Exception:
     The result is the first failed rank's error, the same on every rank. ``CheckpointException``
     itself is not an ``Exception``.
     """
-    return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
+    return shared_error(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
 
 class StepReader(dcp.FileSystemReader):

@@ -30,10 +30,10 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def worst(errors: Iterable[Exception]) -> Exception:
-    """Return the error that all ranks raise: the first that is no ``OSError``, else the first.
+def shared_error(errors: Iterable[Exception]) -> Exception:
+    """Return the error that every rank raises: the first that is no ``OSError``, else the first.
 
-    ``errors`` are those of the ranks, in rank order.
+    ``errors`` are those that ranks met, in rank order.
     """
     return min(errors, key=lambda error: isinstance(error, OSError))
 
@@ -76,7 +76,7 @@ class Ranks:
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.group)
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
-            raise worst(errors) from cause
+            raise shared_error(errors) from cause
         return outcomes
 
     def lead(self, action: Callable[[], T], again: bool = True) -> T:

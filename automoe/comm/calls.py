@@ -1,9 +1,11 @@
-"""Wrappers of a layer's calls, which the layer's modules are built with and keep."""
+"""Wrappers of a layer's calls, such as recomputation, which modules apply when they are built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -18,6 +20,23 @@ def as_it_is(call: Call) -> Call:
     return call
 
 
+def chain(*wraps: Wrap) -> Wrap:
+    """Return the wrapper that applies all ``wraps``, the first of them innermost."""
+
+    def wrapped(call: Call) -> Call:
+        return reduce(lambda inner, wrap: wrap(inner), wraps, call)
+
+    return wrapped
+
+
+def bind(wrap: Wrap, method: Any) -> Call:
+    """Return a module's bound ``method`` with ``wrap`` around it, to be called like the method.
+
+    The function is wrapped before it is bound, so one compilation of it serves all modules.
+    """
+    return MethodType(wrap(method.__func__), method.__self__)
+
+
 def call_module(module: nn.Module, *args: Any) -> Any:
     """Return ``module(*args)``: the call of a module as a plain function, which can be wrapped."""
     return module(*args)
@@ -27,16 +46,17 @@ def call_module(module: nn.Module, *args: Any) -> Any:
 class LayerCalls:
     """Wrappers of one layer's calls, such as compilation and recomputation; default: none.
 
-    ``automoe.parallel.build`` makes them, and the modules of the layer apply them. A wrapped
-    function is an unbound method, which gets its module as the first argument: one compilation of it
-    then serves all layers.
+    ``automoe.parallel.backend`` makes them. A module of the layer applies them in its constructor
+    and calls the results: ``wrapped_NAME`` is its method NAME with a wrapper around it (``bind``),
+    and ``call_NAME(module, ...)`` calls a module through a wrapper (``call_module``).
 
     Attributes:
-        layer: the whole layer.
-        mix: input norm, attention, the sum with its input, and the norm before the feed-forward.
+        layer: wraps the whole layer.
+        attention: input norm, attention, the sum with its input, and the norm before the
+            feed-forward.
         norm: each of these two norms.
-        gather: all-gathers over tp before attention and feed-forward, which are discarded with
-            norms.
+        gather: the all-gathers over tp before attention and feed-forward. If the outputs of norms
+            are recomputed instead of kept, the gathered copies are too.
         project_up: latent attention's projections from latents to heads.
         attend: softmax attention or the delta rule, without projections.
         mlp, shared_experts: a feed-forward that all tokens pass.
@@ -46,7 +66,7 @@ class LayerCalls:
     """
 
     layer: Wrap = as_it_is
-    mix: Wrap = as_it_is
+    attention: Wrap = as_it_is
     norm: Wrap = as_it_is
     gather: Wrap = as_it_is
     project_up: Wrap = as_it_is

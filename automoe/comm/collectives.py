@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import automoe.interop.torch_private as torch_private
-from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.interop.torch_private import AsyncTensor
 
 
@@ -123,7 +123,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Group:
-    """A process group, in which this rank has the number ``rank``.
+    """A process group, in which this rank is number ``rank``.
 
     Tensors are gathered and scattered along ``dim``, differentiably.
     """
@@ -145,7 +145,7 @@ class _Group:
 
 
 class GroupCommunicator(_Group, Communicator):
-    """Communicator over a ``torch.distributed`` group, whose rank r holds positions' shard r."""
+    """Communicator over a ``torch.distributed`` group; rank r holds the r-th slice of positions."""
 
     dim = 1
 
@@ -168,7 +168,7 @@ class GroupCommunicator(_Group, Communicator):
 
 
 def communicator(group: dist.ProcessGroup | None) -> Communicator:
-    """Return the communicator of ``group``; for None one of this rank alone."""
+    """Return the communicator of ``group``; None: that of this rank alone, which sends nothing."""
     return SINGLE_RANK if group is None else GroupCommunicator(group)
 
 

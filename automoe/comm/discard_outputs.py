@@ -1,9 +1,10 @@
 """Output-discarding recompute: outputs are freed after use and recomputed in the backward pass.
 
-In place of a discarded output, its readers save the function and its inputs, which are kept anyway.
-The first backward formula that needs the output recomputes it once for all readers, and the last
-one frees it. Gradients take their usual path. Only values are recomputed, so gradients are equal to
-the bit; the function should keep nothing but its inputs for its own backward pass.
+In place of a discarded output, the operations that use it save the function that computed it and
+the function's inputs, which are kept anyway. The first backward formula that needs the output
+recomputes it once for all of these operations, and the last one frees it. Gradients take their
+usual path. Only values are recomputed, so gradients are equal to the bit; the function should keep
+nothing but its inputs for its own backward pass.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from automoe.interop.torch_private import innermost_saved_tensor_hooks, storage_
 
 
 def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[..., Any]:
-    """Return ``fn`` wrapped so that ``discard_outputs`` works inside: a scope for saved tensors.
+    """Return ``fn`` wrapped so that functions inside it can discard their outputs.
 
     Outputs of functions that ``discard_outputs`` wraps are then freed after the forward pass and
     computed again in the backward pass. The wrapper has the arguments and the result of ``fn``.
 
     Args:
-        outermost: open no scope if other saved-tensor hooks are active: an outer scope already
-            discards, and a checkpointed region keeps nothing.
+        outermost: change nothing if other saved-tensor hooks are active: an outer
+            ``discard_scope`` already discards, and a checkpointed region keeps nothing.
     """
 
     def call(*args: Any) -> Any:
@@ -65,7 +66,8 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
     """Mark ``outputs``, the values of ``fn(*args)``, as not to be kept for the backward.
 
-    In a ``discard_scope``, operations that save them save how to compute them again.
+    Inside a ``discard_scope``, an operation that needs an output for its backward saves ``fn`` and
+    ``args`` instead, and computes the output again.
     """
     hooks = _CURRENT.get()
     # A checkpointed region inside the scope has its own hooks and keeps nothing to discard.
@@ -78,7 +80,7 @@ def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saved-tensor hooks of a ``discard_scope``: they save a recomputation for a discarded output.
+    """Saved-tensor hooks of a ``discard_scope``: they save how to compute a discarded output again.
 
     Other tensors are saved as they would be without these hooks.
     """
@@ -125,9 +127,9 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Recompute:
-    """Recomputation of the outputs of ``fn(*args)``, whose result lives until its last use.
+    """Recomputation of the outputs of ``fn(*args)`` in the backward pass, once for all readers.
 
-    The uses are the saved tensors that the backward reads.
+    The recomputed outputs are freed when every saved tensor that needs them has been read.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.export import register_dataclass
 
-from automoe.comm.process_groups import Communicator
+from automoe.comm.communicators import Communicator
 from automoe.config.data_schema import IGNORE as IGNORE
 
 
@@ -134,9 +134,9 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that a model is called with: a micro-batch, or a step's before torch splits them.
+    """Sequences that a model is called with: one micro-batch, or all micro-batches of a step.
 
-    Torch splits all tensors along B, and hands every pipeline stage the same micro-batch.
+    A step's sequences are split along B, and every pipeline stage gets the same micro-batch.
 
     Attributes:
         tokens: [B, S] int64, which the stage with the embedding reads.
@@ -148,7 +148,8 @@ class MicroBatch:
             and its labels (``automoe.model.mtp.shift_rows``).
         next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions for
             which the head generates a token.
-        counts: counts of the global batch, which losses are divided by; None: those of B sequences.
+        counts: counts of the global batch, which losses are divided by; None: these B sequences
+            are counted (``known_counts``).
         given: [B, ...] further inputs of the loss, by name.
     """
 
@@ -187,7 +188,7 @@ class MicroBatch:
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
-        """Return ``counts``; counts that are missing are those of this micro-batch alone."""
+        """Return ``counts``; without them the counts of these sequences alone."""
         counts = self.counts
         if counts is None:
             trained = documents = torch.zeros((), dtype=torch.int64, device=self.tokens.device)

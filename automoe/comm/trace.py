@@ -28,7 +28,7 @@ _trains = False
 def phase(name: str, step: int | None = None) -> Iterator[None]:
     """Mark the block as the phase ``name``, such as "grad_norm", for listeners and profiler.
 
-    Without these it costs nothing.
+    If neither listens, the mark costs nothing.
     """
     for listener in tuple(_listeners):
         listener(name, step, "begin")

@@ -25,8 +25,8 @@ from automoe.comm.collectives import DispatchGroup
 from automoe.comm.discard_outputs import discard
 from automoe.errors import BackendError, import_backend
 from automoe.moe.dispatch.base import RunExperts, run_choices
-from automoe.moe.dispatch.wire import scaled
-from automoe.parallel.overlap import TURNS, OverlappedDispatch
+from automoe.moe.dispatch.wire import dequantize_rows
+from automoe.parallel.overlap import MERGED_PASSES, OverlappedDispatch
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 # Group sizes in v1's published tables of settings.
@@ -69,7 +69,7 @@ class Received:
 
 def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
     """Return the dispatcher of ``moe.dispatcher=deepep`` over the ep group."""
-    finish = TURNS.overlap if isinstance(ep, OverlappedDispatch) else None
+    finish = MERGED_PASSES.overlap if isinstance(ep, OverlappedDispatch) else None
     return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
 
 
@@ -279,7 +279,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.handle = received.handle
         x_RH = received.x_RH
         if isinstance(x_RH, tuple):
-            x_RH = scaled(*x_RH, x_TH.dtype)
+            x_RH = dequantize_rows(*x_RH, x_TH.dtype)
         return x_RH, received.probs_RK
 
     @staticmethod
@@ -341,7 +341,7 @@ class DeepEPDispatcher:
         )
         received = out[0]
         if isinstance(received.x_RH, tuple):
-            discard(x_RH, scaled, *received.x_RH, x_RH.dtype)
+            discard(x_RH, dequantize_rows, *received.x_RH, x_RH.dtype)
         local_ids_RK = received.topk_ids_RK.to(torch.int64)
         local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
         num_rows = sum(received.counts)

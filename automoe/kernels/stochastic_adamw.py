@@ -140,7 +140,7 @@ def update_in_one_pass(
         first_index: index of the shard's first element in the full parameter.
         runs: for each dim of the shard (at most three): its size, and its stride in the full
             parameter; the last stride is 1.
-        numbers: step sizes and coefficients (``automoe.optim.stochastic.Numbers``).
+        numbers: step sizes and coefficients (``automoe.optim.stochastic.AdamWScalars``).
     """
     num_values = tensors[0].numel()
     if not num_values:

@@ -1,8 +1,7 @@
 """Grouped-query attention (arXiv 2305.13245) and multi-head latent attention (DeepSeek-V2).
 
-Latent attention is section 2.1 of arXiv 2405.04434. Letters: B rows, S positions of this rank's
-queries, R positions of its keys (the whole row), s positions of this rank between two blocks
-(sequence parallelism); H hidden, N query heads, G key and value heads, D head dim, L latent.
+Latent attention is section 2.1 of arXiv 2405.04434. Letters of dimensions:
+``automoe.model``; queries have S positions, keys R. Here L is the width of a latent.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from automoe.comm.calls import bind
+from automoe.comm.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.local_shard import local_shard
-from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.recompute import save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, has_indexer, window_of
 from automoe.kernels.attention import prepare_cuda
-from automoe.model.attention_masks import QueryBlock, documents, seen_keys
+from automoe.model.attention_masks import QueryBlock, document_ids, seen_keys
 from automoe.model.backend import BackendConfig
 from automoe.model.indexer import Indexer, IndexInputs
 from automoe.model.linear import Features, Linear
@@ -63,7 +63,7 @@ class AttentionSetup:
         exchanged = tokens
         if exchanges or (attention.linear_num_key_heads and ranks.cp.num_ranks > 1):
             exchanged = whole_rows(tokens, ranks.cp)
-        self.doc_ids = documents(exchanged, SINGLE_RANK, backend.always_masked)
+        self.doc_ids = document_ids(exchanged, SINGLE_RANK, backend.always_masked)
         self.window = attention.sliding_window
         queries = exchanged if exchanges else tokens
         self.blocks = {
@@ -73,7 +73,7 @@ class AttentionSetup:
         self.tokens = tokens
         self.seen = None
         if attention.index_topk:
-            docs_BS = documents(tokens, self.key_gather, backend.always_masked)
+            docs_BS = document_ids(tokens, self.key_gather, backend.always_masked)
             self.seen = seen_keys(tokens, self.key_gather, docs_BS=docs_BS)
         self._attend = backend.attend
         if tokens.positions.device.type == "cuda":
@@ -245,7 +245,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
         self.attend = calls.attend(AttentionSetup.attend)
-        self.call_up = calls.project_up(type(self).project_up)
+        self.wrapped_project_up = bind(calls.project_up, self.project_up)
         self.scale = softmax_scale(config.rope, qk_dim)
         self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
@@ -264,7 +264,8 @@ class LatentAttention(nn.Module):
         if setup.key_gather.num_ranks > 1 and self.gathers_latents(latent_BRL):
             gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), setup.key_gather)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        q_BSND, k_BRND, v_BRND = self.call_up(self, query_BSL, latent_BRL, k_rope_BRD, setup)
+        projected = self.wrapped_project_up(query_BSL, latent_BRL, k_rope_BRD, setup)
+        q_BSND, k_BRND, v_BRND = projected
         inputs = None if self.indexer is None else self.indexer(x_BsH, query, setup)
         # Compiled models have no indexers, and torch 2.11 cannot trace the call.
         sparse = self.sparse or self.indexer is not None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
 from automoe.config.context import query_blocks
 from automoe.model.rows import gather_row
@@ -38,12 +38,12 @@ class QueryBlock(NamedTuple):
 MaskFn = Callable[[Tokens, Communicator, int, bool], list[QueryBlock]]
 
 
-def documents(tokens: Tokens, keys: Communicator, always: bool) -> Tensor | None:
+def document_ids(tokens: Tokens, keys: Communicator, always: bool) -> Tensor | None:
     """Return the document ids [B, S] that masks need; None if no sequence holds two documents.
 
-    One document per sequence is common and lets SDPA take its causal kernel. The ids are compared
-    only on the CPU, as on a GPU this would cost a host sync, and only if this rank holds whole
-    sequences; else they are returned.
+    Without documents SDPA takes its causal kernel, and one document per sequence is common. Ids are
+    compared on the CPU only, since on a GPU this would cost a host sync, and only if this rank
+    holds whole sequences; in all other cases they are returned.
 
     Args:
         keys: the ranks from which attention gathers keys.
@@ -69,7 +69,7 @@ def attention_mask(
         always: mask all sequences that have document ids, whatever the ids, since compiled code is
             specialised to one case.
     """
-    docs_BS = documents(tokens, keys, always)
+    docs_BS = document_ids(tokens, keys, always)
     if docs_BS is None and keys.num_ranks == 1 and not window:
         return None
     return seen_keys(tokens, keys, window, docs_BS)[:, None]
@@ -137,7 +137,13 @@ def block_masks(
 
 
 def _block_mask(first_BQ: Tensor, last_BQ: Tensor, num_keys: int) -> BlockMask:
-    """Return the mask of successive queries, each of which sees the keys first ... last."""
+    """Return FlexAttention's mask of Q queries, each of which sees a range of keys.
+
+    Args:
+        first_BQ, last_BQ: number of the first and of the last key that each query sees. The ranges
+            of successive queries overlap or touch.
+        num_keys: number of keys.
+    """
     num_queries = first_BQ.shape[1]
     padding = 0, -num_queries % BLOCK
     # padding sees nothing, so it adds no block of keys, and no block with padding is full

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automoe.comm.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
-from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.communicators import ProcessGroupCollection
 from automoe.kernels.attention import AttentionFn, attend
 from automoe.model.attention_masks import MaskFn, dense_masks
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
@@ -27,21 +27,21 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share sequences, weights and micro-batches.
-        make_expert_backend: function that takes a layer's ``GroupedExperts`` and returns what multiplies
-            by them; None: the backend ``expert_backend(moe.experts)``.
+        make_expert_backend: function that takes a layer's ``GroupedExperts`` and returns its expert
+            backend, which multiplies by their weights; None: ``expert_backend(moe.experts)``.
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
-        attend: softmax attention.
+        attend: function that computes softmax attention.
         masks: function that makes the masks that ``attend`` takes.
-        rope: rotation of heads.
+        rope: functions that apply rotary embeddings.
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
-        chunk_loss: the cross-entropy of a chunk of tokens.
+        chunk_loss: function that computes the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         indexer_warmup: attention sees all keys, and indexers learn from all of them.
         calls: function of a layer's number that returns the wrappers of that layer's calls.
         last_norm: wrapper of the call of the norm before the head.
-        always_masked: mask all sequences that have document ids, whatever the ids
-            (``attention_mask``).
+        always_masked: make a mask for all sequences that have document ids, also if each is one
+            document (``attention_mask``).
         seed: seed of the router's jitter.
     """
 

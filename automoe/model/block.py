@@ -1,7 +1,6 @@
 """One decoder layer: attention and feed-forward, each after a norm and added to the residual.
 
-Letters: B rows, S positions, s of them on this rank between two blocks (sequence parallelism), H
-hidden.
+Letters of dimensions: ``automoe.model``; here F width of the feed-forward.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automoe.comm.calls import Wrap, as_it_is, call_module
-from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.calls import Wrap, as_it_is, bind, call_module
+from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
@@ -63,9 +62,8 @@ class Block(nn.Module):
         hidden = config.hidden_size
         calls = backend.calls(layer)
         ranks = backend.pg_collection.tp, calls.gather
-        # Wrapped functions take the module as their first argument (``comm/calls.py``).
-        self.call = calls.layer(type(self).run)
-        self.call_mix = calls.mix(type(self).mix)
+        self.wrapped_run = bind(calls.layer, self.run)
+        self.wrapped_run_attention = bind(calls.attention, self.run_attention)
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
         self.input_layernorm = norm()
@@ -84,19 +82,7 @@ class Block(nn.Module):
             width = config.shared_width
             gated = config.shared_expert_gate
             shared = MLP(hidden, width, gated, *ranks) if width else None
-            moe_index = layer - config.first_k_dense
-            self.mlp = MoE(
-                config,
-                moe,
-                moe_index,
-                shared,
-                backend.pg_collection,
-                backend.make_expert_backend,
-                backend.dispatcher,
-                backend.seed,
-                backend.router_dtype,
-                calls,
-            )
+            self.mlp = MoE(config, moe, layer, shared, backend)
 
     @property
     def attention(self) -> nn.Module:
@@ -112,10 +98,10 @@ class Block(nn.Module):
             x_BsH: hidden states at the s positions of this tp rank.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
-            embedded_BsH: in a module for multi-token prediction, the embeddings of the tokens that
-                it is given; nothing in other layers.
+            embedded_BsH: in a module for multi-token prediction, the embeddings of the later tokens
+                that it reads; nothing in other layers.
         """
-        return self.call(self, x_BsH, setup, tokens, *embedded_BsH)
+        return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
         """Return x plus attention's and the feed-forward's outputs: [B, s, H].
@@ -125,12 +111,12 @@ class Block(nn.Module):
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
         """
-        x_BsH, h_BsH = self.call_mix(self, x_BsH, setup)
+        x_BsH, h_BsH = self.wrapped_run_attention(x_BsH, setup)
         if isinstance(self.mlp, MoE):
             return x_BsH + self.mlp(h_BsH, tokens)
         return x_BsH + self.call_mlp(self.mlp, h_BsH)
 
-    def mix(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
+    def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
         """Return x plus attention's output, and the norm of that sum for the feed-forward.
 
         Both are [B, s, H], s positions of this tp rank.

@@ -1,8 +1,7 @@
 """Interface of a language model, or of one pipeline stage of it, to the trainer.
 
 ``Decoder`` implements it for families that are declarations; a family may have a model of its own
-(``automoe.config.tier``). Letters: B rows, S positions, s positions of this rank between two
-blocks, H hidden, V vocabulary, K top-k.
+(``automoe.config.tier``). Letters of dimensions: ``automoe.model``.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from automoe.comm.communicators import first_of_rank
 from automoe.comm.local_shard import local_shard
-from automoe.comm.process_groups import first_of_rank
 from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.errors import ConfigError
@@ -117,8 +116,8 @@ class CausalLM(nn.Module, ABC):
             tokens: positions, document ids and other tensors [B, S] of the same tokens.
         """
 
-    def deeper_states(
-        self, x_BsH: Tensor, given_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
+    def mtp_states(
+        self, x_BsH: Tensor, later_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
     ) -> Iterator[Tensor]:
         """Yield the head's input [B, s, H] at each depth of this part's multi-token prediction.
 
@@ -126,7 +125,7 @@ class CausalLM(nn.Module, ABC):
 
         Args:
             x_BsH: the head's input at the previous depth.
-            given_BSD: the later token that each of D depths reads at each position
+            later_BSD: the later token that each of D depths reads at each position
                 (``automoe.model.mtp``). None: modules do not run, and ``x_BsH`` is yielded in place
                 of each result.
             tokens: positions, document ids and other tensors [B, S] of the tokens.
@@ -178,10 +177,10 @@ class CausalLM(nn.Module, ABC):
         raise ConfigError("lora.targets", type(module).__name__, rule, remedy)
 
     def check_isolation(self, seq_len: int = 0) -> None:
-        """Raise ``ConfigError`` if documents packed in a sequence affect one another.
+        """Raise ``ConfigError`` if documents packed in a sequence affect one another. Collective.
 
-        Collective. The check does nothing here: the decoder's masks keep documents apart. Other
-        models override it.
+        This method checks nothing, since the decoder's masks keep documents apart; models that
+        other code computes override it.
 
         Args:
             seq_len: longest sequence to check with.
@@ -212,7 +211,7 @@ class CausalLM(nn.Module, ABC):
         x, *deeper = states or (batch.tokens,)
         x = self.last_norm(self.run_layers(x, tokens))
         last = deeper[-1] if deeper else x
-        mtp_states = self.deeper_states(last, batch.mtp_tokens, tokens, counts.mtp)
+        mtp_states = self.mtp_states(last, batch.mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
             if more := tuple(mtp_states):
                 # FSDP's hooks make views of inputs, which torch cannot detach between the halves of

@@ -1,6 +1,6 @@
 """The decoder of all native families, whole or as one pipeline stage.
 
-Letters: B rows, S positions, s positions of this rank between two blocks, H hidden.
+Letters of dimensions: ``automoe.model``; here D modules for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ class Decoder(CausalLM):
             x = block(x, setup, local_tokens)
         return x
 
-    def deeper_states(
-        self, x_BsH: Tensor, given_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
+    def mtp_states(
+        self, x_BsH: Tensor, later_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
     ) -> Iterator[Tensor]:
         modules = [pair for pair in self.layers.items() if isinstance(pair[1], MTPBlock)]
-        if given_BSD is None or mtp_D2 is None:
+        if later_BSD is None or mtp_D2 is None:
             yield from [x_BsH] * len(modules)
             return
         setup = AttentionSetup(self.config, tokens, self.backend, x_BsH.dtype)
         for name, block in modules:
             depth = int(name) - self.config.num_layers
-            given_BS, count = given_BSD[..., depth], mtp_D2[depth, 1].clamp_min(1)
+            given_BS, count = later_BSD[..., depth], mtp_D2[depth, 1].clamp_min(1)
             here = replace(tokens, not_padding=given_BS >= 0, num_tokens=count)
             # a copy: a recomputation reads the tokens of its own depth
             setup = copy(setup)

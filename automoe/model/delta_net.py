@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from automoe.comm.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.local_shard import local_shard
-from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionSetup
 from automoe.model.backend import BackendConfig
@@ -108,7 +108,7 @@ def _unit(x: Tensor) -> Tensor:
 def causal_conv(x_BSD: Tensor, weight_D1W: Tensor, doc_ids_BS: Tensor | None = None) -> Tensor:
     """Convolve each of D channels of x over its W last positions, the current one included.
 
-    Positions of other documents count as zeros. The result [B, S, D] has the layout of x.
+    Positions of other documents count as zeros. The result is [B, S, D].
     """
     width = weight_D1W.shape[-1]
     size = x_BSD.shape[1]
@@ -240,10 +240,11 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
     def _own_features(self, cp: Communicator) -> Features:
-        """Return the ranges of the convolution's channels (queries, keys, values) of this rank.
+        """Return this rank's channels of the convolution: ranges of queries, keys and values.
 
-        They are those of this tp rank's heads; if ``cp`` has several ranks, which exchange positions
-        for heads, only of the heads that this rank then has.
+        They are the channels of this tp rank's heads. If ``cp`` has several ranks, positions are
+        exchanged for heads, and only the channels of the heads that are left to this rank are
+        returned.
         """
         ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:

@@ -5,9 +5,8 @@ with the K largest scores. The indexer learns from attention alone: its inputs a
 loss is the KL divergence of softmax(I_t) from attention's probabilities, summed over heads and
 normalised (equations 3 and 4). All other parameters get no gradient from it.
 
-Letters: B rows, S positions of this rank's queries, s of them on this rank between two blocks, R
-positions of the whole row, N heads of attention, J heads of the indexer, D their dim, H hidden, L
-latent of queries, c a chunk of queries.
+Letters of dimensions: ``automoe.model``; here J heads of the indexer, D their width, L latent of
+queries, c queries of a chunk.
 """
 
 from __future__ import annotations
@@ -104,7 +103,8 @@ class Indexer(nn.Module):
     def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
-        Ties are broken as torch's ``topk`` breaks them over whole sequences.
+        Ties between keys are broken as ``torch.topk`` breaks them in whole sequences, whatever part
+        of the queries this rank has.
         """
         if self.warmup:
             return setup.seen

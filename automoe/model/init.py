@@ -105,10 +105,10 @@ def index_runs(parameter: Tensor) -> tuple[int, list[tuple[int, int]]]:
 def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of ``model`` with its initial values.
 
-    A module's ``first_values`` give a parameter a word (``zeros``, ``ones``, ``log_uniform``, or
-    ``kept``: leave it unchanged) or its full tensor. Other biases become zero, and all other
-    parameters normal(0, std). ``model`` may be a pipeline stage (its names are global) and its
-    parameters DTensors of any mesh.
+    By default biases become zero and all other parameters normal(0, std). A module's attribute
+    ``first_values`` has other values for its parameters: a word (``zeros``, ``ones``,
+    ``log_uniform``, or ``kept``: leave it unchanged) or the full tensor. ``model`` may be a
+    pipeline stage (its names are global) and its parameters DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})

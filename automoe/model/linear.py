@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.communicators import Communicator
 from automoe.comm.local_shard import local_shard
-from automoe.comm.process_groups import Communicator
 from automoe.quantize.packed import linear
 
 Features = tuple[slice, ...] | None  # ranges of output features; None: all

@@ -57,7 +57,7 @@ class LoRALinear(Linear):
         return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.features)
 
 
-def adapt(
+def freeze_and_adapt(
     part: CausalLM, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
 ) -> None:
     """Freeze the parameters that ``lora`` or ``train.freeze`` exclude, and add adapters on meta.
@@ -91,7 +91,8 @@ def adapt(
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
     """Replace the modules of one layer that have adapters, and experts with quantized matrices.
 
-    Modules of foreign classes stay, and the model adds the adapters' outputs to theirs.
+    Modules of foreign classes are not replaced; the model adds the adapters' outputs to the outputs
+    of these modules (``CausalLM.add_adapter``).
 
     Args:
         params: parameters of the layer, adapters included.
@@ -143,7 +144,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Tell all adapters the step, which decides what input features ``lora.dropout`` drops."""
+    """Set the step number of all adapters, on which the features that dropout drops depend."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

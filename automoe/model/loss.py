@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.errors import import_backend
@@ -104,10 +104,11 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether each label is trained, its row in this rank's weight, if it is here.
+    """Return where each label is in this rank's rows of the vocabulary head.
 
-    All three are [T, 1]. "Here": this rank holds the label's row of the vocabulary head; its first
-    row is of token ``first_id``.
+    Returns:
+        Three [T, 1]: whether the token is trained; its label's row in ``weight_VH``, clamped to the
+        rows that exist; whether this rank holds that row.
     """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
     # Under tensor parallelism this rank has some rows of the vocabulary, and another rank may have
@@ -135,11 +136,12 @@ def _add_gradients(
     grad_weight_VH: Tensor | None,
     chunk: slice,
 ) -> None:
-    """Write x's gradient of the tokens ``chunk``, and add their term to the weight's gradient.
+    """Write x's gradient for the tokens of ``chunk``; add their term to the weight's gradient.
 
     Args:
         grad_TV: gradient of the chunk's logits.
         grad_x_TH, grad_weight_VH: gradients that change in place; None: not needed.
+        chunk: range of the tokens.
     """
     if grad_x_TH is not None:
         torch.mm(grad_TV, weight_VH, out=grad_x_TH[chunk])
@@ -439,9 +441,9 @@ class LossInputs:
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained
             token.
         context: the ranks that hold the other positions of these sequences.
-        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. Three of
-            them are the head's: ``temperature`` [B, S], ``candidates`` [B, S, N] and ``scored_ids``
-            [B, S, K] (``token_scores``).
+        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head
+            itself reads three names: ``temperature`` [B, S], ``candidates`` [B, S, N] and
+            ``scored_ids`` [B, S, K] (``token_scores``).
         reported: receives the sums of ``report``.
         entropy: [B, S] for a loss whose attribute ``uses_entropy`` is True, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.

@@ -4,7 +4,7 @@ Module k of D takes, at position i, the head's input at depth k - 1 (depth 0 is 
 embedding of token i + k, and predicts token i + k + 1 with the model's own head. As in
 Megatron-Core and in engines that draft with these modules, states are passed on after their norm.
 
-Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, D modules.
+Letters of dimensions: ``automoe.model``; here D modules.
 """
 
 from __future__ import annotations

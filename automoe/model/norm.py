@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.process_groups import Communicator
+from automoe.comm.communicators import Communicator
 from automoe.interop.torch_private import AsyncTensor
 from automoe.kernels.activation import row_blocks
 from automoe.model.linear import Features, take_features

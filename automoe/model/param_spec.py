@@ -1,4 +1,4 @@
-"""A row of the table of parameters, and a tensor that it makes. No torch.
+"""``ParamSpec``, a row of the table of parameters, and ``Param``, a tensor of that row. No torch.
 
 ``automoe.model.params`` has the rows of automoe's decoder. A model that other code computes has a
 table of its own (``automoe.config.tier``).
@@ -85,7 +85,7 @@ class ParamSpec:
         return self.kind == "matrix" and in_layer and self.shape.split()[-2] != "1"
 
     def is_in(self, model: ModelConfig) -> bool:
-        """Return whether the modules of ``model`` have this parameter (``when``)."""
+        """Return whether the modules of ``model`` have this parameter (condition ``when``)."""
         key = self.when.removeprefix("not ")
         return not key or bool(attrgetter(key)(model)) == (key == self.when)
 

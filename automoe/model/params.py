@@ -52,9 +52,9 @@ _KINDS: dict[str, dict[str, Any]] = {
 def _rows(table: str) -> tuple[ParamSpec, ...]:
     """Parse a table of parameters: lines of name, shape, place, kind and KEY=VALUE fields.
 
-    The fields are those of ``ParamSpec``; ``unless`` is a negated ``when``. ``hf`` has its keys
-    parted by commas, and EXPERT in it stands for one expert's. Linear, colwise and rowwise matrices
-    may get adapters, named as their layer.
+    The fields are those of ``ParamSpec``; ``unless`` is a negated ``when``. Keys in ``hf`` are
+    separated by commas, and EXPERT in a key stands for ``mlp.experts.{expert}``. Linear, colwise
+    and rowwise matrices may get adapters, named as their layer.
     """
     specs = []
     for row in table.strip().splitlines():
@@ -356,7 +356,7 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
 def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
     """Return the pipeline stages that hold the embedding or a copy of it, the first one first.
 
-    Modules for multi-token prediction read a copy, and a tied head is one.
+    A stage holds a copy if its modules for multi-token prediction read it, or if its head is tied.
 
     Args:
         layers: the numbers of the layers of each stage.

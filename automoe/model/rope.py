@@ -38,7 +38,11 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return float32 inverse frequencies [P], P = ``dim`` / 2, and the factor of cos and sin."""
+    """Return rotary frequencies after ``config.scaling``, and the factor of cos and sin.
+
+    The frequencies are float32 [P] for P = ``dim`` / 2 pairs; the factor is YaRN's, for
+    its attention temperature, and 1 for other scalings.
+    """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
     if config.scaling == "none":

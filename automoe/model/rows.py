@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from automoe.comm.process_groups import Communicator
+from automoe.comm.communicators import Communicator
 from automoe.comm.tokens import Tokens
 
 

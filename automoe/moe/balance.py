@@ -1,8 +1,8 @@
 """Load balancing: auxiliary losses, updates of the expert bias, and load counters.
 
 No loss needs the routing of a later micro-batch. Every loss is this rank's share of a sum over the
-global batch. Shares are added, never averaged, so the mesh does not change the total. Shapes: B
-rows, S positions of this rank, E experts, K top-k.
+global batch. Shares are added, never averaged, so the mesh does not change the total. Letters
+of dimensions: ``automoe.model``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     return _AttachLoss.apply(x, loss)
 
 
-def choices_by_row(topk_ids_BSK: Tensor, valid_BS: Tensor, num_experts: int) -> Tensor:
+def choices_by_row(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int) -> Tensor:
     """Return how often the tokens of each sequence chose each expert: [B, E] float64.
 
-    Padding, where ``valid_BS`` is False, does not count.
+    Padding, where ``valid_Bs`` is False, does not count.
     """
-    ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
-    counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)
-    return counts_BE.scatter_add_(1, topk_ids_BSK.flatten(1), ones_BSK.flatten(1))
+    ones_BsK = valid_Bs.unsqueeze(-1).expand_as(topk_ids_BsK).to(torch.float64)
+    counts_BE = ones_BsK.new_zeros(topk_ids_BsK.shape[0], num_experts)
+    return counts_BE.scatter_add_(1, topk_ids_BsK.flatten(1), ones_BsK.flatten(1))
 
 
 def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,40 +55,41 @@ def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
     return counts / counts.sum(-1, keepdim=True).clamp_min(1)
 
 
-def balance_loss(fractions: Tensor, shares_BSE: Tensor, tokens: Tokens) -> Tensor:
+def balance_loss(fractions: Tensor, shares_BsE: Tensor, tokens: Tokens) -> Tensor:
     """Return this rank's share of the mean balance loss E * sum over experts of f P, a scalar.
 
-    f is the fraction of choices that an expert received, P its mean share of scores. The losses
-    differ in the tokens that f is of:
+    f is the fraction of choices that an expert received, P its mean share of scores. Three losses
+    take f over different tokens:
 
-        sequence     a sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), P too; sequences weigh
-                     as their tokens. P divides by these and the weight multiplies: they cancel.
-        global       the batch of the previous step. Fractions of this batch are known only after
-                     its last micro-batch; those of the step before change slowly.
-        micro-batch  the sequences that all data-parallel ranks process at the same time (arXiv
+        sequence     f and P of each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20). The mean
+                     over sequences is weighted by their numbers of tokens, by which P divides, so
+                     sums over tokens are enough.
+        global       f of the batch of the previous step. Fractions of this batch are known only
+                     after its last micro-batch; those of the step before change slowly.
+        micro-batch  f of the sequences that all data-parallel ranks process at the same time (arXiv
                      2101.03961, eq. 4-6). It depends on gradient accumulation, that is on which
                      sequences share a micro-batch, and on nothing else of the mesh.
 
     Args:
         fractions: f, of the batch [E] or of each sequence [B, E].
-        shares_BSE: scores normalised to sum to one.
+        shares_BsE: scores normalised to sum to one.
         tokens: the micro-batch's per-token tensors.
 
     Returns:
         A scalar, to be multiplied by the loss's coefficient.
     """
-    sums = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
+    sums = (shares_BsE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
     total = (fractions * sums).sum()
     return fractions.shape[-1] * total / tokens.num_tokens.to(sums.dtype)
 
 
-def z_loss(logits_BSE: Tensor, tokens: Tokens) -> Tensor:
+def z_loss(logits_BsE: Tensor, tokens: Tokens) -> Tensor:
     """Return this rank's share of the router z-loss (arXiv 2202.08906, eq. 5), a scalar.
 
     The loss is the mean squared logsumexp of the logits over the global batch's tokens.
     """
-    squares_BS = logits_BSE.logsumexp(-1).square() * tokens.valid
-    return squares_BS.sum() / tokens.num_tokens.to(squares_BS.dtype)
+    squares_Bs = logits_BsE.logsumexp(-1).square() * tokens.valid
+    return squares_Bs.sum() / tokens.num_tokens.to(squares_Bs.dtype)
 
 
 # These are a layer's losses in the order of its counters, with their names in ``metrics.jsonl``.
@@ -135,7 +136,7 @@ class LoadCounter(nn.Module):
 
     @staticmethod
     def views(totals: Tensor) -> Loads:
-        """Return views of the counters in one vector, or in a table with one for each layer."""
+        """Return the counters as views of one layer's vector [n], or of a table [L, n] of all."""
         num_counts = totals.shape[-1] - len(LOSSES) - 3
         experts, losses, dropped, replayed = totals.split((num_counts, len(LOSSES), 1, 2), dim=-1)
         return Loads(experts.unflatten(-1, (2, -1)), losses, dropped.squeeze(-1), replayed)
@@ -149,7 +150,7 @@ class LoadCounter(nn.Module):
         chosen_BE: Tensor,
         plain_BE: Tensor,
         losses: list[Tensor],
-        dropped_BSK: Tensor | None = None,
+        dropped_BsK: Tensor | None = None,
         replayed: Tensor | None = None,
     ) -> None:
         """Add one micro-batch to the counters, if it is a training pass and not a recomputation.
@@ -158,7 +159,7 @@ class LoadCounter(nn.Module):
             chosen_BE: tokens given to each expert.
             plain_BE: tokens that plain top-k of the scores would give to each expert.
             losses: one scalar for each of ``LOSSES``.
-            dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
+            dropped_BsK: bool, the choices that were dropped; None if the layer drops none.
             replayed: [2] choices repeated from an inference engine, and how many of them the router
                 would not make; None: there are none.
         """
@@ -167,8 +168,8 @@ class LoadCounter(nn.Module):
         loads = self.views(self.totals)
         loads.experts.add_(torch.stack((chosen_BE.sum(0), plain_BE.sum(0))))
         loads.losses.add_(torch.stack(losses))
-        if dropped_BSK is not None:
-            loads.dropped.add_(dropped_BSK.sum())
+        if dropped_BsK is not None:
+            loads.dropped.add_(dropped_BsK.sum())
         if replayed is not None:
             loads.replayed.add_(replayed)
 

@@ -11,9 +11,8 @@ these are:
 
 Weights are computed before choices are dropped, and are not renormalised. A token that loses a
 choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
-experts). Padding takes no capacity. Shapes: B rows, S positions of this rank, K top-k, E experts, T
-tokens of this rank, H hidden; G groups that share capacities, N choices of a group; W positions of
-a whole row; P slots of an expert, C of all.
+experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups of tokens
+that share capacities, N choices of a group, P slots of an expert, C of all.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.communicators import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import gather_rows
@@ -82,50 +81,51 @@ def slots_per_expert(
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
-def join_row_parts(x: Tensor, index_BS: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
-    """Join the ranks' positions [B, S, ...] to whole sequences [B, W, ...], without gradient.
+def join_row_parts(x: Tensor, index_Bs: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
+    """Join the ranks' positions [B, s, ...] to whole sequences [B, R, ...], without gradient.
 
     Each rank writes its positions into zeros, and an all-reduce sums them. The sum is exact and
     independent of the order of ranks.
 
     Args:
-        index_BS: index in the sequence of each position of x.
+        index_Bs: index in the sequence of each position of x.
         pg_collection: its groups hold the other positions.
     """
     if pg_collection.ranks_per_row == 1:
         return x  # a rank with whole rows holds them in order
-    num_rows, size = index_BS.shape
+    num_rows, size = index_Bs.shape
     full = x.new_zeros(num_rows, size * pg_collection.ranks_per_row, *x.shape[2:])
     rows = torch.arange(num_rows, device=x.device).unsqueeze(1)
-    full[rows, index_BS] = x.detach()
+    full[rows, index_Bs] = x.detach()
     return pg_collection.sum_over_row(full)
 
 
 @torch.no_grad()
 def choose_kept(
-    topk_ids_BSK: Tensor,
-    probs_BSK: Tensor,
+    topk_ids_BsK: Tensor,
+    probs_BsK: Tensor,
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
     num_experts: int,
 ) -> Tensor:
-    """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync.
+    """Return which choices fit their expert's capacity: [B, s, K] bool. No host sync.
 
     Args:
-        probs_BSK: routing weights, by which choices may be ranked.
+        probs_BsK: routing weights, by which an expert ranks its choices with
+            ``moe.drop_policy=probs``.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
     """
-    num_rows, size, top_k = topk_ids_BSK.shape
-    ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
+    num_rows, size, top_k = topk_ids_BsK.shape
+    ids_BsK = topk_ids_BsK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     of_rank = moe.drop_scope == "rank"
     if of_rank:
         # Choices queue by position, then by row.
-        ids_GN, probs_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, probs_BSK))
+        ids_GN, probs_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BsK, probs_BsK))
         num_tokens = num_rows * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
-        both = torch.stack((ids_BSK.to(torch.float64), probs_BSK.to(torch.float64)), dim=-1)
+        both = torch.stack((ids_BsK.to(torch.float64), probs_BsK.to(torch.float64)), dim=-1)
         joined = join_row_parts(both, tokens.index, pg_collection)
         ids_GN, probs_GN = joined.flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
@@ -134,12 +134,12 @@ def choose_kept(
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
     if of_rank:
-        fits_BSK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
+        fits_BsK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
     else:
-        fits_BSK = fits_GN.view(num_rows, num_tokens, top_k)
+        fits_BsK = fits_GN.view(num_rows, num_tokens, top_k)
         if num_tokens > size:  # only the positions of this rank
-            fits_BSK = fits_BSK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
-    return fits_BSK & (ids_BSK < num_experts)
+            fits_BsK = fits_BsK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BsK))
+    return fits_BsK & (ids_BsK < num_experts)
 
 
 def dispatch_padded(

@@ -6,6 +6,7 @@ J = 2I (gate and up). For a single product: N output and K input features.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 
 import torch
@@ -99,6 +100,16 @@ class LoopProducts(GroupedProducts):
 UNSCALED = GroupedProducts()
 
 
+# Tensor arguments of ``_GroupedExperts``, or for each of them whether a gradient is needed, or the
+# gradient. A and B are the matrices of a LoRA adapter.
+_Tensors = namedtuple(
+    "_Tensors",
+    "x_TH gather_idx_R offsets_E probs_R gate_up_EJH down_EHI gate_up_bias_EJ down_bias_EH "
+    "gate_up_A_ErH gate_up_B_EJr down_A_ErI down_B_EHr",
+    defaults=[None] * 12,
+)
+
+
 class _GroupedExperts(torch.autograd.Function):
     """Autograd function of experts: probs * (down(activation(gate, up)) + down_proj_bias).
 
@@ -121,121 +132,119 @@ class _GroupedExperts(torch.autograd.Function):
         sums: GradientSums | None,
         scale: float,
         anchor,
-        *args,
+        *tensors,
     ):
         ctx.activation = activation
         ctx.products = (up, down)
         ctx.sums = sums
         ctx.scale = scale
-        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
-        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:8]
-        a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
+        args = _Tensors(*tensors)
+        offsets_E = args.offsets_E
         if sums is not None:
             ctx.ends = read_later(offsets_E)
-        rows_RH = x_TH.index_select(0, gather_idx_R)
-        x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
+        rows_RH = args.x_TH.index_select(0, args.gather_idx_R)
+        x_scales, up_scales = up.scales(rows_RH, args.gate_up_EJH, offsets_E)
         low_Rr = None
-        wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
+        wide_EJH = unpack(args.gate_up_EJH, rows_RH.shape[1], rows_RH.dtype)
         gate_up_RJ = up.output(rows_RH, wide_EJH, offsets_E, x_scales, up_scales)
         del wide_EJH
-        if a13_ErH is not None:
-            low_Rr = up.mm(rows_RH, a13_ErH.mT, offsets_E)
-            gate_up_RJ.add_(up.mm(low_Rr, b13_EJr.mT, offsets_E), alpha=scale)
+        if args.gate_up_A_ErH is not None:
+            low_Rr = up.mm(rows_RH, args.gate_up_A_ErH.mT, offsets_E)
+            gate_up_RJ.add_(up.mm(low_Rr, args.gate_up_B_EJr.mT, offsets_E), alpha=scale)
         del rows_RH
-        if gate_up_proj_bias_EJ is not None:
-            gate_up_RJ += repeat_by_expert(gate_up_proj_bias_EJ, offsets_E, gate_up_RJ.shape[0])
+        if args.gate_up_bias_EJ is not None:
+            gate_up_RJ += repeat_by_expert(args.gate_up_bias_EJ, offsets_E, gate_up_RJ.shape[0])
         gate_RI, up_RI = gate_up_RJ.chunk(2, dim=-1)
-        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
+        scale_R1 = args.probs_R.unsqueeze(1).to(args.x_TH.dtype)
         act_RI = activation(gate_RI, up_RI).mul_(scale_R1).contiguous()
-        saved = down.scales(act_RI, down_proj_EHI, offsets_E)
+        saved = down.scales(act_RI, args.down_EHI, offsets_E)
         ctx.save_for_backward(*args, gate_up_RJ, low_Rr, x_scales, up_scales, *saved)
-        wide_EHI = unpack(down_proj_EHI, act_RI.shape[1], x_TH.dtype)
+        wide_EHI = unpack(args.down_EHI, act_RI.shape[1], args.x_TH.dtype)
         out_RH = down.output(act_RI, wide_EHI, offsets_E, *saved)
-        if a2_ErI is not None:
-            of_adapter_RH = up.mm(up.mm(act_RI, a2_ErI.mT, offsets_E), b2_EHr.mT, offsets_E)
-            out_RH.add_(of_adapter_RH, alpha=scale)
-        if down_proj_bias_EH is not None:
+        if args.down_A_ErI is not None:
+            low_Rr = up.mm(act_RI, args.down_A_ErI.mT, offsets_E)
+            out_RH.add_(up.mm(low_Rr, args.down_B_EHr.mT, offsets_E), alpha=scale)
+        if args.down_bias_EH is not None:
             out_RH.addcmul_(
-                repeat_by_expert(down_proj_bias_EH, offsets_E, out_RH.shape[0]), scale_R1
+                repeat_by_expert(args.down_bias_EH, offsets_E, out_RH.shape[0]), scale_R1
             )
         return out_RH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out_RH):
-        *args, gate_up_RJ, low_Rr, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
-        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
-        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:8]
-        a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
+        *tensors, gate_up_RJ, low_Rr, x_scales, up_scales, act_scales, down_scales = (
+            ctx.saved_tensors
+        )
+        args = _Tensors(*tensors)
+        # False for frozen weights, and for x if no earlier layer is trained
+        needs = _Tensors(*ctx.needs_input_grad[6:])
+        offsets_E, hidden, dtype = args.offsets_E, args.x_TH.shape[1], args.x_TH.dtype
         up, down = ctx.products
         mm, scale = up.mm, ctx.scale
-        # False for frozen weights, and for x if no earlier layer is trained
-        x_needs, _, _, _, up_needs, down_needs, up_bias_needs, down_bias_needs, *_ = (
-            ctx.needs_input_grad[6:]
-        )
+        grads: dict[str, Tensor] = {}
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
-        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
-        wide_EHI = unpack(down_proj_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype)
+        wide_EHI = unpack(args.down_EHI, gate_up_RJ.shape[1] // 2, dtype)
         grad_act_RI = down.grad_input(grad_out_RH, wide_EHI, offsets_E, grad_scales, down_scales)
         del wide_EHI
-        if a2_ErI is not None:
-            grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
-            grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
+        if args.down_A_ErI is not None:
+            grad_low_Rr = mm(grad_out_RH, args.down_B_EHr, offsets_E).mul_(scale)
+            grad_act_RI += mm(grad_low_Rr, args.down_A_ErI, offsets_E)
         act_RI, grad_gate_up_RJ, grad_probs_R = activation_gradients(
-            ctx.activation, gate_up_RJ, probs_R, grad_act_RI
+            ctx.activation, gate_up_RJ, args.probs_R, grad_act_RI
         )
-        grad_gate_up_proj = grad_down_proj = grad_gate_up_bias = grad_down_bias = None
-        grad_a13 = grad_b13 = grad_a2 = grad_b2 = grad_x_TH = None
         sums = ctx.sums
         # If tokens need no gradient, none is sent that a deferred product could overlap with.
         if sums is not None:
-            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, x_needs)
-        elif down_needs:
-            grad_down_proj = down.grad_weight(
+            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, needs.x_TH)
+        elif needs.down_EHI:
+            grads["down_EHI"] = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
-        if a2_ErI is not None:
-            grad_a2 = mm(grad_low_Rr.mT, act_RI, offsets_E)
-            low_act_Rr = mm(act_RI, a2_ErI.mT, offsets_E)
-            grad_b2 = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(scale)
+        if args.down_A_ErI is not None:
+            grads["down_A_ErI"] = mm(grad_low_Rr.mT, act_RI, offsets_E)
+            low_act_Rr = mm(act_RI, args.down_A_ErI.mT, offsets_E)
+            grads["down_B_EHr"] = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(scale)
         del act_RI, grad_act_RI
-        if down_proj_bias_EH is not None:
-            if down_bias_needs:
-                grad_down_bias = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
+        if args.down_bias_EH is not None:
+            if needs.down_bias_EH:
+                scale_R1 = args.probs_R.unsqueeze(1).to(dtype)
+                grads["down_bias_EH"] = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
             bias_grad_RH = grad_out_RH * repeat_by_expert(
-                down_proj_bias_EH, offsets_E, grad_out_RH.shape[0]
+                args.down_bias_EH, offsets_E, grad_out_RH.shape[0]
             )
-            grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
+            grad_probs_R += bias_grad_RH.sum(-1, dtype=args.probs_R.dtype)
             del bias_grad_RH
-        if up_bias_needs:
-            grad_gate_up_bias = sum_by_expert(grad_gate_up_RJ, offsets_E)
+        if needs.gate_up_bias_EJ:
+            grads["gate_up_bias_EJ"] = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
-        if a13_ErH is not None:
-            grad_low_Rr = mm(grad_gate_up_RJ, b13_EJr, offsets_E).mul_(scale)
-            grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
-            grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
+        if args.gate_up_A_ErH is not None:
+            grad_low_Rr = mm(grad_gate_up_RJ, args.gate_up_B_EJr, offsets_E).mul_(scale)
+            grads["gate_up_B_EJr"] = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
+            rows_RH = args.x_TH.index_select(0, args.gather_idx_R)
+            grads["gate_up_A_ErH"] = mm(grad_low_Rr.mT, rows_RH, offsets_E)
+            del rows_RH
         if sums is not None:
-            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, x_needs)
-        elif up_needs:
-            rows_RH = x_TH.index_select(0, gather_idx_R)
-            grad_gate_up_proj = up.grad_weight(
+            rows = args.x_TH, args.gather_idx_R
+            sums.add("gate_up_proj", grad_gate_up_RJ, *rows, ctx.ends, needs.x_TH)
+        elif needs.gate_up_EJH:
+            rows_RH = args.x_TH.index_select(0, args.gather_idx_R)
+            grads["gate_up_EJH"] = up.grad_weight(
                 grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
             )
             del rows_RH
-        if x_needs:
-            wide_EJH = unpack(gate_up_proj_EJH, x_TH.shape[1], x_TH.dtype)
+        if needs.x_TH:
+            wide_EJH = unpack(args.gate_up_EJH, hidden, dtype)
             grad_rows_RH = up.grad_input(
                 grad_gate_up_RJ, wide_EJH, offsets_E, grad_scales, up_scales
             )
-            if a13_ErH is not None:
-                grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
-            grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
-        grad_weights = grad_gate_up_proj, grad_down_proj, grad_gate_up_bias, grad_down_bias
-        grad_adapters = grad_a13, grad_b13, grad_a2, grad_b2
-        return *[None] * 6, grad_x_TH, None, None, grad_probs_R, *grad_weights, *grad_adapters
+            if args.gate_up_A_ErH is not None:
+                grad_rows_RH += mm(grad_low_Rr, args.gate_up_A_ErH, offsets_E)
+            grads["x_TH"] = sum_rows(grad_rows_RH, args.gather_idx_R, args.x_TH.shape[0])
+        return *[None] * 6, *_Tensors(**grads, probs_R=grad_probs_R)
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The MoE layer: router, dispatch, experts and combine, and shared experts beside them.
 
-Shapes: B rows, S positions, T = B S tokens of this rank, H hidden, K top-k.
+Letters of dimensions: ``automoe.model``.
 """
 
 from __future__ import annotations
@@ -8,88 +8,87 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.calls import UNWRAPPED, LayerCalls, call_module
+from automoe.comm.calls import as_it_is, bind, call_module, chain
 from automoe.comm.discard_outputs import discard_scope
-from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, slots_per_expert
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
-from automoe.moe.experts import GroupedExperts, MakeExpertBackend, expert_backend
+from automoe.moe.experts import GroupedExperts, expert_backend
 from automoe.moe.router import Router, Routing
+
+if TYPE_CHECKING:
+    from automoe.model.backend import BackendConfig
 
 
 class MoE(nn.Module):
     """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
+        layer: number of this layer in the model, counted from 0; the first ``first_k_dense`` layers
+            have no experts.
         shared_experts: dense FFN that every token passes, or None.
-        moe_index: number of this layer among the model's MoE layers, for replayed routing.
-        pg_collection: groups of ranks that share sequences and micro-batches; default: one rank.
-        make_expert_backend: constructor of the backend that multiplies by the experts' weights; default:
-            the backend that ``moe.experts`` names.
-        dispatcher: brings tokens to the ranks of their experts; default: this rank has all experts.
-        seed: seed of the router's jitter.
-        router_dtype: dtype in which the router is stored; default: torch's default.
-        calls: wrappers of this layer's calls, such as recomputation.
+        backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         moe: MoEConfig,
-        moe_index: int,
+        layer: int,
         shared_experts: nn.Module | None,
-        pg_collection: ProcessGroupCollection | None = None,
-        make_expert_backend: MakeExpertBackend | None = None,
-        dispatcher: Dispatcher | None = None,
-        seed: int = 0,
-        router_dtype: torch.dtype | None = None,
-        calls: LayerCalls = UNWRAPPED,
+        backend: BackendConfig,
     ) -> None:
         super().__init__()
-        self.pg_collection = pg_collection or ProcessGroupCollection()
-        ranks = self.pg_collection
-        self.router = Router(config, moe, moe_index, ranks, seed, router_dtype, calls.router)
-        self.experts = GroupedExperts(
-            config, make_expert_backend or (lambda _: expert_backend(moe.experts))
+        calls = backend.calls(layer)
+        self.pg_collection = backend.pg_collection
+        self.router = Router(
+            config,
+            moe,
+            moe_index=layer - config.first_k_dense,
+            pg_collection=self.pg_collection,
+            seed=backend.seed,
+            dtype=backend.router_dtype,
+            wrap=calls.router,
         )
-        self.dispatcher = dispatcher or LocalDispatcher(config.num_experts, moe)
-        run = type(self).run_experts
-        if moe.dispatch_dtype == "fp8":
-            run = discard_scope(run, outermost=True)
-        self.call_experts = calls.run_experts(run)
+        make_backend = backend.make_expert_backend or (lambda _: expert_backend(moe.experts))
+        self.experts = GroupedExperts(config, make_backend)
+        self.dispatcher = backend.dispatcher or LocalDispatcher(config.num_experts, moe)
+        fp8 = moe.dispatch_dtype == "fp8"
+        scope = partial(discard_scope, outermost=True) if fp8 else as_it_is
+        self.wrapped_run_experts = bind(chain(scope, calls.run_experts), self.run_experts)
         self.shared_experts = shared_experts
-        self.call_shared = calls.shared_experts(call_module)
+        self.call_shared_experts = calls.shared_experts(call_module)
         self.side_stream = moe.overlap_shared_experts and calls.side_stream
         self.moe = moe
         self.num_experts = config.num_experts
 
-    def forward(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
-        routing = self.router(x_BSH, tokens)
+    def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
+        """Return the layer's output [B, s, H] for hidden states [B, s, H]."""
+        routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
         # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.
         shared = None
         if self.shared_experts is not None:
-            start = run_on_side_stream if self.side_stream and x_BSH.is_cuda else partial
-            shared = start(partial(self.call_shared, self.shared_experts), x_BSH)
-        y_BSH = self.call_experts(self, x_BSH, routing, tokens)
-        return y_BSH if shared is None else y_BSH + shared()
+            start = run_on_side_stream if self.side_stream and x_BsH.is_cuda else partial
+            shared = start(partial(self.call_shared_experts, self.shared_experts), x_BsH)
+        y_BsH = self.wrapped_run_experts(x_BsH, routing, tokens)
+        return y_BsH if shared is None else y_BsH + shared()
 
-    def run_experts(self, x_BSH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
-        """Dispatch tokens, run their experts and combine the results: [B, S, H].
+    def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
+        """Dispatch tokens, run their experts and combine the results: [B, s, H].
 
         Args:
             routing: the experts that each token chose, and its routing weights.
             tokens: per-token tensors such as document ids; capacity counts what is no padding.
         """
         x_TH, ids_TK, probs_TK = (
-            x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_probs)
+            x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)
         )
         if routing.kept is not None:
             ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
@@ -99,7 +98,7 @@ class MoE(nn.Module):
             slots = slots_per_expert(self.moe, tokens, self.pg_collection, *sizes)
             run = partial(dispatch_padded, run, self.num_experts, slots)
         # Rows travel to the ranks of their experts, these run on them, and their sums come back.
-        return run(x_TH, ids_TK, probs_TK, self.experts).view(x_BSH.shape)
+        return run(x_TH, ids_TK, probs_TK, self.experts).view(x_BsH.shape)
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 The file also holds the gates of benchmarks, which replace the router's choices, and hooks that
 watch choices from outside: for routing files, and to force the choices of one run on another run.
 
-Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden, L MoE layers. Functions of
-scores alone take any leading dims in place of B and S.
+Letters of dimensions: ``automoe.model``; here G groups of experts. Functions of scores alone take any
+leading dims in place of B and s.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.calls import Wrap, as_it_is
-from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.calls import Wrap, as_it_is, bind
+from automoe.comm.communicators import ProcessGroupCollection
 from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
@@ -41,11 +41,11 @@ class Routing(NamedTuple):
     """Experts that serve each token, and their weights.
 
     Attributes:
-        topk_expert_ids: [B, S, K] int64, the experts that compute.
-        topk_probs: [B, S, K] in at least float32, factors of the experts' outputs.
-        plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
-        kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
-        differing: [B, S] how many of a token's choices, repeated from an inference engine, the
+        topk_expert_ids: [B, s, K] int64, the experts that compute.
+        topk_probs: [B, s, K] in at least float32, factors of the experts' outputs.
+        plain_ids: [B, s, K] top-k of the scores alone (no bias, no groups), for balance losses.
+        kept: [B, s, K] bool, choices within their expert's capacity; None: no expert has a limit.
+        differing: [B, s] how many of a token's choices, repeated from an inference engine, the
             router would not make; -1 for tokens without repeated choices. None: no token has any.
     """
 
@@ -57,7 +57,7 @@ class Routing(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """A router's scores of every expert, all [B, S, E] in at least float32.
+    """A router's scores of every expert, all [B, s, E] in at least float32.
 
     Attributes:
         logits: the product with the router's weight.
@@ -80,26 +80,26 @@ class Scores(NamedTuple):
         )
 
 
-def score_experts(logits_BSE: Tensor, config: RouterConfig) -> Scores:
+def score_experts(logits_BsE: Tensor, config: RouterConfig) -> Scores:
     """Return each token's scores of all experts from the router's logits, by ``config.score``.
 
     The score functions are softmax, sigmoid and sqrt(softplus).
     """
     if config.score == "softmax":
-        probs_BSE = logits_BSE.softmax(-1)
+        probs_BsE = logits_BsE.softmax(-1)
         return Scores(
-            logits_BSE,
-            probs_BSE,
-            logits_BSE if config.softmax_after_topk else probs_BSE,
+            logits_BsE,
+            probs_BsE,
+            logits_BsE if config.softmax_after_topk else probs_BsE,
             sum_to_one=True,
         )
     if config.score == "sigmoid":
-        scores_BSE = logits_BSE.sigmoid()
+        scores_BsE = logits_BsE.sigmoid()
     else:
         # Below -80 the softplus may round to zero, where its root has no finite gradient. Above the
         # threshold float64 cannot tell a softplus from its argument.
-        scores_BSE = F.softplus(logits_BSE.clamp_min(-80), threshold=40).sqrt()
-    return Scores(logits_BSE, scores_BSE, scores_BSE, sum_to_one=False)
+        scores_BsE = F.softplus(logits_BsE.clamp_min(-80), threshold=40).sqrt()
+    return Scores(logits_BsE, scores_BsE, scores_BsE, sum_to_one=False)
 
 
 def topk_indices(x: Tensor, k: int, exact_ties: bool) -> Tensor:
@@ -114,39 +114,39 @@ def topk_indices(x: Tensor, k: int, exact_ties: bool) -> Tensor:
 
 
 def select_experts(
-    scores_BSE: Tensor, bias_E: Tensor | None, config: RouterConfig, top_k: int
+    scores_BsE: Tensor, bias_E: Tensor | None, config: RouterConfig, top_k: int
 ) -> Tensor:
-    """Return the top-k of score + bias inside the best groups of experts: [B, S, K] int64.
+    """Return the top-k of score + bias inside the best groups of experts: [B, s, K] int64.
 
     DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
     experts, never in the weight.
     """
-    choice_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
+    choice_BsE = scores_BsE if bias_E is None else scores_BsE + bias_E
     if config.num_groups > 1:
-        grouped = choice_BSE.unflatten(-1, (config.num_groups, -1))
-        scores_BSG = grouped.topk(
+        grouped = choice_BsE.unflatten(-1, (config.num_groups, -1))
+        scores_BsG = grouped.topk(
             min(config.group_score_topk, grouped.shape[-1]), dim=-1
         ).values.sum(-1)
-        kept_BSG = torch.zeros_like(scores_BSG, dtype=torch.bool)
-        kept_BSG.scatter_(-1, topk_indices(scores_BSG, config.topk_groups, config.exact_ties), True)
-        choice_BSE = grouped.masked_fill(~kept_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
-    return topk_indices(choice_BSE, top_k, config.exact_ties)
+        kept_BsG = torch.zeros_like(scores_BsG, dtype=torch.bool)
+        kept_BsG.scatter_(-1, topk_indices(scores_BsG, config.topk_groups, config.exact_ties), True)
+        choice_BsE = grouped.masked_fill(~kept_BsG.unsqueeze(-1), float("-inf")).flatten(-2)
+    return topk_indices(choice_BsE, top_k, config.exact_ties)
 
 
-def routing_probs(choice_BSE: Tensor, topk_ids_BSK: Tensor, config: RouterConfig) -> Tensor:
-    """Return the routing probabilities [B, S, K]: factors of the chosen experts' outputs.
+def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig) -> Tensor:
+    """Return the routing probabilities [B, s, K]: factors of the chosen experts' outputs.
 
-    They are the scores (or logits) of the chosen experts, normalised over the K and scaled
-    as the model family does it.
+    They are the scores (or logits) of the chosen experts, normalised over the K and scaled as
+    ``config`` says.
     """
-    probs_BSK = choice_BSE.gather(-1, topk_ids_BSK)
+    probs_BsK = choice_BsE.gather(-1, topk_ids_BsK)
     if config.softmax_after_topk:
-        probs_BSK = probs_BSK.softmax(-1)
+        probs_BsK = probs_BsK.softmax(-1)
     elif config.norm_topk_prob:
         # The epsilon is DeepSeek's, for scores that may all vanish; softmax scores cannot.
         tiny = 0.0 if config.score == "softmax" else 1e-20
-        probs_BSK = probs_BSK / (probs_BSK.sum(-1, keepdim=True) + tiny)
-    return probs_BSK * config.routed_scaling_factor
+        probs_BsK = probs_BsK / (probs_BsK.sum(-1, keepdim=True) + tiny)
+    return probs_BsK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
@@ -176,9 +176,9 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return _WideProduct.apply(x, weight)
 
 
-def _overlay(forced_BSK: Tensor, live_BSK: Tensor) -> Tensor:
+def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
     """Return the forced expert ids, but the router's ``live`` ids where forced ones are -1."""
-    return torch.where(forced_BSK >= 0, forced_BSK.to(live_BSK.dtype), live_BSK)
+    return torch.where(forced_BsK >= 0, forced_BsK.to(live_BsK.dtype), live_BsK)
 
 
 class BalancedRouter(nn.Module):
@@ -203,7 +203,7 @@ class BalancedRouter(nn.Module):
         wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
-        self.call_load_and_losses = wrap(type(self).load_and_losses)
+        self.wrapped_load_and_losses = bind(wrap, self.load_and_losses)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
         self.num_experts = config.num_experts
@@ -222,29 +222,30 @@ class BalancedRouter(nn.Module):
         self.load_fractions.fill_(1.0 / self.num_experts)
 
     def load_and_losses(
-        self, scores: Scores, topk_ids_BSK: Tensor, plain_ids_BSK: Tensor, tokens: Tokens
+        self, scores: Scores, topk_ids_BsK: Tensor, plain_ids_BsK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return counts [B, E] of chosen experts, the same of plain top-k, and the losses.
+        """Return two counts [B, E] and the auxiliary losses of a micro-batch.
 
-        Counts are of each sequence's tokens. Plain top-k is without expert bias and groups. The
-        losses are in the order of ``LOSSES``, this rank's shares times their coefficients.
+        The first counts how often each sequence's tokens chose each expert, the second how often
+        plain top-k would, which ignores the expert bias and groups. The losses are in the order of
+        ``LOSSES``: this rank's shares times their coefficients.
         """
-        chosen_BE = choices_by_row(topk_ids_BSK, tokens.valid, self.num_experts)
+        chosen_BE = choices_by_row(topk_ids_BsK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE
-        if plain_ids_BSK is not topk_ids_BSK:
-            plain_BE = choices_by_row(plain_ids_BSK, tokens.valid, self.num_experts)
+        if plain_ids_BsK is not topk_ids_BsK:
+            plain_BE = choices_by_row(plain_ids_BsK, tokens.valid, self.num_experts)
         moe, ranks = self.moe, self.pg_collection
-        shares_BSE = scores.shares()
-        off = shares_BSE.new_zeros(())
+        shares_BsE = scores.shares()
+        off = shares_BsE.new_zeros(())
 
         def loss_over(counts: Tensor) -> Tensor:
-            return balance_loss(load_fractions(counts, shares_BSE.dtype), shares_BSE, tokens)
+            return balance_loss(load_fractions(counts, shares_BsE.dtype), shares_BsE, tokens)
 
         terms = (
             (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_row(plain_BE))),
             (
                 moe.global_balance_coef,
-                lambda: balance_loss(self.load_fractions.to(shares_BSE.dtype), shares_BSE, tokens),
+                lambda: balance_loss(self.load_fractions.to(shares_BsE.dtype), shares_BsE, tokens),
             ),
             (
                 moe.micro_batch_balance_coef,
@@ -255,41 +256,43 @@ class BalancedRouter(nn.Module):
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
     def replay(
-        self, live_BSK: Tensor, plain_BSK: Tensor, tokens: Tokens
+        self, live_BsK: Tensor, plain_BsK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return chosen experts, those of plain top-k, and ``Routing.differing``, under replay.
+        """Return the expert ids to use, those of plain top-k, and ``Routing.differing``.
 
-        Tokens with ``forced_ids``, from a recorded run or an inference engine, repeat these.
+        Tokens with ``forced_ids``, which a recorded run or an inference engine chose, repeat those
+        ids; other tokens keep the router's choices.
 
         Args:
-            live_BSK: the router's own choices, which other tokens keep.
-            plain_BSK: plain top-k of the router's scores; an engine does not tell it.
+            live_BsK: the router's own choices.
+            plain_BsK: plain top-k of the router's scores, used unless a recorded run gives its own;
+                an inference engine returns only the ids that it chose.
         """
         forced = tokens.forced_ids
         # An engine runs no modules for multi-token prediction: their layers come after its last.
         if forced is None or self.moe_index >= forced.shape[2]:
-            return live_BSK, plain_BSK, None
-        ids_BSK = _overlay(forced[:, :, self.moe_index, 0], live_BSK)
+            return live_BsK, plain_BsK, None
+        ids_BsK = _overlay(forced[:, :, self.moe_index, 0], live_BsK)
         if forced.shape[3] > 1:  # a recorded run, which is this model's own and is not judged
-            return ids_BSK, _overlay(forced[:, :, self.moe_index, 1], plain_BSK), None
-        repeated_BS = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
-        differs_BSK = (ids_BSK.unsqueeze(-1) != live_BSK.unsqueeze(-2)).all(-1)
-        return ids_BSK, plain_BSK, torch.where(repeated_BS, differs_BSK.sum(-1), -1)
+            return ids_BsK, _overlay(forced[:, :, self.moe_index, 1], plain_BsK), None
+        repeated_Bs = tokens.valid & (forced[:, :, self.moe_index, 0, 0] >= 0)
+        differs_BsK = (ids_BsK.unsqueeze(-1) != live_BsK.unsqueeze(-2)).all(-1)
+        return ids_BsK, plain_BsK, torch.where(repeated_Bs, differs_BsK.sum(-1), -1)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.call_load_and_losses(
-            self, scores, routing.topk_expert_ids, routing.plain_ids, tokens
+        chosen_BE, plain_BE, losses = self.wrapped_load_and_losses(
+            scores, routing.topk_expert_ids, routing.plain_ids, tokens
         )
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(
                 topk_probs=attach_loss(routing.topk_probs, torch.stack(losses).sum())
             )
-        dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
+        dropped_BsK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
         replayed = None
-        if (differing_BS := routing.differing) is not None:
-            repeated = (differing_BS >= 0).sum() * self.top_k
-            replayed = torch.stack((repeated, differing_BS.clamp_min(0).sum()))
-        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK, replayed)
+        if (differing_Bs := routing.differing) is not None:
+            repeated = (differing_Bs >= 0).sum() * self.top_k
+            replayed = torch.stack((repeated, differing_Bs.clamp_min(0).sum()))
+        self.load.add(chosen_BE, plain_BE, losses, dropped_BsK, replayed)
         return routing
 
 
@@ -309,34 +312,34 @@ class Router(BalancedRouter):
         num_experts = config.num_experts
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
         super().__init__(config, moe, moe_index, pg_collection, bias, wrap)
-        cls = type(self)
-        self.call_score, self.call_select = wrap(cls.score), wrap(cls.select)
-        self.call_weigh = wrap(cls.weigh)
+        self.wrapped_score = bind(wrap, self.score)
+        self.wrapped_select = bind(wrap, self.select)
+        self.wrapped_weigh = bind(wrap, self.weigh)
         self.config = config.router
         self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
         biased = config.router.logit_bias
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
-    def forward(self, x_BSH: Tensor, tokens: Tokens) -> Routing:
-        """Route the tokens x [B, S, H]: choose experts, weigh them, and apply their capacity.
+    def forward(self, x_BsH: Tensor, tokens: Tokens) -> Routing:
+        """Route the tokens x [B, s, H]: choose experts, weigh them, and apply their capacity.
 
         In training the load counters count the micro-batch, and the weights carry the auxiliary
         losses into the backward. Every expert output is multiplied by a weight, so the weights
         always have a gradient.
         """
-        jitter_BSH = (
-            self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None
+        jitter_BsH = (
+            self._jitter(x_BsH, tokens) if self.training and self.moe.router_jitter else None
         )
-        scores = self.call_score(self, x_BSH, jitter_BSH)
+        scores = self.wrapped_score(x_BsH, jitter_BsH)
         with torch.no_grad():
-            topk_ids_BSK, plain_ids_BSK, differing = save_for_recompute(
+            topk_ids_BsK, plain_ids_BsK, differing = save_for_recompute(
                 self._choose, scores.choice, tokens
             )
-        probs_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
-        routing = Routing(topk_ids_BSK, probs_BSK, plain_ids_BSK, differing=differing)
+        probs_BsK = self.wrapped_weigh(scores.choice, topk_ids_BsK)
+        routing = Routing(topk_ids_BsK, probs_BsK, plain_ids_BsK, differing=differing)
         if self.moe.capacity_factor:
-            args = topk_ids_BSK, probs_BSK, tokens, self.pg_collection, self.moe, self.num_experts
+            args = topk_ids_BsK, probs_BsK, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -345,59 +348,59 @@ class Router(BalancedRouter):
     # The methods below do the arithmetic. They depend only on their arguments and on values that
     # are equal in all layers, so one compilation of each serves every layer.
 
-    def score(self, x_BSH: Tensor, jitter_BSH: Tensor | None) -> Scores:
+    def score(self, x_BsH: Tensor, jitter_BsH: Tensor | None) -> Scores:
         """Return the scores of all experts for x, multiplied by the jitter unless that is None."""
-        wide = torch.promote_types(x_BSH.dtype, torch.float32)
-        dtype = torch.promote_types(x_BSH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
-        if jitter_BSH is not None:
-            x_BSH = x_BSH.to(dtype) * jitter_BSH.to(dtype)
-        logits_BSE = _product(x_BSH, self.weight.to(dtype)).to(wide)
+        wide = torch.promote_types(x_BsH.dtype, torch.float32)
+        dtype = torch.promote_types(x_BsH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
+        if jitter_BsH is not None:
+            x_BsH = x_BsH.to(dtype) * jitter_BsH.to(dtype)
+        logits_BsE = _product(x_BsH, self.weight.to(dtype)).to(wide)
         if self.bias is not None:
-            logits_BSE = logits_BSE + self.bias.to(wide)
-        return score_experts(logits_BSE, self.config)
+            logits_BsE = logits_BsE + self.bias.to(wide)
+        return score_experts(logits_BsE, self.config)
 
-    def select(self, choice_BSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts of each token, and those of plain top-k: [B, S, K] int64 each.
+    def select(self, choice_BsE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts of each token, and those of plain top-k: [B, s, K] int64 each.
 
         Plain top-k is of the scores alone: without the expert bias and without groups.
         """
-        plain_ids_BSK = topk_indices(choice_BSE, self.top_k, self.config.exact_ties)
+        plain_ids_BsK = topk_indices(choice_BsE, self.top_k, self.config.exact_ties)
         if self.expert_bias is None and self.config.num_groups == 1:
-            return plain_ids_BSK, plain_ids_BSK
-        return select_experts(choice_BSE, self.expert_bias, self.config, self.top_k), plain_ids_BSK
+            return plain_ids_BsK, plain_ids_BsK
+        return select_experts(choice_BsE, self.expert_bias, self.config, self.top_k), plain_ids_BsK
 
-    def weigh(self, choice_BSE: Tensor, topk_ids_BSK: Tensor) -> Tensor:
-        """Return the factors [B, S, K] of the chosen experts' outputs, from the scores of all experts."""
-        return routing_probs(choice_BSE, topk_ids_BSK, self.config)
+    def weigh(self, choice_BsE: Tensor, topk_ids_BsK: Tensor) -> Tensor:
+        """Return the factors [B, s, K] of the chosen experts' outputs, from the scores of all experts."""
+        return routing_probs(choice_BsE, topk_ids_BsK, self.config)
 
-    def _jitter(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
-        """Return random factors [B, S, H] around one for the input of the router (jitter).
+    def _jitter(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
+        """Return random factors [B, s, H] around one for the input of the router (jitter).
 
         A factor depends on (seed, layer, sequence of the training stream, index, dimension) alone.
         """
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
         token = bits_at(tokens.index, bits_at(tokens.row_ids, key)).unsqueeze(-1)
-        bits = bits_at(torch.arange(x_BSH.shape[-1], device=x_BSH.device), token)
-        uniform = uniform_from(bits, torch.promote_types(x_BSH.dtype, torch.float32))
+        bits = bits_at(torch.arange(x_BsH.shape[-1], device=x_BsH.device), token)
+        uniform = uniform_from(bits, torch.promote_types(x_BsH.dtype, torch.float32))
         return 1 + self.moe.router_jitter * (2 * uniform - 1)
 
-    def _choose(self, choice_BSE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _choose(self, choice_BsE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.moe.gate == "learned":
-            ids_BSK, plain_BSK = self.call_select(self, choice_BSE)
+            ids_BsK, plain_BsK = self.wrapped_select(choice_BsE)
         else:
             gate = self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
-            ids_BSK = plain_BSK = gate_ids(*gate)
-        return self.replay(ids_BSK, plain_BSK, tokens)
+            ids_BsK = plain_BsK = gate_ids(*gate)
+        return self.replay(ids_BsK, plain_BsK, tokens)
 
 
 GATES = ("balanced", "zipf", "one_hot", "empty")
 
 
 def gate_ids(
-    gate: str, index_BS: Tensor, num_experts: int, top_k: int, moe_index: int = 0
+    gate: str, index_Bs: Tensor, num_experts: int, top_k: int, moe_index: int = 0
 ) -> Tensor:
-    """Return the choices of a benchmark's gate, equal on every mesh and step: [B, S, K] int64.
+    """Return the choices of a benchmark's gate, equal on every mesh and step: [B, s, K] int64.
 
         balanced  round robin over the sequence's (token, choice) pairs: experts' counts differ by
                   at most one
@@ -411,23 +414,23 @@ def gate_ids(
 
     Args:
         gate: name of the gate, one of ``GATES``.
-        index_BS: index of each token in its sequence.
+        index_Bs: index of each token in its sequence.
         num_experts: number of experts E.
         top_k: choices per token K.
         moe_index: number of the layer among the MoE layers.
     """
-    choice_K = torch.arange(top_k, device=index_BS.device)
+    choice_K = torch.arange(top_k, device=index_Bs.device)
     if gate == "one_hot":
-        return choice_K.expand(*index_BS.shape, top_k)
+        return choice_K.expand(*index_Bs.shape, top_k)
     if gate == "zipf":
-        experts_E = torch.arange(num_experts, device=index_BS.device)
+        experts_E = torch.arange(num_experts, device=index_Bs.device)
         rank_E = (experts_E - moe_index) % num_experts + 1
-        index_BSE = index_BS.unsqueeze(-1) * num_experts + experts_E
-        uniform_BSE = uniform_at(index_BSE, f"zipf.{moe_index}", 0)
+        index_BsE = index_Bs.unsqueeze(-1) * num_experts + experts_E
+        uniform_BsE = uniform_at(index_BsE, f"zipf.{moe_index}", 0)
         # Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
-        noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_BSE.log()).log()
-        return noisy_BSE.topk(top_k, dim=-1).indices
-    return (index_BS.unsqueeze(-1) * top_k + choice_K) % (num_experts - (gate == "empty"))
+        noisy_BsE = -rank_E.to(torch.float64).log() - (-uniform_BsE.log()).log()
+        return noisy_BsE.topk(top_k, dim=-1).indices
+    return (index_Bs.unsqueeze(-1) * top_k + choice_K) % (num_experts - (gate == "empty"))
 
 
 @contextmanager

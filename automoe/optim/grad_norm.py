@@ -47,7 +47,7 @@ def global_grad_norm(
             tensor given twice counts once. Copies of a tied tensor on two stages are two tensors:
             pass only one of them.
         pp_group: process group over the pipeline stages; each stage adds its own parameters.
-        device_type: of the sum on a stage without parameters, as on the others.
+        device_type: device of the scalar on a stage without parameters: that of other stages.
 
     Returns:
         A float64 scalar on the gradients' device.

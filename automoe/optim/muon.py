@@ -152,13 +152,13 @@ class Muon(torch.optim.AdamW):
         return rounds
 
     def _owners(self, indices: Sequence[int]) -> list[_Matrix]:
-        """Return the matrices of a round of which this rank holds a block, and who orthogonalises.
+        """Return the matrices of a round of which this rank holds a block, with their owners.
 
-        Their order is the same on all ranks. Matrices that the same ranks hold go one by one to the
-        rank with the least work so far, the largest first.
+        The owner of a matrix orthogonalises it. The order is the same on all ranks. Matrices that
+        the same ranks hold go one by one to the rank with the least work so far, the largest first.
 
         Args:
-            indices: the round's parameters.
+            indices: indices of the round's parameters.
         """
         by_holders: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for i in indices:
@@ -195,7 +195,7 @@ class Muon(torch.optim.AdamW):
     def _update(self, matrices: Sequence[_Matrix]) -> None:
         """Update the parameters of a round: exchange blocks, orthogonalise, exchange back.
 
-        A parameter without a gradient, which no rank has then, stays as it is, as in torch.
+        A parameter without a gradient stays as it is; no rank has a gradient for it then.
         """
         matrices = [m for m in matrices if self._parameters[m.parameter][1].grad is not None]
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
@@ -268,7 +268,12 @@ class Muon(torch.optim.AdamW):
         return matrix.owner if rank == self._rank else rank
 
     def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Return memory for the blocks of ``pairs``, views as blocks, and its length per rank."""
+        """Allocate a send or receive buffer of ``_exchange`` for the blocks of ``pairs``.
+
+        Returns:
+            The buffer, flat; a view of it for each pair, in the shape of the pair's block; for each
+            rank the number of entries that are sent to it or received from it.
+        """
         shapes = [[span.stop - span.start for span in matrix.parts[rank]] for matrix, rank in pairs]
         sizes = [0] * self._num_ranks
         for pair, shape in zip(pairs, shapes, strict=True):
@@ -289,7 +294,7 @@ def _holds(shard: tuple[slice, ...], index: tuple[int, ...]) -> bool:
     """Return True if a shard has a block of the matrix at ``index`` of a stack of matrices.
 
     Args:
-        shard: the shard's place in the parameter, a slice for each dim.
+        shard: the shard's range in each dim of the parameter.
         index: index in the leading dims; the last two dims are the matrix's.
     """
     inside = all(s.start <= at < s.stop for s, at in zip(shard, index, strict=False))

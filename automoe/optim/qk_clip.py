@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from automoe.comm.communicators import first_of_rank
 from automoe.comm.local_shard import global_offset, local_shard
-from automoe.comm.process_groups import first_of_rank
 from automoe.comm.recompute import is_counted
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention
 from automoe.model.rows import gather_row
@@ -67,7 +67,7 @@ def largest_logits(
 
     Args:
         mask: [B, 1, S, R], True where a query sees a key; None for plain causality.
-        valid_BS: True for queries that are not padding; without one the result is -inf.
+        valid_BS: True for queries that are not padding; if all are padding, the result is -inf.
     """
     num_queries, num_heads = q_BSND.shape[1:3]
     k_BNDR = k_BRGD.repeat_interleave(num_heads // k_BRGD.shape[2], 2).permute(0, 2, 3, 1)
@@ -84,7 +84,12 @@ def largest_logits(
 
 @dataclass(frozen=True)
 class LargestLogits:
-    """Largest attention logits of a step, by module and head, which ``clip_logits`` takes."""
+    """Largest attention logits of a step, which ``clip_logits`` takes.
+
+    Attributes:
+        modules: attention modules of this rank whose logits were recorded.
+        by_head: [modules, heads] largest logit of each head.
+    """
 
     modules: list[Any]  # GroupedQueryAttention and LatentAttention
     by_head: Tensor  # [modules, num_heads]

@@ -1,4 +1,4 @@
-"""Schedules of a run: the learning rate, and what else the phases of ``optim.phases`` set."""
+"""Schedules over the steps of a run: learning rate, expert bias rate, weight of the MTP loss."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
-    """Return the schedule phase of a step, the ``lr_ratio`` before that phase, and its share done.
+    """Return the phase of ``optim.phases`` that a step is in, and how far the step is in it.
 
-    ``optim.phases`` begin after the warm-up. The share of a phase of N steps is 1/N after its first
-    step and 1 after its last. Steps past the last phase count as its last step.
+    ``optim.phases`` begin after the warm-up. Steps past the last phase count as its last step.
+
+    Returns:
+        The phase; the ``lr_ratio`` that the previous phase ends with; the share of the phase that
+        is done after the step: 1/N after the first of N steps, 1 after the last.
     """
     before, first = 1.0, optim.warmup_steps
     for phase in optim.phases[:-1]:

@@ -41,7 +41,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class AdamWScalars:
     """Scalars of one parameter's AdamW update; P is the number of updated parameters in its group.
 
     Attributes:
@@ -118,7 +118,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         decay = 1 - group["lr"] * group["weight_decay"]
         for place, (name, parameter) in enumerate(updated):
             key = stream_key(f"rounding.{name}", self.seed)
-            numbers = Numbers(
+            numbers = AdamWScalars(
                 steps, rates, second_scales, place, key, beta1, beta2, group["eps"], decay
             )
             if parameter.device.type == "cpu":
@@ -127,7 +127,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 update_in_triton(parameter, self.state[parameter], numbers)
 
 
-def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
+def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: AdamWScalars) -> None:
     """Update a parameter and its moments by AdamW in one CUDA kernel, for bfloat16 or float32.
 
     Args:
@@ -142,7 +142,7 @@ def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: Numbe
     update_in_one_pass(local_tensors(parameter, state), first_index, runs, numbers)
 
 
-def update_in_torch(parameter: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
+def update_in_torch(parameter: Tensor, state: dict[str, Tensor], numbers: AdamWScalars) -> None:
     """Update ``parameter`` and its moments by AdamW, in place, from its gradient.
 
     Every operation returns the float32 nearest to its exact result, so a kernel can reproduce it.

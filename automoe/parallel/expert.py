@@ -114,9 +114,11 @@ class ExpertStyle(ParallelStyle):
     Args:
         dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
             deepep, or the name of a plugin.
-        gpus_per_node: consecutive ranks that hierarchical takes for a node.
-        timeout: timeout of the groups that hierarchical makes; None is torch's default.
-        overlap: let the other merged pass run during all-to-alls (``parallel.overlap_all_to_all``).
+        gpus_per_node: consecutive ranks that the hierarchical dispatcher counts as one node.
+        timeout: timeout of the groups that the hierarchical dispatcher makes; None is torch's
+            default.
+        overlap: run another micro-batch's pass while all-to-alls travel
+            (``parallel.overlap_all_to_all``).
         in_8_bits: tokens are sent to their experts in 8 bits (``moe.dispatch_dtype=fp8``).
 
     Raises:
@@ -259,8 +261,8 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
 
 
 def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh of those of ep and etp that have several ranks; None: neither has."""
-    axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
+    """Return the mesh that experts are sharded over: ep, etp or both; None if each has one rank."""
+    axes = tuple(axis for axis in ("ep", "etp") if meshes.submesh(axis) is not None)
     return meshes.moe[axes] if axes else None
 
 

@@ -51,7 +51,7 @@ class FP8Linear(Linear):
 def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
     """Replace the linear layers that ``train.fp8`` covers by ``FP8Linear``.
 
-    Call it after the axes that shard their weights, which keep their shards.
+    Call it after tensor parallelism: the new layers keep the sharded weights of the old ones.
     """
     mode = config.train.fp8
     if mode == "off":
@@ -89,11 +89,13 @@ def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
 def _sum_of_terms(
     rows: slice, num_rows: int, group: dist.ProcessGroup
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums gradients of the same ``rows`` of a weight over ranks.
+    """Return a function that sums the gradients of ``rows`` over the ranks that use the same rows.
 
-    The weight has ``num_rows``. Other ranks of the group may use the same rows, and each has a term
-    of the gradient, from its own queries. Without tp one rank would round the sum of these terms to
-    8 bits. So the first of these ranks gets the sum, and the others get zeros: the sum counts once.
+    If there are more tp ranks than key and value heads, several ranks use one head's rows of a
+    projection that has ``num_rows``, each for its own queries, and each has a term of the gradient.
+    One rank without tp would round the sum of the terms to 8 bits, so it is summed before the
+    rounding: the first of these ranks gets the sum and the others zeros, since gradients of
+    replicated weights are summed over tp later.
     """
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
@@ -111,7 +113,7 @@ def _sum_of_terms(
 def _scaling(
     config: Config, gradients: torch.dtype, meshes: Meshes, shards: dist.ProcessGroup | None
 ) -> Scaling:
-    """Return the configured rule by which operands of a layer's 8-bit products are scaled.
+    """Return the rule of ``train.fp8`` by which a layer's operands are scaled to 8 bits.
 
     Args:
         gradients: float8 dtype of gradients.
@@ -148,8 +150,8 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> Iterator[None]:
     """Within this context quantize each weight once to 8 bits and keep the result.
 
-    No weight may change meanwhile. Codes take one byte beside each unsharded number of a weight, so
-    they are cached only if weights stay unsharded for the whole step.
+    No weight may change meanwhile. The 8-bit copies take a byte for each number of a weight, so
+    they are kept only if weights stay unsharded for the whole step; else the context does nothing.
     """
     scalings = []
     if config.train.fp8 != "off" and gathers_once(config, config.mesh.pp):

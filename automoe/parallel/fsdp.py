@@ -112,13 +112,13 @@ def reshard(model_parts: Iterable[nn.Module]) -> None:
             module.reshard()
 
 
-def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
+def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
     """Set whether FSDP reduces gradients and reshards weights after the next micro-batch.
 
-    This is for steps without a pipeline. If both are deferred to the step's last micro-batch,
-    unsharded weights and gradients stay on the rank for the whole step. That is the price of one
-    all-gather and one reduction per step, and the plan counts it. A model without FSDP is left
-    alone.
+    This is for steps without a pipeline. If ``parallel`` defers both to the step's last
+    micro-batch, unsharded weights and gradients stay on the rank for the whole step: the price of
+    one all-gather and one reduction per step, which the memory planner counts. A model without FSDP
+    is left alone.
 
     Args:
         last: the next micro-batch is the step's last one.

@@ -21,10 +21,15 @@ class Meshes:
     """Device meshes of a run: one for experts, one for all other parameters, over the same ranks.
 
     Attributes:
+        shape: sizes of all axes.
         default: pp x dp_replicate x dp_shard x cp x tp, axes of size one left out (dp_shard stays).
         moe: pp x ep_replicate x ep_shard x ep x etp, axes of size one left out (ep_shard stays).
-        fsdp: mesh of non-expert parameters, (dp_shard and cp flattened), under dp_replicate if any.
-        expert_fsdp: mesh of expert parameters, ep_shard, under ep_replicate if any.
+        fsdp: mesh over which FSDP shards non-expert parameters: dp_shard and cp flattened; with
+            dp_replicate as a first axis if that has several ranks.
+        expert_fsdp: mesh over which FSDP shards experts: ep_shard; with ep_replicate as a first
+            axis if that has several ranks.
+        timeout: timeout of every group made here; None: torch's default.
+        stage: group of the ranks of this rank's pipeline stage; None: this rank is alone.
     """
 
     shape: MeshShape
@@ -37,10 +42,10 @@ class Meshes:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along ``axis``; None if the axis has one rank."""
-        mesh = self.axis(axis)
+        mesh = self.submesh(axis)
         return None if mesh is None else mesh.get_group()
 
-    def axis(self, axis: str) -> DeviceMesh | None:
+    def submesh(self, axis: str) -> DeviceMesh | None:
         """Return the submesh of one axis, such as "cp"; None if the axis has one rank."""
         if getattr(self.shape, axis) == 1:
             return None
@@ -160,9 +165,9 @@ def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
 def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """Return a new process group of ``ranks``, this one among them. Collective over the world.
 
-    Torch names the group by its ranks and the number of groups that this rank has, so all ranks
-    make equally many. A DeviceMesh that makes its groups itself splits every backend of a world
-    that is bound to a device, and gives gloo's half torch's default options.
+    A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
+    device, and gives the gloo backend torch's default options. Torch names a group by its ranks and
+    the number of groups that this rank has made, so all ranks must make equally many groups.
 
     Args:
         name: of the group in logs.

@@ -30,11 +30,11 @@ class _OtherPassFailed(Exception):
     """Raised in one of two overlapped passes after the other has failed."""
 
 
-class Turns:
+class MergedPasses:
     """Scheduler of a forward and a backward pass in two threads, of which one runs at a time.
 
     A pass hands over when it has started an all-to-all (``overlap``). Before, it runs the products
-    of weight gradients that backward passes have deferred until then (``defer``). ``TURNS`` is the
+    of weight gradients that backward passes have deferred until then (``defer``). ``MERGED_PASSES`` is the
     only instance.
     """
 
@@ -140,7 +140,7 @@ class Turns:
         assert not self._deferred, f"{len(self._deferred)} deferred products were not computed"
 
 
-TURNS = Turns()
+MERGED_PASSES = MergedPasses()
 
 
 class _Exchange(torch.autograd.Function):
@@ -157,7 +157,7 @@ class _Exchange(torch.autograd.Function):
         work = dist.all_to_all_single(
             out, x, output_splits, input_splits, group=group, async_op=True
         )
-        TURNS.overlap(work.wait)
+        MERGED_PASSES.overlap(work.wait)
         return out
 
     @staticmethod

@@ -12,8 +12,8 @@ from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
-from automoe.model.lora import adapt, fill_adapters
-from automoe.parallel.build import build_backend
+from automoe.model.lora import fill_adapters, freeze_and_adapt
+from automoe.parallel.backend import build_backend
 from automoe.parallel.expert import (
     ExpertStyle,
     apply_expert_parallel,
@@ -29,7 +29,7 @@ from automoe.parallel.tensor import apply_tensor_parallel
 def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertStyle) -> None:
     """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
-    Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.build``
+    Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.backend``
     has decided before what is compiled and recomputed.
 
     Args:
@@ -72,16 +72,24 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 
 def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
-    """Return {stage number: part}: this rank's parallelized pipeline stages on the meta device."""
+    """Build this rank's pipeline stages: {stage number: model part} on the meta device. Collective.
+
+    The parts have shapes and shards, but no memory and no numbers: ``materialize`` follows, or
+    ``allocate`` and a checkpoint's weights.
+    """
     shape: MeshShape = meshes.shape
     parallel = config.parallel
     stages = stage_layers(config, shape)
-    held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
+    stages_of_rank = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
+    dtype = parameter_dtype(config)
+
+    # What modules are built with: dispatcher, communicators, kernels, wrappers of calls.
     style = expert_parallel_style(meshes, config)
     backend = build_backend(config, meshes, expert_dispatcher(style, meshes, config))
-    dtype = parameter_dtype(config)
+
+    # Each stage: modules, then adapters, then shards.
     model_parts = {}
-    for stage in held[meshes.coordinate("pp")]:
+    for stage in stages_of_rank[meshes.coordinate("pp")]:
         part = build_decoder(
             config.model,
             config.moe,
@@ -92,7 +100,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
             predicts=stage == len(stages) - 1,
         )
         part.mtp_loss_weight = config.train.mtp_loss_weight
-        adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
+        freeze_and_adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
         model_parts[stage] = part
     return model_parts

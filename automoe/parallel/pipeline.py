@@ -1,16 +1,13 @@
-"""The runner of pipeline stages: torch's schedules over our stages and groups.
-
-``build_runner`` stands here and not beside ``StepRunner``: it knows both runners, this one as well.
-"""
+"""The runner of pipeline stages (torch's schedules over our stages and groups), and ``build_runner``."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +33,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.params import num_states
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.overlap import TURNS
+from automoe.parallel.overlap import MERGED_PASSES
 from automoe.parallel.runner import SingleStageRunner, StepRunner
 from automoe.parallel.shared_gradients import earlier_gradients_added
 
@@ -48,6 +45,20 @@ unshard_every_stage_once()  # a pipeline frees unsharded weights only at the end
 
 
 Neighbours = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+
+
+class StepShape(NamedTuple):
+    """Sizes of a training or validation step on one rank.
+
+    Attributes:
+        num_micro_batches: number of micro-batches.
+        rows: sequences of a micro-batch.
+        positions: positions of a sequence that this rank has (context parallelism).
+    """
+
+    num_micro_batches: int
+    rows: int
+    positions: int
 
 
 class Stage(BufferlessStage):
@@ -115,9 +126,12 @@ def _wait_for_sends(sent: deque[list[dist.Work]], num_buffers: int) -> None:
 def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
     """Wait for sends or receives.
 
+    The watchdog of hanging ranks recognises this function by name: a rank inside it is waiting for
+    its peers.
+
     Args:
-        works: handles of the sends or receives. The watchdog of hanging ranks recognises this
-            function by name: a rank inside it is waiting for its peers.
+        works: handles of the sends or receives.
+        timeout: longest wait for each.
     """
     for work in works:
         work.wait(timeout)
@@ -141,8 +155,8 @@ def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> I
 class PipelineRunner(StepRunner):
     """Runner of this rank's stages under one of torch's pipeline schedules.
 
-    Stages get static metadata: torch's inference would run a real forward and backward on
-    uninitialised activations and pollute the expert counts.
+    Stages are given the shapes of their inputs and outputs: torch would find these by a real
+    forward and backward on uninitialised activations, which would pollute the expert counts.
     """
 
     def __init__(
@@ -156,75 +170,86 @@ class PipelineRunner(StepRunner):
         self._ring = cache(meshes.pipeline_neighbours)  # collective: made once, if it is needed
         train = config.train
         count = train.global_batch_size // meshes.shape.dp // train.micro_batch_size
-        self._use((count, train.micro_batch_size, train.seq_len // meshes.shape.cp))
+        positions = train.seq_len // meshes.shape.cp
+        self._build_schedule(StepShape(count, train.micro_batch_size, positions))
 
-    def _use(self, step_shape: tuple[int, int, int]) -> None:
-        """Make the pipeline stages and the schedule for steps of this shape.
-
-        Args:
-            step_shape: number of micro-batches, sequences of each, positions.
-        """
+    def _build_schedule(self, step_shape: StepShape) -> None:
+        """Make the pipeline stages and the schedule for steps of this shape."""
         self._step_shape = step_shape
-        num_micro_batches, rows, seq = step_shape
-        config, shape, parallel = self.config, self.meshes.shape, self.config.parallel
-        num_stages = shape.pp * parallel.stages_per_rank
+        self.stages = self._build_stages(step_shape)
+        pp, parallel = self.meshes.shape.pp, self.config.parallel
+        name, merged = parallel.schedule, parallel.overlap_all_to_all
+        num_micro_batches = step_shape.num_micro_batches
+        options: dict[str, Any] = dict(
+            n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+        )
+        if name in SCHEDULES and not merged:
+            self.schedule = SCHEDULES[name](self.stages[0], **options)
+        else:
+            order = pipeline_order(name, pp, len(self.stages), num_micro_batches, merged)
+            self.schedule = ordered_schedule(self.stages, order, MERGED_PASSES.run, **options)
+        if pp > 1 and starts_sends_one_by_one(self.schedule):
+            for stage in self.stages:
+                stage.neighbours = self._neighbours(stage.stage_index)
+
+    def _build_stages(self, step_shape: StepShape) -> list[Stage]:
+        """Return torch's stages around this rank's model parts, with tensors on meta for shapes."""
+        config, shape = self.config, self.meshes.shape
+        rows, positions = step_shape.rows, step_shape.positions
+        compute = COMPUTE_DTYPES[config.train.dtype]
 
         def meta(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(
                 size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
             )
 
-        def border(stage: int) -> tuple[Tensor, ...]:
-            return (hidden,) * num_states(config.model, layers[stage])
-
-        compute = COMPUTE_DTYPES[config.train.dtype]
-        tokens = meta(rows, seq, dtype=torch.int64)
-        hidden = meta(rows, seq // shape.tp, config.model.hidden_size, dtype=compute)
+        tokens = meta(rows, positions, dtype=torch.int64)
+        hidden = meta(rows, positions // shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(Stage, num_stages=num_stages, device=self.device, group=self._group)
-        self.stages = []
-        layers = stage_layers(config, shape)
+        sent = [
+            (hidden,) * num_states(config.model, layers) for layers in stage_layers(config, shape)
+        ]
+        stages = []
         for stage, part in self.model_parts.items():
-            arguments = tokens if stage == 0 else border(stage - 1)
-            returned = loss if stage == num_stages - 1 else border(stage)
-            self.stages.append(make_stage(part, stage, input_args=arguments, output_args=returned))
-        options: dict[str, Any] = dict(
-            n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
-        )
-        name, merged = parallel.schedule, parallel.overlap_all_to_all
-        if name in SCHEDULES and not merged:
-            self.schedule = SCHEDULES[name](self.stages[0], **options)
-        else:
-            order = pipeline_order(name, shape.pp, len(self.stages), num_micro_batches, merged)
-            self.schedule = ordered_schedule(self.stages, order, TURNS.run, **options)
-        if shape.pp > 1 and starts_sends_one_by_one(self.schedule):
-            for stage in self.stages:
-                stage.neighbours = self._neighbours(stage.stage_index)
+            arguments = tokens if stage == 0 else sent[stage - 1]
+            returned = loss if stage == len(sent) - 1 else sent[stage]
+            stages.append(
+                Stage(
+                    part,
+                    stage,
+                    num_stages=len(sent),
+                    device=self.device,
+                    group=self._group,
+                    input_args=arguments,
+                    output_args=returned,
+                )
+            )
+        return stages
 
     def _neighbours(self, stage: int) -> Neighbours:
         """Return the groups with the ranks of the stages before and after number ``stage``.
 
-        None in place of a group: the rank of that stage is no neighbour.
+        None in place of a group: there is no such stage, or its rank is not next to this one in the
+        pipeline.
         """
-        place, pp, (before, behind) = (
-            self.meshes.coordinate("pp"),
-            self.meshes.shape.pp,
-            self._ring(),
-        )
-        sides = ((place - 1) % pp, before), ((place + 1) % pp, behind)
+        pp = self.meshes.shape.pp
+        coordinate = self.meshes.coordinate("pp")
+        before, behind = self._ring()
+        groups = [((coordinate - 1) % pp, before), ((coordinate + 1) % pp, behind)]
 
-        def group(other: int, preferred: Iterable[tuple[int, dist.ProcessGroup]]):
+        def group_with(other: int, groups: list[tuple[int, dist.ProcessGroup]]):
             if not 0 <= other < pp * len(self.stages):
                 return None
             rank = rank_of_stage(other, pp, self.config.parallel.schedule)
-            return next((group for side, group in preferred if side == rank), None)
+            return next((group for neighbour, group in groups if neighbour == rank), None)
 
-        return group(stage - 1, sides), group(stage + 1, sides[::-1])
+        # Two ranks are neighbours on both sides: the stage before has the first group of the two.
+        return group_with(stage - 1, groups), group_with(stage + 1, groups[::-1])
 
     def _train(self, inputs: MicroBatch) -> Tensor:
         losses: list[Tensor] = []
         self._run("step", inputs, losses)
-        TURNS.check_nothing_is_deferred()
+        MERGED_PASSES.check_nothing_is_deferred()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(zero).sum() if losses else zero
 
@@ -235,9 +260,10 @@ class PipelineRunner(StepRunner):
         # With train.rampup_batch_size, steps have fewer micro-batches than validation has, and a
         # session's rows are as long as its samples.
         rows = self.micro_batch_rows
-        step_shape = (len(inputs.tokens) // rows, rows, inputs.tokens.shape[1])
+        num_rows, positions = inputs.tokens.shape
+        step_shape = StepShape(num_rows // rows, rows, positions)
         if step_shape != self._step_shape:
-            self._use(step_shape)
+            self._build_schedule(step_shape)
         # torch forgets gradients of earlier calls where stages are new or begin or cease to train
         parameters = [p for part in self.model_parts.values() for p in part.parameters()]
         # torch knows a first stage by its positional input, and a target by its rows
@@ -258,7 +284,10 @@ class PipelineRunner(StepRunner):
 def build_runner(
     model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
 ) -> StepRunner:
-    """Return the runner of this rank's stages."""
+    """Return the runner of this rank's stages: without a pipeline, or under torch's schedules.
+
+    Micro-batches whose passes are merged (``parallel.overlap_all_to_all``) need a schedule too.
+    """
     if meshes.shape.pp == 1 and not config.parallel.overlap_all_to_all:
         return SingleStageRunner(model_parts, meshes, config, device)
     return PipelineRunner(model_parts, meshes, config, device)

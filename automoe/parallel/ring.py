@@ -24,22 +24,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.interop.torch_private import cpu_attention, cpu_attention_backward, use_ring_attention
 from automoe.kernels.attention import AttentionFn
-from automoe.model.attention_masks import MaskFn, QueryBlock, documents
+from automoe.model.attention_masks import MaskFn, QueryBlock, document_ids
 from automoe.model.rows import whole_rows
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the ``MaskFn`` for ``cpu_ring``; its masks are document ids [B, R], or None.
+    """Return the function that makes masks for ``cpu_ring``: document ids [B, R], or None.
 
-    R are the positions of whole sequences, which ``ranks`` share.
+    R are the positions of whole sequences, which ``ranks`` share. None: causality alone.
     """
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
         assert not window, "a ring has no sliding windows"
-        docs_BR = documents(whole_rows(tokens, ranks), SINGLE_RANK, always)
+        docs_BR = document_ids(whole_rows(tokens, ranks), SINGLE_RANK, always)
         return [QueryBlock(slice(None), slice(None), docs_BR)]
 
     return masks

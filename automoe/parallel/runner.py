@@ -22,7 +22,7 @@ from automoe.errors import ConfigError
 from automoe.model.causal_lm import CausalLM
 from automoe.model.loss import Loss
 from automoe.model.params import embedding_stages
-from automoe.parallel.fsdp import defer, reshard
+from automoe.parallel.fsdp import defer_reduction, reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.shared_gradients import SharedGradients
 
@@ -116,14 +116,19 @@ class StepRunner(ABC):
         """Run forward and backward; return the sum of the losses of this rank's last stage."""
 
     def evaluate(self, inputs: MicroBatch) -> Tensor:
-        """Return this rank's share of the loss, by a forward pass without gradients or counting."""
+        """Return this rank's share of the loss, by a forward pass without gradients.
+
+        The pass does not count for statistics such as tokens per expert.
+        """
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return shares.to(torch.float64).sum()
 
     def outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run a forward pass without gradients or counting; return the last stage's outputs.
+        """Run a forward pass without gradients; return the last stage's outputs.
+
+        The pass does not count for statistics such as tokens per expert.
 
         Returns:
             The outputs joined over micro-batches; None on ranks without the last stage.
@@ -141,7 +146,11 @@ class StepRunner(ABC):
         """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
-        """Return this rank's sums of the metrics that losses report, by name, and reset them."""
+        """Return this rank's sums of the metrics that losses report, by name, and reset them.
+
+        Raises:
+            ConfigError: a loss reported a name that its attribute ``metrics`` does not list.
+        """
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         reported = dict[str, Tensor]()
         for part in self.model_parts.values():
@@ -169,7 +178,7 @@ class SingleStageRunner(StepRunner):
         part, micro_batches = self.model_parts[0], self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
         for micro_batch in micro_batches:
-            defer(part, self.config.parallel, last=micro_batch is micro_batches[-1])
+            defer_reduction(part, self.config.parallel, last=micro_batch is micro_batches[-1])
             loss = part(batch=micro_batch).sum()
             loss.backward()
             total += loss.detach()

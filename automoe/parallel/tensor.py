@@ -22,7 +22,7 @@ def apply_tensor_parallel(model: CausalLM, meshes: Meshes) -> None:
 
     If there are fewer key and value heads than ranks, each rank keeps all of them and uses one.
     """
-    mesh = meshes.axis("tp")
+    mesh = meshes.submesh("tp")
     if mesh is None:
         return
     assert model.backend.pg_collection.tp.num_ranks == mesh.size(), "built for another mesh"

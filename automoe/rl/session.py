@@ -38,17 +38,24 @@ from automoe.moe.router import BalancedRouter, Routing, watch_routing
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
+from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
 from automoe.rl.batch import Batch, Packed, check_batch, pack
 from automoe.rl.losses import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
-from automoe.run.weights import first_weights
+from automoe.run.weights import load_or_initialize
 from automoe.training.context import RunContext
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats
-from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
+from automoe.training.step import (
+    StepOptions,
+    Update,
+    forward_backward,
+    optimizer_step,
+    prepare_inputs,
+)
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,8 @@ class Session:
         store.check()  # before the weights are read
         if not auxiliary_losses:
             config = without_auxiliary_losses(config)
-        model_parts, _ = first_weights(config, meshes, context.device)
+        model_parts = build_parts(config, meshes)
+        load_or_initialize(model_parts, config, context.device)
         runner = build_runner(model_parts, meshes, config, context.device)
         parts = list(model_parts.values())
         optimizer = build_optimizer(parts, config.optim, config.train.seed, meshes.stage_group())
@@ -284,8 +292,7 @@ class Session:
         # Losses report sums over ranks: a share is divided by its own number of answers here.
         reported = stats.metrics
         for name in [name for name in reported if name.startswith("answers.")]:
-            answers, share = reported[name], name.replace("answers", "dropped_share")
-            reported[share] /= max(answers, 1)
+            reported[name.replace("answers", "dropped_share")] /= max(reported[name], 1)
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
         self._pending_tokens += own_counts.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
@@ -314,16 +321,9 @@ class Session:
             lr = at_least(0, "lr", lr)
             optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
         config = replace(self.config, optim=optim)
-        update = optimizer_step(
-            self.state,
-            self._pending,
-            self._pending_tokens,
-            self.meshes,
-            config,
-            report,
-            skip_zero=True,
-            balances=None if self.auxiliary_losses else False,
-        )
+        options = StepOptions(auxiliary_losses=self.auxiliary_losses, skip_zero_gradient=True)
+        gradients = self._pending, self._pending_tokens
+        update = optimizer_step(self.state, *gradients, self.meshes, config, report, options)
         self.zero_grad()
         return update
 
@@ -442,8 +442,9 @@ class Session:
         forced_ids = None
         if packed.routes is not None:
             forced_ids = packed.routes.unsqueeze(3)  # plain top-k is that of the live scores
+        options = StepOptions(values, self.auxiliary_losses)
         inputs, num_tokens = prepare_inputs(
-            packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
+            packed.rows, self.meshes, config, self.device, forced_ids, options
         )
         return packed, inputs, Counts(num_tokens, int(inputs.known_counts().documents))
 

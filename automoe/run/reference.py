@@ -31,7 +31,7 @@ from automoe.parallel.runner import StepRunner
 from automoe.storage.sealed import read_json, replace_json
 from automoe.training.context import RunContext
 from automoe.training.preference import pair_log_probs
-from automoe.training.step import prepare_inputs, send
+from automoe.training.step import copy_to_device, prepare_inputs
 
 REFERENCE_FILE = "reference.json"
 # Settings outside ``model`` that change the log-probabilities of pairs under the same weights.
@@ -63,7 +63,7 @@ class Reference:
         values = torch.where(
             (batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0
         )
-        return {"reference": send(values, self.device)}
+        return {"reference": copy_to_device(values, self.device)}
 
 
 def open_reference(
@@ -220,7 +220,7 @@ def _compute(
                 return None
             inputs, _ = prepare_inputs(batch, meshes, config, context.device)
             assert batch.pairs is not None
-            runner.evaluate(inputs | {"pairs": send(batch.pairs, context.device)})
+            runner.evaluate(inputs | {"pairs": copy_to_device(batch.pairs, context.device)})
     runner.set_loss(before)
     table = torch.zeros((loader.num_pairs, 2), dtype=torch.float64)
     # Ranks of tp and cp have the same numbers, so only the first of each contributes.

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
-from automoe.comm.groups import open_groups, set_timeouts
+from automoe.comm.process_groups import connect_process_groups, set_collective_timeouts
 from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.schema import Config
@@ -62,7 +62,7 @@ def open_run(
         # Printed here and not in a recipe, which could leave it out.
         record.note_wrapped(cast(Loader, state.loader).describe())
         if context.world_size > 1:
-            record.note(open_groups(exchanges_heads(config, shape)))
+            record.note(connect_process_groups(exchanges_heads(config, shape)))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
         call_hooks("run.start", run)
         yield run
@@ -165,7 +165,7 @@ class Run:
             "optimizer_step(..., run.report) tells this rank's values to the others"
         )
         if self.state.step == self._first_step + 1:  # all ranks have reached the first update
-            set_timeouts(config.launch.timeout_s)
+            set_collective_timeouts(config.launch.timeout_s)
             # The update allocated the optimizer's moments.
             over_ranks = {
                 **over_ranks,
@@ -347,7 +347,7 @@ class Run:
         Raises:
             AutomoeError: the last validation or training loss is not finite.
         """
-        set_timeouts(self.config.launch.init_timeout_s)
+        set_collective_timeouts(self.config.launch.init_timeout_s)
         if self.state.step >= self.config.train.steps and not math.isfinite(self.objective or 0.0):
             raise AutomoeError(
                 f"the run reached step {self.state.step}, but its last loss is {self.objective}: no result. Lower "

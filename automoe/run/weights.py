@@ -17,24 +17,21 @@ from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
 from automoe.optim.ema import take_averages
-from automoe.parallel.mesh import Meshes
-from automoe.parallel.parallelize import allocate, build_parts, materialize
+from automoe.parallel.parallelize import allocate, materialize
 
 
-def first_weights(
-    config: Config, meshes: Meshes, device: torch.device
-) -> tuple[dict[int, CausalLM], Loaded | None]:
-    """Build this rank's pipeline stages with initial weights. Collective.
+def load_or_initialize(
+    model_parts: dict[int, CausalLM], config: Config, device: torch.device
+) -> Loaded | None:
+    """Give the stages of ``build_parts`` memory on ``device`` and their first weights. Collective.
 
     Returns:
-        Stage number -> stage, and the report of loading ``model.hf_path``. Without that path the
-        weights are random and the report is None.
+        The report of reading ``model.hf_path``; None if no path is set and the weights are random.
 
     Raises:
         ConfigError: the model's ``transformers`` class lets a document affect the next one in its
             packed row, although ``data.document_mask`` is on.
     """
-    model_parts = build_parts(config, meshes)
     loaded = None
     if config.model.hf_path and not config.model.random_weights:
         allocate(model_parts, device)
@@ -47,7 +44,7 @@ def first_weights(
     for part in model_parts.values():
         if config.data.document_mask:
             part.check_isolation(config.train.seq_len)
-    return model_parts, loaded
+    return loaded
 
 
 def export_weights(

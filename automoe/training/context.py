@@ -30,7 +30,7 @@ class StopRequest:
 
 @dataclass
 class RunContext:
-    """Third argument of a recipe's ``main(config, shape, context)``: stop requests and such.
+    """A rank's place in the run and its stop request: third argument of a recipe's ``main``.
 
     Ranks receive a signal at different moments, so a loop should call ``any_rank_stops`` instead of
     reading ``stop``: all ranks then leave at the same step.
@@ -38,7 +38,7 @@ class RunContext:
     Attributes:
         stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
         preempted: set by a recipe that leaves early because of a stop request.
-        fell_back: checkpoints that the run gave up when it went back to an older one.
+        fell_back: checkpoints that the run discarded when it went back to an older one.
     """
 
     rank: int

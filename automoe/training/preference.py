@@ -1,7 +1,7 @@
 """Loss of direct preference optimisation (DPO, arXiv 2305.18290).
 
-Letters: B rows, S positions of this rank, P pairs of a row. The preferred answer of a pair comes
-first.
+Letters of dimensions: ``automoe.model``; here P pairs of a sequence. The preferred answer of a pair
+comes first.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def pair_log_probs(nll_BS: Tensor, inputs: LossInputs, num_pairs: int) -> tuple[
 class PreferenceLoss:
     """Loss of preference pairs (DPO): -log sigmoid(beta * (gain of preferred - gain of other)).
 
-    The gain of an answer is its log-probability minus its reference log-probability. The loss needs
-    the input ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) takes means instead of sums of
-    log-probabilities and squares the distance of the difference of gains to 1 / (2 beta). Both
-    formulas are the ones of TRL's ``DPOTrainer``. The mean is over all pairs of the global batch.
+    The gain of an answer is its log-probability minus its reference log-probability, that of the
+    initial weights. The loss needs the input ``reference`` [B, P, 2] of the latter. Both formulas
+    are the ones of TRL's ``DPOTrainer``. The mean is over all pairs of the global batch.
 
     Args:
         beta: strength of the tie to the reference; a larger value keeps the model closer.
+        kind: ``sigmoid``, the formula above; ``ipo`` (arXiv 2310.12036) takes means per token
+            instead of sums and squares the difference of gains minus 1 / (2 beta).
     """
 
     metrics = (

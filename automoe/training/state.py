@@ -15,7 +15,8 @@ class TrainState:
     """Model parts, optimizer, loader and counters of this rank.
 
     Attributes:
-        model_parts: this rank's pipeline stages, {stage number: part}; names inside are global.
+        model_parts: this rank's pipeline stages, {stage number: part}; parameters have the names
+            that they have in the whole model.
         loader: an ``automoe.data.loader.Loader``. None if batches come from elsewhere; their
             position is then the caller's to save.
         step: optimizer steps done (skipped ones included).

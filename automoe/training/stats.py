@@ -1,6 +1,6 @@
 """Statistics of a step in one all-reduce: loss, balance losses, tokens per expert.
 
-Shapes: L MoE layers of the whole model, E experts.
+Letters of dimensions: ``automoe.model``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def gather_stats(
 def update_balance_state(
     stats: StepStats, model_parts: Iterable[CausalLM], bias_update_rate: float
 ) -> None:
-    """Move the expert biases and store the load fractions, after a step that was not skipped.
+    """Move expert biases towards equal load, and store the load fractions, after a step was taken.
 
     The biases of a frozen router are frozen too.
     """

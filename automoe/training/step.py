@@ -3,15 +3,15 @@
     forward and backward, statistics                          ``forward_backward``
     norm, skip or not, 8-bit scales, clip, update, balance    ``optimizer_step``
 
-Between the two, gradients are summed over ranks and not yet clipped. Shapes: B rows of this
-data-parallel rank, S positions of this rank (R of the whole row), L MoE layers, K top-k.
+Between the two, gradients are summed over ranks and not yet clipped. Letters of dimensions:
+``automoe.model``; here B sequences of this data-parallel rank.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -61,7 +61,8 @@ class Update:
     Attributes:
         lr: learning rate of this step.
         grad_norm: gradient norm of the whole model, before clipping.
-        skipped: True if weights, optimizer and biases stayed, the same on every rank; counts go on.
+        skipped: True, on every rank, if weights, optimizer and expert biases were left unchanged;
+            the counters of steps and tokens advance all the same.
         skip_reason: reason for skipping that this rank saw, or None.
         fp8_clipped_share: share of this stage's delayed fp8 scales that values of this step
             exceeded.
@@ -87,14 +88,31 @@ class ValidationSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """Differences of a reinforcement learning step from a pretraining step, which is the default.
+
+    Attributes:
+        loss_inputs: [B, R, ...] by name, per-token inputs of the loss for the R positions of whole
+            sequences.
+        auxiliary_losses: False to leave modules for multi-token prediction out of the step, and
+            expert biases and load fractions as they are.
+        skip_zero_gradient: skip the update if the gradient is exactly zero; else momentum and
+            weight decay would move the weights.
+    """
+
+    loss_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    auxiliary_losses: bool = True
+    skip_zero_gradient: bool = False
+
+
 def prepare_inputs(
     batch: StepBatch,
     meshes: Meshes,
     config: Config,
     device: torch.device,
     forced_ids: Tensor | None = None,
-    values: Mapping[str, Tensor] = MappingProxyType({}),
-    mtp: bool = True,
+    options: StepOptions = StepOptions(),
 ) -> tuple[MicroBatch, int]:
     """Return this rank's tokens of one step, and the global batch's label count. Collective.
 
@@ -104,8 +122,7 @@ def prepare_inputs(
     Args:
         batch: full sequences of this data-parallel rank.
         forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``); None: routers choose.
-        values: [B, R, ...] by name, per-token inputs of the loss, which are cut as the tokens are.
-        mtp: False to leave modules for multi-token prediction out of this step.
+        options: further inputs of the loss, and whether multi-token prediction runs.
     """
     num_rows, seq_len = batch.tokens.shape
     # Counts are summed over gloo: reading them from the device would wait for the previous step.
@@ -114,7 +131,7 @@ def prepare_inputs(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
     )
     shifted: dict[str, Any] = {}
-    if mtp and (depths := config.model.num_mtp_layers):
+    if options.auxiliary_losses and (depths := config.model.num_mtp_layers):
         both = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
         counts = torch.cat((counts, count_shifted(*both).flatten()))
         shifted = {"mtp_tokens": both[0], "mtp_labels": both[1]}
@@ -137,10 +154,14 @@ def prepare_inputs(
     if meshes.shape.cp > 1:
         index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
     local: dict[str, Any] = {
-        name: send(x[:, index], device) for name, x in vars(whole).items() if isinstance(x, Tensor)
+        name: copy_to_device(x[:, index], device)
+        for name, x in vars(whole).items()
+        if isinstance(x, Tensor)
     }
-    local["given"] = {name: send(x[:, index], device) for name, x in values.items()}
-    sent = send(counts, device)
+    local["given"] = {
+        name: copy_to_device(x[:, index], device) for name, x in options.loss_inputs.items()
+    }
+    sent = copy_to_device(counts, device)
     sums = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
     inputs = replace(whole, counts=sums, **local)
     return inputs, int(counts[0])
@@ -170,8 +191,7 @@ def optimizer_step(
     meshes: Meshes,
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
-    skip_zero: bool = False,
-    balances: bool | None = None,
+    options: StepOptions = StepOptions(),
 ) -> Update:
     """Clip gradients, update the weights and advance the step counter. Collective.
 
@@ -181,10 +201,7 @@ def optimizer_step(
         stats: result of the step's ``forward_backward``.
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
         report: named numbers of this rank, whose maxima over ranks are in the result.
-        skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
-            would move the weights.
-        balances: whether expert biases and load fractions move; None: they do, unless the step
-            repeated an inference engine's routes, whose load says nothing about this router.
+        options: whether a zero gradient skips the update, and whether expert biases move.
 
     Returns:
         Learning rate, gradient norm, whether and why the update was skipped, maxima of ``report``.
@@ -200,7 +217,7 @@ def optimizer_step(
             )
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
-        if skip_zero and grad_norm == 0:
+        if options.skip_zero_gradient and grad_norm == 0:
             reason = reason or "the gradient is zero"
         logits = None
         if config.optim.qk_clip:
@@ -219,9 +236,10 @@ def optimizer_step(
                 clip_logits(logits, config.optim.qk_clip)
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
-            if balances or (balances is None and not stats.replayed.any()):
+            # The load of an inference engine's routes, if repeated, says nothing about this router.
+            if options.auxiliary_losses and not stats.replayed.any():
                 update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
-            remember(stats.loss, state.recent_losses, train)
+            remember_loss(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1
         state.tokens += num_label_tokens
@@ -232,9 +250,8 @@ def optimizer_step(
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
     """Return the loss, in nats, above which a step is a spike; infinite until the window is full.
 
-    ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Median and median absolute deviation
-    do not move with single outliers, as a mean and a standard deviation would. ``spike_factor=6``
-    is far out.
+    ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Single outliers do not move a median
+    and a median absolute deviation (MAD), as they would move a mean and a standard deviation.
 
     Args:
         recent: losses of the last steps that were taken, oldest first; judged once there are
@@ -266,7 +283,7 @@ def reason_to_skip(
     return None
 
 
-def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
+def remember_loss(loss: float, recent: list[float], train: TrainConfig) -> None:
     """Append the loss of a taken step to ``recent``, and keep the last ``train.spike_window`` losses.
 
     Spikes of the loss are judged by them; without ``train.spike_factor`` none are kept.
@@ -295,6 +312,8 @@ def validate(
     each number that the loss reports is added as ``val_NAME``.
 
     Args:
+        loader: source of the validation batches.
+        optimizer: holds the averaged weights; None: no ``val_loss_ema``.
         extra_inputs: returns the inputs of the loss that the recipe adds to those of a batch.
     """
 
@@ -320,7 +339,8 @@ def _mean_losses(
     """Return a validation's metrics by name, as means by weight over sources; {} without sources.
 
     Args:
-        by_source: for each source its weight and its sums (``_validation_sums``).
+        by_source: for each source its weight and its sums over tokens (``nats``, ``count``,
+            ``bytes`` and those of reported numbers, from ``_validation_sums``).
     """
     if not by_source:
         return {}
@@ -351,9 +371,11 @@ def _validation_sums(
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]],
 ) -> dict[str, float]:
-    """Return sums over batches and ranks: ``nats``, ``count``, ``bytes``, ``val_NAME``.
+    """Return a validation's sums over batches and ranks, by name.
 
-    ``count`` is of tokens or documents, ``val_NAME`` of a number that the loss reports.
+    ``nats`` is the loss, ``count`` the number of tokens that it is a mean of (of documents, for a
+    loss that is a mean over documents), ``bytes`` the text's length, and ``val_NAME`` each number
+    that the loss reports.
 
     Args:
         extra_inputs: returns further inputs of the loss for a batch.
@@ -387,7 +409,7 @@ def _validation_sums(
     return sums
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to ``device``; for a GPU, pin it and return before the copy is done."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():

@@ -99,7 +99,6 @@ def run_trajectory(
     device: str = "cpu",
     order: Tensor | None = None,
     between: Callable[[StepRunner, Meshes], object] = lambda runner, meshes: None,
-    balances: bool | None = None,
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
 
@@ -115,8 +114,6 @@ def run_trajectory(
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function that is called after every step, such as a validation.
-        balances: True if expert biases and load averages are updated; None: unless routing is
-            replayed.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)
@@ -161,7 +158,7 @@ def run_trajectory(
                 if p.grad is not None
             }
             seen.gradients.append(gradients if leads_its_stage else {})
-        update = optimizer_step(state, stats, trained, meshes, config, balances=balances)
+        update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
         seen.metrics.append([*stats.metrics.values()])

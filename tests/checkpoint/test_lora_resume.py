@@ -27,7 +27,7 @@ from automoe.hf.identity import checkpoint_identity
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.model.init import fill_normal_, initialize
-from automoe.model.lora import adapt
+from automoe.model.lora import freeze_and_adapt
 from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.planner.memory import plan_memory
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
@@ -202,7 +202,7 @@ def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Pa
     # The same base as plain numbers: what is exported while every B is zero.
     packed = settings(source, kept)
     part = build_decoder(packed.model, packed.moe, torch.float32)
-    adapt(part, packed, torch.float32, torch.float32)
+    freeze_and_adapt(part, packed, torch.float32, torch.float32)
     allocate({0: part}, torch.device("cpu"))
     load_hf(part, source)
     plain = to_hf(part, tmp_path / "plain", dtype="float32", tokenizer="byte").path

@@ -12,7 +12,7 @@ import torch
 from device_models import relative
 from torch.nn.attention import flex_attention
 
-from automoe.comm.process_groups import SINGLE_RANK
+from automoe.comm.communicators import SINGLE_RANK
 from automoe.comm.tokens import Tokens
 from automoe.kernels.attention import attend_in_blocks, attention_fn, prepare_cuda
 from automoe.model.attention_masks import block_masks, dense_masks

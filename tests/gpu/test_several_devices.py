@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from device_models import small
 
-from automoe.comm.groups import open_groups
+from automoe.comm.process_groups import connect_process_groups
 from automoe.config.batch import plan_batch
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
@@ -90,7 +90,7 @@ def opened(mesh: dict[str, int], device: str) -> list[tuple[str, int, float, flo
     """Of each group of a mesh, opened as a run does it: name, size, sum of ones, sum of ranks, gloo's threads, timeout."""
     shape = resolve_mesh(MeshConfig(**mesh), None)
     build_meshes(shape, torch.device(device), TIMEOUT).stage_group()
-    assert int(open_groups().split()[0]) == len(process_groups())
+    assert int(connect_process_groups().split()[0]) == len(process_groups())
     found = []
     for group in process_groups():
         values = torch.tensor([1.0, dist.get_rank()], device=device)

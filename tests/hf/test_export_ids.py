@@ -18,7 +18,7 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.folder import write_settings
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
-from automoe.model.lora import adapt
+from automoe.model.lora import freeze_and_adapt
 from automoe.parallel.parallelize import allocate, build_decoder
 from tests.support.chat import save_tokenizer
 from tests.support.class_models import save_class
@@ -135,7 +135,7 @@ def test_an_export_of_merged_adapters_and_its_conversion(tmp_path: Path) -> None
     other = edited(save_tokenizer(tmp_path / "other", "opens"), {}, pad_token=None)
     config = Config(model=model_config_from_hf(source), moe=MoEConfig(experts="loop"), lora=LoraConfig(rank=2))
     model = build_decoder(config.model, config.moe, torch.float32)
-    adapt(model, config, torch.float32, torch.float32)
+    freeze_and_adapt(model, config, torch.float32, torch.float32)
     allocate({0: model}, torch.device("cpu"))
     load_hf(model, source)
     chat = ChatTemplate(ChatConfig(), str(other))

@@ -32,7 +32,7 @@ from automoe.hf.save_plan import gather
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import plan_export, to_hf
 from automoe.model.decoder import Decoder
-from automoe.model.lora import adapt
+from automoe.model.lora import freeze_and_adapt
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.pool import RankPool
@@ -66,7 +66,7 @@ def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:
     """A checkpoint with adapters as after training: every number of A and B another one."""
     config = Config(model=model_config_from_hf(source), moe=MoEConfig(experts="loop"), lora=lora)
     model = build_decoder(config.model, config.moe, torch.float32)
-    adapt(model, config, torch.float32, torch.float32)
+    freeze_and_adapt(model, config, torch.float32, torch.float32)
     allocate({0: model}, torch.device("cpu"))
     load_hf(model, source)
     generator = torch.Generator().manual_seed(seed)

@@ -28,7 +28,7 @@ from automoe.launch.hardware import check_backends
 from automoe.launch.prepare import _check_fp8_base, check, check_data
 from automoe.launch.rules_adapters import adapter_rows
 from automoe.model.decoder import Decoder
-from automoe.model.lora import adapt
+from automoe.model.lora import freeze_and_adapt
 from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.planner.memory import plan_memory
 from tests.support.hf_models import save_small_hf
@@ -46,7 +46,7 @@ def trained(path: Path, base: str, dtype: torch.dtype = torch.float32, **lora) -
     """A checkpoint with adapters as after training: every number of B another one."""
     config = config_of(path, base, **lora)
     model = build_decoder(config.model, config.moe, dtype)
-    adapt(model, config, torch.promote_types(dtype, torch.float32), dtype)
+    freeze_and_adapt(model, config, torch.promote_types(dtype, torch.float32), dtype)
     allocate({0: model}, torch.device("cpu"))
     load_hf(model, path)
     generator = torch.Generator().manual_seed(5)
@@ -192,7 +192,7 @@ def test_numbers_that_are_not_finite_are_still_counted(fp8: Path, tmp_path: Path
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     config = config_of(tmp_path, "fp8")
     model = build_decoder(config.model, config.moe, torch.float32)
-    adapt(model, config, torch.float32, torch.float32)
+    freeze_and_adapt(model, config, torch.float32, torch.float32)
     allocate({0: model}, torch.device("cpu"))
     assert load_hf(model, tmp_path).not_finite == {key: 3}
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"

@@ -23,7 +23,7 @@ from automoe.interop import deepep
 from automoe.interop.deepep import DeepEPDispatcher, open_deepep
 from automoe.launch.hardware import check_backends
 from automoe.launch.ranks import close_ranks
-from automoe.parallel.overlap import TURNS
+from automoe.parallel.overlap import MERGED_PASSES
 from tests.support.host_syncs import HostReads
 
 T, K, H, E, RANKS = 6, 3, 128, 8, 2
@@ -254,7 +254,7 @@ def test_another_pass_runs_while_tokens_travel(line: str, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "deep_ep", LINES[line])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: CALLS.append("all_reduce"))
     monkeypatch.setattr(deepep, "_buffers", [])
-    dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS), TURNS.overlap))  # type: ignore[arg-type]
+    dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS), MERGED_PASSES.overlap))  # type: ignore[arg-type]
     ids = torch.arange(K).repeat(T, 1)
     x = torch.ones(T, H, dtype=torch.bfloat16, requires_grad=True)
 
@@ -263,7 +263,7 @@ def test_another_pass_runs_while_tokens_travel(line: str, monkeypatch: pytest.Mo
 
     earlier = forward()
     CALLS.clear()
-    later = TURNS.run(lambda: earlier.backward(torch.ones_like(earlier)), forward)
+    later = MERGED_PASSES.run(lambda: earlier.backward(torch.ones_like(earlier)), forward)
     assert torch.equal(later, earlier) and x.grad is not None
     back, ahead = ["dispatch again", "combine with weights"], ["dispatch", "combine"]
     assert CALLS == [back[0], ahead[0], "wait", back[1], "wait", ahead[1], "wait", "wait"]

@@ -19,7 +19,7 @@ from launch_command import RECIPES, TWO_RANKS, Command
 
 from automoe.launch.run_dir import ERROR_FILE, STUCK_FILE, read_status
 from automoe.launch.stuck import Pending, Standing, StuckWatch, _working_thread, describe_place, who_is_missing
-from automoe.parallel.overlap import BACKWARD_THREAD, Turns
+from automoe.parallel.overlap import BACKWARD_THREAD, MergedPasses
 from automoe.parallel.pipeline import wait_for_ranks
 from tests.support.command import MESHES, TINY, TrainCommand
 
@@ -204,5 +204,5 @@ def test_a_stall_in_a_save_is_named_and_the_run_goes_on_although_the_clock_jumps
 def test_a_merged_pass_that_works_tells_where_the_rank_is() -> None:
     """While the main thread waits for its turn, the rank is where the other pass is."""
     found = []
-    Turns().run(lambda: found.append(_working_thread().name), lambda: found.append(_working_thread().name))
+    MergedPasses().run(lambda: found.append(_working_thread().name), lambda: found.append(_working_thread().name))
     assert found == [BACKWARD_THREAD, threading.main_thread().name]

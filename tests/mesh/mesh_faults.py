@@ -32,8 +32,8 @@ import automoe.parallel.pipeline
 import automoe.parallel.runner
 import automoe.verify.trajectory
 from automoe.comm.collectives import GroupCommunicator
+from automoe.comm.communicators import ProcessGroupCollection
 from automoe.comm.local_shard import local_shard
-from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import IGNORE
 from automoe.config.schema import Config
 from automoe.model.attention import GroupedQueryAttention
@@ -214,7 +214,7 @@ def initialised_by_rank():
 def gradients_never_reduced():
     return _replace(
         automoe.parallel.runner,
-        "defer",
+        "defer_reduction",
         lambda original: lambda part, parallel, last: original(part, parallel, last=False),
     )
 

@@ -20,7 +20,7 @@ from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.launch.rules_adapters import adapter_rows
 from automoe.model.causal_lm import CausalLM
-from automoe.model.lora import adapt
+from automoe.model.lora import freeze_and_adapt
 from automoe.model.params import model_params
 from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.verify.compare import compare_trajectories
@@ -53,7 +53,7 @@ def tuned(path: Path, dtype: torch.dtype = torch.float64, lora: LoraConfig = LOR
     """The class with the weights of its folder and adapters as after training."""
     config = lora_config(path, lora=lora)
     model = build_decoder(replace(config.model, random_weights=False), config.moe, dtype)
-    adapt(model, config, dtype, dtype)
+    freeze_and_adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
     load_hf(model, path)
     generator = torch.Generator().manual_seed(5)

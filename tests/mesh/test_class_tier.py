@@ -33,7 +33,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.planner.memory import plan_memory
 from automoe.planner.reserve import not_modelled
-from automoe.run.weights import first_weights
+from automoe.run.weights import load_or_initialize
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.run import loader_rows, make_runnable, passes, verify_pass
@@ -410,7 +410,7 @@ def test_a_run_tries_the_rows_that_it_trains(ranks: RankPool, tmp_path: Path) ->
 
 
 def first_weights_of(config: Config) -> None:
-    first_weights(config, build_meshes(resolve_mesh(config.mesh, 1), CPU), CPU)
+    load_or_initialize(build_parts(config, build_meshes(resolve_mesh(config.mesh, 1), CPU)), config, CPU)
 
 
 EVERY_KIND = (

@@ -16,7 +16,7 @@ from mesh_mappings import DELAYED, DUAL_PIPE, INTERLEAVED, MERGED
 
 from automoe.moe.gradient_sums import GradientSums
 from automoe.parallel import overlap
-from automoe.parallel.overlap import BACKWARD_THREAD, Turns
+from automoe.parallel.overlap import BACKWARD_THREAD, MergedPasses
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory
 from tests.support.trajectories import run_trajectory
@@ -29,7 +29,7 @@ LATER = replace(STAGES, parallel=INTERLEAVED | DELAYED)
 Event = tuple[str, str, int]  # pass, what it does, which of its all-to-alls
 
 
-def steps_of(turns: Turns, log: list[str], name: str, count: int) -> Callable[[], str]:
+def steps_of(turns: MergedPasses, log: list[str], name: str, count: int) -> Callable[[], str]:
     def run() -> str:
         for step in range(count):
             log.append(f"{name}{step}")
@@ -40,7 +40,7 @@ def steps_of(turns: Turns, log: list[str], name: str, count: int) -> Callable[[]
 
 
 def test_passes_alternate_and_the_longer_one_ends_alone() -> None:
-    turns, log = Turns(), list[str]()
+    turns, log = MergedPasses(), list[str]()
     assert turns.run(steps_of(turns, log, "B", 2), steps_of(turns, log, "F", 4)) == "F"
     assert log == ["B0", "F0", "B1", "F1", "F2", "F3"]
     turns.swap()  # outside of run, nothing happens
@@ -50,7 +50,7 @@ def test_passes_alternate_and_the_longer_one_ends_alone() -> None:
 
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_an_error_of_one_pass_ends_the_other_where_it_stands(which: str) -> None:
-    turns, log = Turns(), list[str]()
+    turns, log = MergedPasses(), list[str]()
 
     def fails() -> None:
         turns.defer(partial(log.append, "of a step that failed"))
@@ -71,7 +71,7 @@ def test_a_thread_that_cannot_begin_ends_the_other_pass(monkeypatch: pytest.Monk
     def fails(_: int) -> None:
         raise RuntimeError("no such number of threads")
 
-    turns, log = Turns(), list[str]()
+    turns, log = MergedPasses(), list[str]()
     monkeypatch.setattr(torch, "set_num_threads", fails)
     with pytest.raises(RuntimeError, match="no such number"):
         turns.run(steps_of(turns, log, "B", 1), steps_of(turns, log, "F", 1))
@@ -126,7 +126,7 @@ def hidden(log: list[Event]) -> int:
 
 
 def test_deferred_work_is_done_once_in_its_order_and_none_is_forgotten() -> None:
-    turns, log = Turns(), list[str]()
+    turns, log = MergedPasses(), list[str]()
     for name in "ab":
         turns.defer(partial(log.append, name))
     with pytest.raises(AssertionError, match="2 deferred products were not computed"):

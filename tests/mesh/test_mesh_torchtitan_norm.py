@@ -59,8 +59,8 @@ def both_norms(config: Config) -> tuple[float, float]:
     build_runner(parts, meshes, config, cpu).train(inputs)
     parameters = [parameter for part in parts.values() for parameter in part.parameters()]
     ours = global_grad_norm(parameters, meshes.group("pp"))
-    theirs = [as_torchtitan_holds_it(parameter, meshes.axis("tp")) for parameter in parameters]
-    return ours.item(), titan_grad_norm(theirs, meshes.axis("pp")).item()
+    theirs = [as_torchtitan_holds_it(parameter, meshes.submesh("tp")) for parameter in parameters]
+    return ours.item(), titan_grad_norm(theirs, meshes.submesh("pp")).item()
 
 
 @pytest.mark.one_in(10)

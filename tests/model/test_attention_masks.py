@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.communicators import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import automoe.config.rules_kernels
 from automoe.comm.collectives import communicator
-from automoe.comm.process_groups import SINGLE_RANK
+from automoe.comm.communicators import SINGLE_RANK
 from automoe.comm.tokens import IGNORE, TokenCounts, num_documents
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.model.loss import LossInputs, chunk_loss, chunk_loss_fn, cross_entropy_sum, greedy_tokens, token_scores

@@ -13,7 +13,7 @@ from automoe.errors import ConfigError
 from automoe.launch.rules_adapters import adapter_rows
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
-from automoe.model.lora import adapt, fill_adapters
+from automoe.model.lora import fill_adapters, freeze_and_adapt
 from automoe.model.params import model_params
 from automoe.observe.trained import describe_training
 from automoe.parallel.parallelize import build_decoder
@@ -32,7 +32,7 @@ def config_with(train: dict | None = None, **lora) -> Config:
 
 def built(config: Config, frozen: torch.dtype = torch.float32) -> Decoder:
     part = build_decoder(config.model, config.moe, torch.float32)
-    adapt(part, config, torch.float32, frozen)
+    freeze_and_adapt(part, config, torch.float32, frozen)
     part.to_empty(device="cpu")
     for module in part.modules():
         if callable(reset := getattr(module, "reset_buffers", None)):

@@ -8,7 +8,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from automoe.comm.process_groups import Communicator
+from automoe.comm.communicators import Communicator
 from automoe.model.rows import exchange_heads, exchange_positions, head_tail_index, own_heads
 
 

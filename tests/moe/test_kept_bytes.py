@@ -12,6 +12,7 @@ import automoe.kernels.launches as kernels
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.kernels.tiling import HOPPER
+from automoe.model.backend import BackendConfig
 from automoe.moe.layer import MoE
 from tests.support.gpu import conf_model
 
@@ -32,7 +33,8 @@ def saved_bytes(model: ModelConfig, experts: str, rows: int = 2, seq_len: int = 
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            layer = MoE(model, MoEConfig(experts=experts, seq_balance_coef=1e-4), 0, None)  # type: ignore[arg-type]
+            moe = MoEConfig(experts=experts, seq_balance_coef=1e-4)  # type: ignore[arg-type]
+            layer = MoE(model, moe, model.first_k_dense, None, BackendConfig())  # type: ignore[arg-type]
             layer.router.float()  # as within FSDP
             x = torch.empty(rows, seq_len, model.hidden_size, requires_grad=True)
     finally:

@@ -16,7 +16,7 @@ from automoe.config.pipeline import stages_of_ranks
 from automoe.config.validate import validate
 from automoe.model.adapters import with_adapters
 from automoe.model.params import stage_params
-from automoe.parallel.fsdp import defer
+from automoe.parallel.fsdp import defer_reduction
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.plan import build_heaviest, main
@@ -126,7 +126,7 @@ def test_a_deferred_step_keeps_the_weights_and_gradients_that_the_plan_counts(po
         parts = build_parts(config, build_meshes(mesh, torch.device("cpu")))
         materialize(parts, config, torch.device("cpu"))
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        defer(parts[0], config.parallel, last=False)
+        defer_reduction(parts[0], config.parallel, last=False)
         parts[0](batch=MicroBatch(tokens, labels=tokens)).sum().backward()
         weights = sum(stored_bytes(parameter) for parameter in parts[0].parameters())
         gradients = sum(stored_bytes(p.grad) for p in parts[0].parameters() if p.grad is not None)

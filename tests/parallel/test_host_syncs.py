@@ -20,7 +20,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.model.backend import BackendConfig
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.build import layer_calls
+from automoe.parallel.backend import layer_calls
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
 from automoe.parallel.runner import SingleStageRunner
@@ -50,7 +50,7 @@ def places_of_a_step(config: Config) -> Counter[str]:
         backend = BackendConfig(calls=partial(layer_calls, config))
         part = build_decoder(config.model, config.moe, torch.bfloat16, backend=backend).train()
         optimizer = build_optimizer([part], config.optim)
-        stack.enter_context(patch.object(automoe.parallel.runner, "defer"))  # FSDP's switches
+        stack.enter_context(patch.object(automoe.parallel.runner, "defer_reduction"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
         # A launch wants storage; the kernels themselves cannot wait for themselves.
         stack.enter_context(patch.object(automoe.kernels.launches, "products", MagicMock()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automoe.comm.groups import open_groups
+from automoe.comm.process_groups import connect_process_groups
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.torch_private import process_groups
@@ -114,7 +114,7 @@ def test_groups_of_a_world_bound_to_a_device_have_one_gloo_thread_and_our_timeou
 
 
 def exchanged(mesh: dict[str, int], exchanges_heads: bool = False) -> dict[str, list[str]]:
-    """Descriptions of the groups that each collective of ``open_groups`` went over."""
+    """Descriptions of the groups that each collective of ``connect_process_groups`` went over."""
     build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"))
     found: dict[str, list[str]] = {}
 
@@ -128,7 +128,7 @@ def exchanged(mesh: dict[str, int], exchanges_heads: bool = False) -> dict[str, 
         return patch.object(dist, name, collective)
 
     with noting("all_reduce"), noting("all_to_all_single"):
-        open_groups(exchanges_heads)
+        connect_process_groups(exchanges_heads)
     return found
 
 
@@ -154,7 +154,9 @@ def neighbours(mesh: dict[str, int]) -> list[tuple[list[int], float]]:
     works = [dist.all_reduce(total, group=one, async_op=True) for total, one in zip(totals, groups, strict=True)]
     for work in works:
         work.wait()
-    assert int(open_groups().split()[0]) == len(process_groups()), "in the order in which all ranks made them"
+    assert int(connect_process_groups().split()[0]) == len(process_groups()), (
+        "in the order in which all ranks made them"
+    )
     return [(dist.get_process_group_ranks(one), total.item()) for one, total in zip(groups, totals, strict=True)]
 
 

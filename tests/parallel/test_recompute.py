@@ -20,7 +20,7 @@ from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.parallel.activation_checkpoint import Recomputed
-from automoe.parallel.build import build_backend, layer_calls
+from automoe.parallel.backend import build_backend, layer_calls
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
@@ -253,25 +253,25 @@ def regions(model: ModelConfig, **parallel: object) -> dict[str, list[str]]:
             f"{name}.{key}".strip(".")
             for name, module in block.named_modules()
             for key, value in vars(module).items()
-            if isinstance(value, Recomputed)
+            if isinstance(getattr(value, "__func__", value), Recomputed)
         ]
     return found
 
 
 def test_regions_are_where_the_configuration_says() -> None:
     dense = ["call_mlp", "self_attn.attend"]
-    routed = ["self_attn.attend", "mlp.call_experts", "mlp.call_shared"]
+    routed = ["self_attn.attend", "mlp.wrapped_run_experts", "mlp.call_shared_experts"]
     assert regions(DEEPSEEK) == {"0": [], "1": [], "2": [], "3": []}
     assert regions(DEEPSEEK, recompute=EVERYTHING) == {"0": dense, "1": routed, "2": routed, "3": routed}
     assert regions(DEEPSEEK, recompute="full", recompute_layers="every 2") == {
-        "0": ["call"],
+        "0": ["wrapped_run"],
         "1": [],
-        "2": ["call"],
+        "2": ["wrapped_run"],
         "3": [],
     }
     assert regions(DEEPSEEK, recompute=["mlp", "shared_experts"], recompute_layers=[0, 1]) == {
         "0": ["call_mlp"],
-        "1": ["mlp.call_shared"],
+        "1": ["mlp.call_shared_experts"],
         "2": [],
         "3": [],
     }

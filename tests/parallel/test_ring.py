@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from automoe.comm.collectives import communicator
-from automoe.comm.process_groups import SINGLE_RANK
+from automoe.comm.communicators import SINGLE_RANK
 from automoe.comm.tokens import Tokens
 from automoe.model.rows import head_tail_index
 from automoe.parallel.ring import cpu_ring, ring_masks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
 from automoe.comm.agreement import Ranks
-from automoe.comm.groups import open_groups, set_timeouts
+from automoe.comm.process_groups import connect_process_groups, set_collective_timeouts
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.gloo import use_one_worker
@@ -27,8 +27,8 @@ def leave_a_peer_waiting(axis: str) -> str:
     """Rank 0 enters a collective of ``axis`` that its peer never joins; returns how that ends."""
     shape = resolve_mesh(MeshConfig(pp=2, dp_shard=2, ep=2), None)
     meshes = build_meshes(shape, torch.device("cpu"), timedelta(seconds=500))
-    open_groups()
-    set_timeouts(2)
+    connect_process_groups()
+    set_collective_timeouts(2)
     if dist.get_rank() != 0:
         return ""
     try:
@@ -54,9 +54,9 @@ def waits_of_groups(mesh: dict[str, int]) -> tuple[int, int, list[list[float]]]:
         backends = [group._get_backend(torch.device("cpu")) for group in process_groups()]
         return [backend.options._timeout.total_seconds() for backend in backends]
 
-    opened, before = open_groups(), waits()
+    opened, before = connect_process_groups(), waits()
     assert " process groups open in " in opened
-    set_timeouts(7)
+    set_collective_timeouts(7)
     return int(opened.split()[0]), len(process_groups()), [before, waits()]
 
 
@@ -69,7 +69,7 @@ def waits_for_a_receive(blocking: bool) -> tuple[float, float]:
         dist.send(torch.ones(1), 0, group=group)
     seconds = []
     for timeout in (500, 0.5) if dist.get_rank() == 0 else ():
-        set_timeouts(timeout)
+        set_collective_timeouts(timeout)
         began = time.monotonic()
         with receives_in_time(group, cpu), contextlib.suppress(RuntimeError) if seconds else contextlib.nullcontext():
             if blocking:  # looked up as torch's stages do when they agree
@@ -116,7 +116,7 @@ def a_rank_missing(_: object) -> str:
         ones.fill_(dist.get_world_size() - 1)
 
     with mock.patch.object(dist, "all_reduce", one_less), pytest.raises(RuntimeError) as error:
-        open_groups()
+        connect_process_groups()
     return str(error.value)
 
 

@@ -25,8 +25,8 @@ from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
-from automoe.model.lora import adapt
-from automoe.parallel.build import layer_calls
+from automoe.model.lora import freeze_and_adapt
+from automoe.parallel.backend import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes
@@ -352,7 +352,7 @@ def test_adapters_on_every_matrix_keep_what_is_planned_beside_the_layers_own(mod
 
 
 def adapted(part: Decoder, config: Config) -> Decoder:
-    adapt(part, config, torch.float32, torch.float32)
+    freeze_and_adapt(part, config, torch.float32, torch.float32)
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

@@ -12,7 +12,7 @@ from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
-from automoe.model.lora import adapt
+from automoe.model.lora import freeze_and_adapt
 from automoe.model.params import PARTS, count_params, layer_params, model_params
 from automoe.observe.flops import step_flops_per_token, train_flops_per_token
 from automoe.parallel.parallelize import allocate, build_decoder
@@ -176,7 +176,7 @@ def products_of_a_token(*overrides: str) -> tuple[float, float]:
     config = quick_config(overrides=[*overrides, "moe.experts=loop", "train.seq_len=64", "model.num_layers=2"])
     model = config.model
     part = build_decoder(model, config.moe, torch.float32)
-    adapt(part, config, torch.float32, torch.float32)
+    freeze_and_adapt(part, config, torch.float32, torch.float32)
     allocate({0: part}, torch.device("cpu"))
     for parameter in part.parameters():
         parameter.data.normal_(0, 0.02)

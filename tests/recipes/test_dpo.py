@@ -40,10 +40,11 @@ from automoe.export import export_run
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
 from automoe.run.reference import REFERENCE_FILE, Reference, _belongs, _write, open_reference
 from automoe.run.run import Run
-from automoe.run.weights import first_weights
+from automoe.run.weights import load_or_initialize
 from automoe.storage.sealed import read_json
 from automoe.training.context import RunContext
 from automoe.training.preference import PreferenceLoss
@@ -93,7 +94,8 @@ class OneRank:
         self.config, shape = config, resolve_mesh(config.mesh, None)
         self.store = CheckpointStore(config, shape, run_dir)
         self.meshes = build_meshes(shape, CPU)
-        self.parts, _ = first_weights(config, self.meshes, CPU)
+        self.parts = build_parts(config, self.meshes)
+        load_or_initialize(self.parts, config, CPU)
         self.runner = build_runner(self.parts, self.meshes, config, CPU)
         self.loader = Loader(config, 0, 1, pairs=True)
         self.context = RunContext(0, 1, 0, CPU, run_dir)
@@ -424,7 +426,7 @@ def test_a_start_from_a_run_over_other_data_is_refused_before_the_pass(
         (tmp_path / "tuned" / "config.yaml").write_text(dump_config(tuned))
         assert "8 conversations, 8 answers" in said
         fewer = replace(tuned, data=replace(tuned.data, val_fraction=0.25))
-        with mock.patch.object(pretrain, "first_weights", side_effect=AssertionError("weights were read")):
+        with mock.patch.object(pretrain, "load_or_initialize", side_effect=AssertionError("weights were read")):
             with pytest.raises(DataError, match=r"data.val_fraction was 0.0, is 0.25.*automoe export RUN --out DIR"):
                 main(pretrain, fewer, tmp_path / "tuned")
         for name, resume in (("new", str(tmp_path / "tuned")), ("tuned", "auto")):

@@ -196,7 +196,7 @@ def test_a_step_takes_two_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_it
 
     collecting = mock.patch.object(gc, "collect", collect)
     waits: list[int] = []
-    waiting = mock.patch.object(training_run, "set_timeouts", waits.append)
+    waiting = mock.patch.object(training_run, "set_collective_timeouts", waits.append)
     measured = itertools.count(1)
     measuring = mock.patch.object(training_run, "_peak_memory_bytes", lambda device: next(measured))
     with mock.patch.object(dist, "all_reduce", count), collecting, waiting, measuring:

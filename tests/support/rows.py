@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from automoe.comm.process_groups import Communicator
+from automoe.comm.communicators import Communicator
 from automoe.model.rows import head_tail_index
 
 

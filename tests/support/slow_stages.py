@@ -12,7 +12,7 @@ from torch import nn
 
 from automoe.config.pipeline import pipeline_order, stages_of_ranks
 from automoe.interop.torch_pipelining import ordered_schedule
-from automoe.parallel.overlap import TURNS
+from automoe.parallel.overlap import MERGED_PASSES
 from automoe.parallel.pipeline import Stage
 
 
@@ -64,7 +64,7 @@ def seconds_of_steps(
         made.append(make(input_args=hidden.detach() if first else hidden, output_args=out, group=dist.group.WORLD))
     options: Any = dict(n_microbatches=count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
     order = pipeline_order(schedule, pp, num_stages // pp, count, merged)
-    run = ordered_schedule(made, order, TURNS.run, **options)
+    run = ordered_schedule(made, order, MERGED_PASSES.run, **options)
     given = [torch.ones(count, 4)] if any(stage.is_first for stage in made) else []
     target = {"target": torch.zeros(count), "losses": []} if any(stage.is_last for stage in made) else {}
     for stage in made:

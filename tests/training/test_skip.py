@@ -7,7 +7,7 @@ import math
 import pytest
 
 from automoe.config.schema import TrainConfig
-from automoe.training.step import reason_to_skip, remember, spike_threshold
+from automoe.training.step import reason_to_skip, remember_loss, spike_threshold
 
 TRAIN = TrainConfig(spike_factor=5.0, spike_window=5)
 RECENT = [2.0, 2.1, 1.9, 2.2, 1.8]  # median 2, median absolute deviation 0.1
@@ -42,5 +42,5 @@ def test_what_is_not_finite_is_skipped_whatever_the_configuration(loss: float, n
 def test_the_window_slides() -> None:
     recent: list[float] = []
     for loss in range(8):
-        remember(float(loss), recent, TRAIN)
+        remember_loss(float(loss), recent, TRAIN)
     assert recent == [3.0, 4.0, 5.0, 6.0, 7.0]

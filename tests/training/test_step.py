@@ -42,7 +42,7 @@ OF_THE_STEP = {
     "clip_",
     "set_learning_rate",
     "update_balance_state",
-    "remember",
+    "remember_loss",
     "update_averages",
     "take_largest_logits",
     "clip_logits",
@@ -137,7 +137,7 @@ def test_a_step_that_is_taken() -> None:
         "step",
         "update_averages",
         "update_balance_state",
-        "remember",
+        "remember_loss",
         "zero_grad",
     ]
     assert (state.step, state.tokens, state.skipped, len(state.recent_losses)) == (1, 16, 0, 1)

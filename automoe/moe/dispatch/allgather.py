@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from automoe.moe.dispatch.base import DispatchGroup, RunExperts, run_choices
-from automoe.moe.dispatch.wire import arrived, encode_rows
+from automoe.moe.dispatch.wire import decode_arrived, encode_rows
 
 
 class AllGatherDispatcher:
@@ -31,7 +31,7 @@ class AllGatherDispatcher:
     ) -> Tensor:
         if self.ep.in_8_bits:
             lines_AW = self.ep.all_gather(encode_rows(x_TH))
-            x_AH = arrived(x_TH, lines_AW, self.ep.reduce_scatter)
+            x_AH = decode_arrived(x_TH, lines_AW, self.ep.reduce_scatter)
         else:
             x_AH = self.ep.all_gather(x_TH)
         probs_AK = self.ep.all_gather(probs_TK)

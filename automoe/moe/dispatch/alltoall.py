@@ -44,7 +44,8 @@ class AllToAllDispatcher:
 
         Args:
             counts_E: this rank's rows for each expert of all ranks.
-            rows_per_expert: that number if it is equal for all experts; None: it is exchanged.
+            rows_per_expert: rows of each rank for each expert if these numbers are all equal; None:
+                the counts are exchanged.
 
         Returns:
             [P, L] rows from each of P ranks for each of this rank's L experts; [2, P] rows sent to

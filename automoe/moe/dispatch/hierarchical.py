@@ -37,10 +37,9 @@ class HierarchicalDispatcher:
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
-        self.num_experts = num_experts
         self.group, *inner = levels
-        per_part = num_experts // self.group.num_ranks
-        self.inner = HierarchicalDispatcher(per_part, inner) if inner else None
+        self.num_local = num_experts // self.group.num_ranks
+        self.inner = HierarchicalDispatcher(self.num_local, inner) if inner else None
 
     def __call__(
         self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
@@ -56,47 +55,79 @@ class HierarchicalDispatcher:
                 exchanged.
         """
         group = self.group
-        num_parts = group.num_ranks
-        top_k = topk_ids_TK.shape[1]
-        num_local = self.num_experts // num_parts
-        part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
-        # If a token has several choices in one part, the first stands for all of them.
-        again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
-        order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
-        choices_P = count_choices(part_TK, num_parts)
-        if rows_per_expert is None:
-            theirs_P2 = group.exchange_counts(
-                torch.stack((copies_P, choices_P), dim=1).flatten()
-            ).view(num_parts, 2)
-            counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
-            *sizes, choices = torch.cat(
-                (counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))
-            ).tolist()
-            sent = sizes[:num_parts]
-            received = sizes[num_parts:]
-        else:  # tokens have one choice each
-            sent = received = [rows_per_expert * num_local] * num_parts
-            counts_2P = torch.full_like(copies_P, sent[0]).expand(2, -1)
-            choices = sum(received)
-            rows_per_expert *= num_parts
+        num_tokens, top_k = topk_ids_TK.shape
+        order_M, copies_P, choices_P = self._copies(topk_ids_TK)
+        counts_2P, sent, received, choices = self._sizes(copies_P, choices_P, rows_per_expert)
         token_idx_M = order_M[: sum(sent)] // top_k
         # Expert ids travel as floats: float32 holds them exactly up to 2^24.
         meta_TC = torch.cat((probs_TK, topk_ids_TK.to(probs_TK.dtype)), dim=1)
         meta_MC = meta_TC[token_idx_M]
         exchange = RowExchange(group, x_TH, token_idx_M, meta_MC, counts_2P, sent, received)
         x_BH, meta_RC = exchange.wait()
-        ids_RK = meta_RC[:, top_k:].to(torch.int64) - group.rank * num_local
-        ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
-        # A line of metadata counts as a token without a choice.
-        ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
-            0, exchange.into.row_M, ids_RK
-        )
-        probs_BK = meta_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
-            0, exchange.into.row_M, meta_RC[:, :top_k]
-        )
+        ids_BK, probs_BK = self._routing(meta_RC, exchange.into.row_M, x_BH.shape[0])
         if self.inner is not None:
+            if rows_per_expert is not None:
+                rows_per_expert *= group.num_ranks
             out_BH = self.inner(x_BH, ids_BK, probs_BK, experts, rows_per_expert)
         else:
-            out_BH = run_choices(x_BH, ids_BK, probs_BK, experts, num_local, choices)
+            out_BH = run_choices(x_BH, ids_BK, probs_BK, experts, self.num_local, choices)
         out_BH = group.all_to_all(out_BH, exchange.out.splits, exchange.into.splits)
-        return sum_to_tokens(out_BH, exchange.source_B, x_TH.shape[0])
+        return sum_to_tokens(out_BH, exchange.source_B, num_tokens)
+
+    def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the choices that send a copy of their token, and counts for each rank of the level.
+
+        Returns:
+            [T K] int64 indices of choices: first those that send a copy, sorted by rank; [P] copies
+            for each rank; [P] choices of each rank's experts.
+        """
+        num_parts = self.group.num_ranks
+        part_TK = topk_ids_TK.div(self.num_local, rounding_mode="floor").clamp(max=num_parts)
+        # If a token has several choices in one part, the first stands for all of them.
+        again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
+        order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
+        return order_M, copies_P, count_choices(part_TK, num_parts)
+
+    def _sizes(
+        self, copies_P: Tensor, choices_P: Tensor, rows_per_expert: int | None
+    ) -> tuple[Tensor, list[int], list[int], int]:
+        """Exchange how many copies of tokens each rank of the level sends to each other rank.
+
+        Args:
+            copies_P: copies that this rank sends to each rank.
+            choices_P: choices of each rank's experts by this rank's tokens.
+            rows_per_expert: choices of each expert if all are equal; None: sizes are exchanged.
+
+        Returns:
+            [2, P] copies sent to and received from each rank; both lines of this tensor as lists;
+            the number of choices that arrive for this rank's experts.
+        """
+        num_parts = self.group.num_ranks
+        if rows_per_expert is not None:  # tokens have one choice each
+            sizes = [rows_per_expert * self.num_local] * num_parts
+            return torch.full_like(copies_P, sizes[0]).expand(2, -1), sizes, sizes, sum(sizes)
+        sent_P2 = torch.stack((copies_P, choices_P), dim=1)
+        theirs_P2 = self.group.exchange_counts(sent_P2.flatten()).view(num_parts, 2)
+        counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
+        choices = theirs_P2[:, 1].sum(0, keepdim=True)
+        *sizes, num_choices = torch.cat((counts_2P.flatten(), choices)).tolist()
+        return counts_2P, sizes[:num_parts], sizes[num_parts:], num_choices
+
+    def _routing(self, meta_RC: Tensor, row_R: Tensor, num_lines: int) -> tuple[Tensor, Tensor]:
+        """Return expert ids and routing weights [B, K] of the lines received, from their metadata.
+
+        A line that holds metadata instead of a token, and a choice of another rank's expert, have
+        the id L, the number of this rank's experts, which stands for no expert.
+
+        Args:
+            meta_RC: routing weights, then expert ids, of the R copies received.
+            row_R: line of each copy.
+            num_lines: number of lines B.
+        """
+        top_k = meta_RC.shape[1] // 2
+        num_local = self.num_local
+        ids_RK = meta_RC[:, top_k:].to(torch.int64) - self.group.rank * num_local
+        ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
+        ids_BK = ids_RK.new_full((num_lines, top_k), num_local).index_copy_(0, row_R, ids_RK)
+        probs_BK = meta_RC.new_zeros(num_lines, top_k).index_copy(0, row_R, meta_RC[:, :top_k])
+        return ids_BK, probs_BK

@@ -67,7 +67,8 @@ class Layout:
     def slots(self, width: int) -> Tensor:
         """Return the positions of all metadata in a buffer whose lines are ``width`` numbers wide.
 
-        Each line still begins with ``per_line`` metadata; numbers are of their dtype.
+        Lines that are wider than ``per_line`` hold metadata only in their first ``per_line``
+        numbers. Positions and ``width`` count numbers of the metadata's dtype.
         """
         if width == self.per_line:
             return self.slot_MC

@@ -40,13 +40,15 @@ def encode_rows(x_TH: Tensor) -> Tensor:
 
 
 def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return the tokens [B, H] of encoded lines in ``dtype``, rounded only in float16.
+    """Return the tokens [B, H] of encoded lines in ``dtype``.
+
+    The result is exact in bfloat16 and float32; float16 may round it.
 
     Args:
         hidden: number H of columns.
     """
     codes, scales = _parts(lines_BW, hidden)
-    return scaled(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
+    return dequantize_rows(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,7 @@ def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
     return lines[:, :hidden], lines[:, first : first + scales]
 
 
-def scaled(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_rows(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 8-bit codes times the scale of each block of 128 columns: [B, H] in ``dtype``."""
     x_BH = codes_BH.to(dtype)
     scales_BS = scales_BS.to(dtype)
@@ -69,10 +71,10 @@ def scaled(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
     """Return x as 8-bit dispatch delivers it to another rank; the gradient is unchanged."""
-    return arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
+    return decode_arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
 
 
-def arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
+def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
     """Decode received lines to tokens [B, H], differentiably in the x that this rank sent.
 
     ``send_back`` maps the gradient of the result to the gradient of x.
@@ -81,7 +83,7 @@ def arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
-    """Return ``x``; in a ``discard_scope``, operations on it save ``lines`` in its place.
+    """Return ``x``; in a ``discard_scope`` operations save ``lines`` instead for their backward.
 
     ``lines`` are x encoded in 8 bits. The backward decodes them again.
     """

@@ -1,21 +1,21 @@
 """What a model is built with: communicators, implementations, wrappers of a layer's calls.
 
-Modules get these when they are built, and keep them. Elsewhere: ``Block`` takes the class of
-attention and of the feed-forward, ``parallel/expert.py`` the dispatcher, SDPA its kernel for each
-call; adapters and ``train.fp8`` replace linear layers afterwards, and adapters the expert backend.
-Collectives of tp, ep and cp are inside of what is wrapped, since modules call them. FSDP's hooks are
-outside: they surround the forward of a module, which calls what is wrapped. So weights are
-unsharded whenever a call runs again.
+Modules get these in their constructors and keep them. Some choices are made elsewhere: ``Block``
+chooses the classes of attention and feed-forward, ``automoe.parallel.expert`` the dispatcher, and
+SDPA its kernel at each call; LoRA and ``train.fp8`` replace linear layers after construction, and
+LoRA the expert backend. A wrapped call contains the collectives of tp, ep and cp, since modules
+call these. FSDP's hooks stay outside of it: they surround the forward of the module that makes the
+call, so weights are unsharded whenever the call is recomputed.
 """
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import partial
 
-from automoe.comm.calls import Call, LayerCalls, Wrap, as_it_is
+from automoe.comm.calls import LayerCalls, Wrap, as_it_is, chain
 from automoe.comm.collectives import communicator
+from automoe.comm.communicators import SINGLE_RANK, Communicator, ProcessGroupCollection
 from automoe.comm.discard_outputs import discard_outputs, discard_scope
-from automoe.comm.process_groups import SINGLE_RANK, Communicator, ProcessGroupCollection
 from automoe.config.plugins import look_up, registered
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig, is_linear
@@ -35,7 +35,7 @@ from automoe.parallel.compile import compiled
 from automoe.parallel.fp8 import fp8_experts
 from automoe.parallel.fsdp import MASTER_DTYPES
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.overlap import TURNS
+from automoe.parallel.overlap import MERGED_PASSES
 from automoe.parallel.ring import cpu_ring, cuda_ring, ring_masks
 from automoe.parallel.runner import checked_loss
 
@@ -56,7 +56,7 @@ def layer_calls(config: Config, layer: int) -> LayerCalls:
     # compiler recomputes it. Experts are an FSDP unit of their own, so they run again to the end.
     return LayerCalls(
         layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), discards),
-        mix=compiles,
+        attention=compiles,
         norm=discards_norms,
         gather=discards_norms,  # of the norms' outputs: recomputing them repeats the all-gather
         project_up=if_named("mla_up_proj", discard_outputs),
@@ -69,15 +69,6 @@ def layer_calls(config: Config, layer: int) -> LayerCalls:
         # another stream would not wait for it: no shared experts there that read recomputed tensors
         side_stream=not modules & {FULL, "layernorm"},
     )
-
-
-def chain(*wraps: Wrap) -> Wrap:
-    """Return the wrapper that applies ``wraps``, the innermost first."""
-
-    def wrapped(call: Call) -> Call:
-        return reduce(lambda inner, wrap: wrap(inner), wraps, call)
-
-    return wrapped
 
 
 def build_backend(
@@ -127,17 +118,17 @@ def build_backend(
 
 
 def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBackend:
-    """Return the function that makes what multiplies by a layer's ``GroupedExperts``.
+    """Return the constructor of expert backends: a function of a layer's ``GroupedExperts``.
 
-    One of three multiplies: 8-bit products with scales of the layer (``train.fp8``), grouped products
-    that add up weight gradients themselves (``parallel.expert_wgrad``), or the backend of
-    ``moe.experts``, which is the same for all layers. The first two imply moe.experts=grouped_mm.
-    Adapters of experts replace it later (``moe/lora.py``).
+    With ``train.fp8`` the backend multiplies in 8 bits, with scales of the layer; with
+    ``parallel.expert_wgrad`` its products add weight gradients to FSDP's sums themselves. Both
+    imply moe.experts=grouped_mm. Else it is the backend of ``moe.experts``, one for all layers.
+    LoRA adapters of experts replace the backend later (``automoe.moe.lora``).
     """
     if meshes is not None and config.train.fp8 != "off":
         return lambda _: fp8_experts(meshes, config)
     if (how := config.parallel.expert_wgrad) != "autograd":
-        later = TURNS.defer if how == "delayed" else None
+        later = MERGED_PASSES.defer if how == "delayed" else None
         return lambda experts: partial(grouped_mm_experts, sums=GradientSums(experts, later))
     backend = expert_backend(config.moe.experts)
     return lambda _: backend
@@ -151,7 +142,7 @@ def _attention(
     Ring attention has kernels of its own; else ``kernels.attention`` names the kernel.
     """
     kernel = config.kernels.attention
-    cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    cp = None if meshes is None or config.parallel.context != "ring" else meshes.submesh("cp")
     if cp is not None:
         if cp.device_type == "cpu":
             return cpu_ring(cp.get_group()), ring_masks(cp_ranks)
