@@ -57,6 +57,7 @@ FAMILIES = [
     "glm_moe_dsa_shared",
     "minimax_m2",
     "olmoe",
+    "granitemoeshared",
 ]
 ALWAYS = FAMILIES[:5]
 FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe")
