@@ -358,11 +358,13 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()
     parameters = set()
-    joined = {}  # module with gates and ups -> their number
+    joined = {}  # matrix with gates and ups -> their number
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
         pieces = _pieces(module, suffix, b, keys)
         matrices = [names.stored(piece.key) for piece in pieces]
+        if not suffix and (parts := pieces[0].shape[0] // len(b)) > 1:
+            joined[".".join(matrices[0].rsplit(".", 3)[1:])] = parts
         # Whole names, since other modules of the class may have the same last name.
         if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
@@ -372,8 +374,6 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
             continue
         matrices = [key.split(".", 3)[3] for key in matrices]
         in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
-        if not suffix and (parts := pieces[0].shape[0] // len(b)) > 1:
-            joined[matrices[0].removesuffix(".weight")] = parts
         if keys.fused if suffix else in_ffn_of_moe:
             parameters.add(matrices[0])
         else:
