@@ -42,8 +42,8 @@ from automoe.storage.foreign import open_inside
 WEIGHTS_FILE = "adapter_model.safetensors"
 Tensors = dict[str, Tensor]  # by name
 LAYOUTS = ("auto", "published", "fused")
-# peft 0.21 cannot stack per-expert adapters of these families.
-_FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
+# peft 0.21 cannot stack per-expert adapters of these families, or does not know Granite's names.
+_FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoeshared")
 _TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
 _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix of the adapter's name
@@ -358,13 +358,14 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()
     parameters = set()
-    joined = {}  # matrix with gates and ups -> their number
+    joined = {}  # module with gates and ups -> their number
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
         pieces = _pieces(module, suffix, b, keys)
         matrices = [names.stored(piece.key) for piece in pieces]
-        if not suffix and (parts := pieces[0].shape[0] // len(b)) > 1:
-            joined[".".join(matrices[0].rsplit(".", 3)[1:])] = parts
+        parts = 1 if suffix else pieces[0].shape[0] // len(b)
+        if parts > 1:
+            joined[".".join(matrices[0].split(".")[-3:-1])] = parts
         # Whole names, since other modules of the class may have the same last name.
         if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
@@ -374,7 +375,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
             continue
         matrices = [key.split(".", 3)[3] for key in matrices]
         in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
-        if keys.fused if suffix else in_ffn_of_moe:
+        if keys.fused if suffix else in_ffn_of_moe and parts == 1:
             parameters.add(matrices[0])
         else:
             modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in matrices}

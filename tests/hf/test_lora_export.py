@@ -60,7 +60,7 @@ FAMILIES = [
     "granitemoeshared",
 ]
 ALWAYS = FAMILIES[:5]
-FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe")
+FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe", "granitemoeshared")
 
 
 def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:
