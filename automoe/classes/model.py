@@ -273,7 +273,7 @@ class TransformersModel(CausalLM):
         super().__init__(config, backend)
         path = str(config.hf_path)
         model = build_causal_lm(path, EXPERTS[moe.experts])
-        self.scale, self.soft_cap, self._head_rows = head_of(model, path)
+        self.logit_scale, self.soft_cap, self._head_rows = head_of(model, path)
         self._inner = [inner_model(model, path)[1]]
         _keep_own_values(model, path, self.backend.seed)
         if config.tie_embeddings:
@@ -459,7 +459,7 @@ class TransformersModel(CausalLM):
     def last_norm(self, x_BsH: Tensor) -> Tensor:
         if self._probe is not None:
             self._probe.states.append(x_BsH)
-        return x_BsH if self.scale == 1 else x_BsH * self.scale
+        return x_BsH
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
         """Return the ``forward`` of a layer's MoE module, wrapped to use ``forced_ids`` of a micro-batch.

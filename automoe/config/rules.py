@@ -54,7 +54,8 @@ lora.export == adapter | model.rope.extends and lora.rank > 0
 _NUMBERS = table("""
 model.initializer_range <= 0; model.rope.theta <= 0; model.rope.factor <= 0; model.rope.beta_fast <= 0;
     model.rope.beta_slow <= 0; model.rope.partial_rotary_factor <= 0; model.rope.low_freq_factor <= 0;
-    model.router.routed_scaling_factor <= 0; cluster.gemm_curve_from <= 0 | | must be larger than 0
+    model.router.routed_scaling_factor <= 0; model.embedding_multiplier <= 0; model.residual_multiplier <= 0;
+    model.logits_scaling <= 0; cluster.gemm_curve_from <= 0 | | must be larger than 0
 optim.eps <= 0 | | must be larger than 0 | Set optim.eps=1e-8
 model.rope.partial_rotary_factor > 1 | | the share of a head that is rotated, at most 1
 model.rope.high_freq_factor <= model.rope.low_freq_factor | model.rope.scaling == llama3

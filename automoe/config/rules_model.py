@@ -88,11 +88,14 @@ model.attention.qk_norm_over_heads | not model.attention.qk_norm | queries and k
     | Set model.attention.qk_norm=true
 model.attention.clip_qkv != null and model.attention.clip_qkv <= 0 |
     | it bounds the absolute values of queries, keys and values | Set model.attention.clip_qkv=null
+model.attention.multiplier != null and model.attention.multiplier <= 0 |
+    | must be a number larger than 0 | Set model.attention.multiplier=null
 """)
 _MLA = table("""
 model.attention.kv_lora_rank < 1; model.attention.qk_nope_head_dim < 1; model.attention.qk_rope_head_dim < 1;
     model.attention.v_head_dim < 1 | | attention kind mla needs this size
 model.attention.qkv_bias; model.attention.qk_norm_over_heads; model.attention.clip_qkv != null;
+    model.attention.multiplier != null;
     model.rope.partial_rotary_factor != 1; model.attention.sinks; model.attention.sliding_window > 0;
     model.attention.linear_num_key_heads > 0; model.attention.o_bias; model.attention.output_gate
     | model.attention.kind != gqa | only attention kind gqa has it
@@ -137,6 +140,8 @@ parallel.context != gather | mesh.cp > 1 and INDEXER
 _SIZES = table("""
 model.swiglu_alpha <= 0; model.swiglu_limit <= 0 | model.expert_activation == clamped_swiglu
     | must be a number larger than 0
+model.final_logit_softcapping != null and model.final_logit_softcapping <= 0 | | it bounds the absolute values of logits
+    | Set model.final_logit_softcapping=null
 """)
 _TENSOR = table("""
 model.attention.num_heads % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of attention heads

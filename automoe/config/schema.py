@@ -103,6 +103,8 @@ class AttentionConfig:
     qk_norm_over_heads: bool = False
     # gqa: largest absolute value of queries and keys (after their norm) and values (OLMoE)
     clip_qkv: float | None = None
+    # gqa: factor of the products of queries and keys (Granite); null: head_dim ** -0.5
+    multiplier: float | None = None
     qkv_bias: bool = False  # biases in the projections to queries, keys and values
     q_lora_rank: int | None = None  # mla: rank of the query projection; null: one full matrix
     kv_lora_rank: int = 0  # mla: width of the latent that keys and values are projected from
@@ -184,6 +186,8 @@ class ModelConfig:
         "qwen3_5_moe_text",
         "minimax_m2",
         "olmoe",
+        "granitemoe",
+        "granitemoeshared",
         "llama",
         "qwen3",
         "transformers",
@@ -226,6 +230,12 @@ class ModelConfig:
     # RMS norms multiply by 1 + weight, except those inside delta nets (Qwen3-Next)
     zero_centered_norms: bool = False
     tie_embeddings: bool = False  # the output head shares the embedding's weight
+    embedding_multiplier: float = 1.0  # factor of the embedding's rows (Granite)
+    # factor of what attention and FFN add to the residual stream (Granite)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # logits are divided by it (Granite)
+    # logits are c * tanh(logits / c) for this c (Gemma); null: as they are
+    final_logit_softcapping: float | None = None
     initializer_range: float = 0.02  # standard deviation of random initial weights
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)

@@ -194,7 +194,7 @@ class KeyMap:
             not the usual one. ``{expert}`` stands for an expert's number; gate and up may have two
             names; an empty name means that files lack the tensor. Dims of the stored tensor may
             follow in letters: ``[E 2*I H]`` has all gates before the ups, ``[E H I*2]`` alternates
-            gates and ups.
+            gates and ups. ``[1/2]``: our tensor is the second half of its rows.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in such
@@ -244,7 +244,8 @@ class KeyMap:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
             if stored and all(key in keys for key in stored):
                 return layout
-        if any(key.endswith(f".{GATE_UP}") for key in keys):
+        fused = self.in_memory.row(GATE_UP).partition(" ")[0]
+        if any(key.endswith(f".{fused}") for key in keys):
             return self.in_memory
         if any(".switch_mlp." in key for key in keys):
             return self.stacked
@@ -257,8 +258,7 @@ class KeyMap:
         The gate projections of all experts are one tensor, and so are the up and the down
         projections.
         """
-        block, _, _ = self.per_expert.row(DOWN).partition("experts.")
-        stack = f"{block}switch_mlp"
+        stack = self.per_expert.row(DOWN).partition(".")[0] + ".switch_mlp"
         rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I H]"}
         return replace(
             self, rows={**self.per_expert.rows, **rows, DOWN: f"{stack}.down_proj.weight"}
@@ -299,6 +299,13 @@ class KeyMap:
         keys = [f"model.{layer}{key}" for key in row.split()]
         if "{" in row or (self.ffn_parts and keys and name in (GATE_UP, DOWN)):
             return [*one_by_one(keys, shape, experts or range(shape[0]), self.ffn_parts or 1)]
+        if "/" in dims:
+            at, parts = map(int, dims[:-1].split("/"))
+            rows, *rest = shape
+            piece = whole(keys[0], shape)
+            return [
+                piece._replace(shape=(parts * rows, *rest), offset=(at * rows, *[0] * len(rest)))
+            ]
         letters = SPECS[name].shape.split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]

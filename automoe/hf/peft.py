@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ from automoe.storage.foreign import open_inside
 WEIGHTS_FILE = "adapter_model.safetensors"
 Tensors = dict[str, Tensor]  # by name
 LAYOUTS = ("auto", "published", "fused")
-# peft 0.21 cannot stack per-expert adapters of these families.
-_FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
+# peft 0.21 cannot stack per-expert adapters of these families, or does not know Granite's names.
+_FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoeshared")
 _TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
 _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix of the adapter's name
@@ -310,6 +310,12 @@ def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piec
                 )
             elif suffix:
                 [of_a] = one_by_one([""], tuple(a.shape), of_b.start[:1])
+            elif (parts := of_b.shape[0] // len(b)) > 1:  # gates and ups: ranks one after the other
+                at = of_b.offset[0] // len(b)
+                of_a = of_a._replace(shape=(parts * len(a), a.shape[1]), offset=(at * len(a), 0))
+                of_b = of_b._replace(
+                    shape=(of_b.shape[0], parts * len(a)), offset=(of_b.offset[0], at * len(a))
+                )
             for kind, piece in (("A", of_a), ("B", of_b)):
                 piece = piece._replace(key=f"{_PREFIX}{key}.lora_{kind}.weight")
                 table.append((f"{module}.lora.{kind}{suffix}", piece))
@@ -321,9 +327,9 @@ def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
 
     Args:
         piece: the slice, and name and shape of the HuggingFace tensor.
-        stored: HuggingFace tensors by name; a missing one is added.
+        stored: HuggingFace tensors by name; a missing one is added, of zeros.
     """
-    place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
+    place = stored.setdefault(piece.key, tensor.new_zeros(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
 
 
@@ -352,9 +358,14 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()
     parameters = set()
+    joined = {}  # module with gates and ups -> their number
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
-        matrices = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
+        pieces = _pieces(module, suffix, b, keys)
+        matrices = [names.stored(piece.key) for piece in pieces]
+        parts = 1 if suffix else pieces[0].shape[0] // len(b)
+        if parts > 1:
+            joined[".".join(matrices[0].split(".")[-3:-1])] = parts
         # Whole names, since other modules of the class may have the same last name.
         if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
@@ -364,7 +375,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
             continue
         matrices = [key.split(".", 3)[3] for key in matrices]
         in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
-        if keys.fused if suffix else in_ffn_of_moe:
+        if keys.fused if suffix else in_ffn_of_moe and parts == 1:
             parameters.add(matrices[0])
         else:
             modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in matrices}
@@ -373,6 +384,8 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     peft_config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        rank_pattern={name: parts * lora.rank for name, parts in joined.items()},
+        alpha_pattern={name: parts * lora.alpha for name, parts in joined.items()},
         lora_dropout=0.0,  # dropout is for training only, and peft has none for parameters
         target_modules=sorted(modules),
         target_parameters=sorted(parameters) or None,
@@ -407,18 +420,19 @@ def verify_peft(
             model does not, or adds other numbers.
     """
     keys = family_of(config).keys.in_memory
-    # name of the parameter in transformers' model -> its adapter
-    wanted = {
-        _pieces(module, suffix, b, keys)[0].key: (module, suffix, a, b)
-        for module, suffix, a, b in _adapters(ours)
-    }
+    # name of the parameter in transformers' model -> its adapters
+    wanted = defaultdict(list)
+    for adapter in _adapters(ours):
+        module, suffix, _, b = adapter
+        wanted[_pieces(module, suffix, b, keys)[0].key].append(adapter)
     groups = Counter()
     for key, layer in _loaded(folder, config):
         if key not in wanted:
             raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")
-        module, suffix, a, b = wanted.pop(key)
-        groups[next(group for part, group in _GROUPS.items() if part in module)] += 1
-        pairs = zip(_theirs(layer), _mine(module, suffix, a, b, keys), strict=True)
+        adapters = wanted.pop(key)
+        module, suffix, *_ = adapters[0]
+        groups[next(group for part, group in _GROUPS.items() if part in module)] += len(adapters)
+        pairs = zip(_theirs(layer), _mine(adapters, keys), strict=True)
         for expert, (theirs, mine) in enumerate(pairs):
             mine = mine * (lora.alpha / lora.rank)
             if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
@@ -481,14 +495,20 @@ def _theirs(module: Any) -> Iterator[Tensor]:
         yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)
 
 
-def _mine(module: str, suffix: str, a: Tensor, b: Tensor, keys: KeyMap) -> Iterator[Tensor]:
-    """Yield B A of our adapter, without its scale: one matrix per expert, in transformers' layout.
+def _mine(adapters: list[tuple[str, str, Tensor, Tensor]], keys: KeyMap) -> Iterator[Tensor]:
+    """Yield B A of our adapters, without its scale: one matrix per expert, in transformers' layout.
 
     Args:
-        suffix: 13 for gate and up of routed experts, 2 for down, and empty for a single matrix.
+        adapters: those of one parameter, as ``_adapters`` yields them.
     """
+    module, suffix, a, b = adapters[0]
     if not suffix:
-        yield b.float() @ a.float()
+        stored = {}
+        for name, _, each_a, each_b in adapters:
+            delta = each_b.float() @ each_a.float()
+            [piece] = _pieces(name, suffix, delta, keys)
+            _put(delta, piece, stored)
+        yield from stored.values()
         return
     for each_a, each_b in zip(a.float(), b.float(), strict=True):
         delta = (each_b @ each_a)[None]

@@ -44,16 +44,16 @@ class WriteItem:
     """Plan for one tensor of a checkpoint that is written or compared.
 
     Attributes:
-        shard: this rank's shard of the model's tensor, on the meta device if its numbers are read
-            from files.
-        pieces: slices of the model's tensor that make up the checkpoint's tensor.
+        shards: for each of ``pieces``, this rank's shard of the model's tensor, on the meta device
+            if its numbers are read from files.
+        pieces: slices of the model's tensors that make up the checkpoint's tensor.
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.
         target: the tensor as it is stored: dtype, shape and encoding.
     """
 
-    shard: LocalShard
+    shards: list[LocalShard]
     pieces: list[Piece]
     dtype: torch.dtype
     holders: tuple[int, ...]
@@ -96,6 +96,10 @@ def plan_writes(
         made_of = [] if shard.copy else keys.pieces(shard.name, shard.shape)
         for key, group in groupby(made_of, attrgetter("key")):
             pieces = list(group)
+            if plan and plan[-1].key == key:  # gates and ups of one matrix
+                plan[-1].shards.extend([shard] * len(pieces))
+                plan[-1].pieces.extend(pieces)
+                continue
             holders = stage
             if isinstance(shard.tensor, DTensor):
                 # The mesh of a tensor lacks an axis (tp) that does not shard it, so each coordinate
@@ -124,7 +128,8 @@ def plan_writes(
             else:
                 out = dtype
             target = stored_as(pieces[0].shape, out, encoding if quantized else "plain")
-            plan.append(WriteItem(shard, pieces, out, holders, writer, target))
+            shards_of = [shard] * len(pieces)
+            plan.append(WriteItem(shards_of, pieces, out, holders, writer, target))
             load[writer] = load.get(writer, 0) + target.total_bytes
     return plan
 
@@ -195,7 +200,7 @@ class Transfer:
 
     @property
     def _reads(self) -> bool:
-        return any(item.shard.local.is_meta for item in self.items)
+        return any(item.shards[0].local.is_meta for item in self.items)
 
     @torch.no_grad()
     def write(
@@ -231,7 +236,7 @@ class Transfer:
                 write_files(zip(paths, mine, strict=True), chain(tensors, others))
 
         ranks.all(stream)
-        dtype = next(item.dtype for item in self.items if item.shard.trained)
+        dtype = next(item.dtype for item in self.items if item.shards[0].trained)
         done = ranks.lead(lambda: write_index(folder, files, dtype))
         return replace(done, num_copied=len(beside))
 
@@ -358,11 +363,9 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 def _read(item: WriteItem, reader: Reader) -> Tensor:
     """Read the tensor of ``item`` from the files of ``reader``, piece by piece."""
     stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
-    full = torch.empty(item.shard.shape, device="meta")
-    for piece in item.pieces:
-        shard = LocalShard(
-            item.shard.name, full, piece.within(stored).view(piece.size), piece.start
-        )
+    for of, piece in zip(item.shards, item.pieces, strict=True):
+        full = torch.empty(of.shape, device="meta")
+        shard = LocalShard(of.name, full, piece.within(stored).view(piece.size), piece.start)
         reader.fill(reader.plan([shard]))
         fill_upcycled(shard, reader.catalog.keys)
     return stored
@@ -381,12 +384,12 @@ def gather(item: WriteItem, rank: int) -> Tensor | None:
         rank: this rank.
     """
     stored = None
-    shard = item.shard
-    if shard.added:
-        shard.added()
+    for shard in {id(shard): shard for shard in item.shards}.values():
+        if shard.added:
+            shard.added()
     if rank not in item.holders:
         return None
-    for piece in item.pieces:
+    for shard, piece in zip(item.shards, item.pieces, strict=True):
         # Dims that are stored are gathered whole, and then cut.
         index = [
             slice(None) if isinstance(at, slice) else slice(at - first, at - first + 1)

@@ -390,7 +390,7 @@ def _run_transformers(
     chosen = []
     for name, module in model.named_modules():
         # Experts take (rows, choices, weights) in every release; routers' return values differ.
-        if name.endswith(".mlp.experts"):
+        if name.endswith(".experts"):
             module.register_forward_pre_hook(
                 lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
             )

@@ -172,7 +172,7 @@ class GroupedQueryAttention(nn.Module):
             self.q_norm = backend.norm(sizes["Yq"], *of_norm)
             self.k_norm = backend.norm(sizes["Yk"], *of_norm)
         self.attend = calls.attend(AttentionSetup.attend)
-        self.scale = softmax_scale(config.rope, self.head_dim)
+        self.scale = attention.multiplier or softmax_scale(config.rope, self.head_dim)
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""

@@ -64,6 +64,7 @@ class Block(nn.Module):
         ranks = backend.pg_collection.tp, calls.gather
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.attention, self.run_attention)
+        self.multiplier = config.residual_multiplier
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
         self.input_layernorm = norm()
@@ -104,7 +105,7 @@ class Block(nn.Module):
         return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return x plus attention's and the feed-forward's outputs: [B, s, H].
+        """Return x plus attention's and the feed-forward's multiplied outputs: [B, s, H].
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
@@ -112,14 +113,15 @@ class Block(nn.Module):
             tokens: per-token tensors at the s positions.
         """
         x_BsH, h_BsH = self.wrapped_run_attention(x_BsH, setup)
-        if isinstance(self.mlp, MoE):
-            return x_BsH + self.mlp(h_BsH, tokens)
-        return x_BsH + self.call_mlp(self.mlp, h_BsH)
+        moe = isinstance(self.mlp, MoE)
+        out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
+        return x_BsH.add(out_BsH, alpha=self.multiplier)
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
-        """Return x plus attention's output, and the norm of that sum for the feed-forward.
+        """Return x plus attention's multiplied output, and the norm of the sum for the feed-forward.
 
         Both are [B, s, H], s positions of this tp rank.
         """
-        x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
+        out_BsH = self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
+        x_BsH = x_BsH.add(out_BsH, alpha=self.multiplier)
         return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)

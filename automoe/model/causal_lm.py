@@ -83,10 +83,12 @@ class CausalLM(nn.Module, ABC):
         reported: sums of the values that the losses report, by name.
         first_id: token id of the first vocabulary row of embedding and head on this rank.
         notes: lines of text for a run's start that say which kernels compute what.
-        soft_cap: bound of the logits, soft_cap * tanh(logits / soft_cap); 0: none.
+        logit_scale: factor of the product of hidden states and head.
+        soft_cap: bound of the scaled logits, soft_cap * tanh(logits / soft_cap); 0: none.
     """
 
     notes: tuple[str, ...] = ()
+    logit_scale: float = 1.0
     soft_cap: float = 0.0
 
     def __init__(
@@ -222,7 +224,7 @@ class CausalLM(nn.Module, ABC):
             return self._next_tokens(x, batch.next_token_at)
         if batch.labels is None:
             weight_VH = local_shard(self.head_weight)
-            logits_BSV = nn.functional.linear(self.tp.all_gather(x), weight_VH)
+            logits_BSV = nn.functional.linear(self._head_input(x), weight_VH)
             return cap_logits(logits_BSV, self.soft_cap)[0]
         row = self.backend.pg_collection.cp
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
@@ -232,6 +234,10 @@ class CausalLM(nn.Module, ABC):
             # The difference has the value zero and the gradient of the modules' losses.
             loss = loss + (more - more.detach())
         return loss
+
+    def _head_input(self, x_BsH: Tensor) -> Tensor:
+        # Hidden states are scaled and not logits, which are wider.
+        return self.tp.all_gather(x_BsH if self.logit_scale == 1 else x_BsH * self.logit_scale)
 
     def _mtp_loss(self, states: Iterable[Tensor], labels_BSD: Tensor, inputs: LossInputs) -> Tensor:
         """Return this rank's share of weight / D * sum over D depths of their mean cross-entropy.
@@ -250,7 +256,7 @@ class CausalLM(nn.Module, ABC):
         for depth, state_BsH in enumerate(states):
             hits = torch.zeros((), dtype=torch.int64, device=state_BsH.device)
             loss = cross_entropy_sum(
-                self.tp.all_gather(state_BsH).flatten(0, 1),
+                self._head_input(state_BsH).flatten(0, 1),
                 weight_VH,
                 labels_BSD[..., depth].flatten(),
                 self.first_id,
@@ -266,7 +272,7 @@ class CausalLM(nn.Module, ABC):
         return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _next_tokens(self, x_BsH: Tensor, at_BS: Tensor) -> Tensor:
-        x_BSH = self.tp.all_gather(x_BsH)
+        x_BSH = self._head_input(x_BsH)
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
         if at_BS.any():
             weight_VH = local_shard(self.head_weight)
@@ -276,7 +282,7 @@ class CausalLM(nn.Module, ABC):
 
     def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
         weight_VH = local_shard(self.head_weight)
-        x_TH = self.tp.all_gather(x_BsH).flatten(0, 1)
+        x_TH = self._head_input(x_BsH).flatten(0, 1)
         head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.tp
         if self.loss is not None:
             sampled = {

@@ -48,6 +48,8 @@ class Decoder(CausalLM):
         backend: BackendConfig | None = None,
     ) -> None:
         super().__init__(config, backend, embeds, predicts)
+        self.logit_scale = 1 / config.logits_scaling
+        self.soft_cap = config.final_logit_softcapping or 0.0
         layers = config.all_layers if layers is None else layers
         vocab = config.vocab_size
         hidden = config.hidden_size
@@ -112,7 +114,9 @@ class Decoder(CausalLM):
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
-        return self.tp.reduce_scatter(self.embed_tokens(ids_BS))
+        x_BsH = self.tp.reduce_scatter(self.embed_tokens(ids_BS))
+        multiplier = self.config.embedding_multiplier
+        return x_BsH if multiplier == 1 else x_BsH * multiplier
 
     def last_norm(self, x_BsH: Tensor) -> Tensor:
         return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)

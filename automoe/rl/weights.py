@@ -95,7 +95,7 @@ class WeightStream:
         items = self._plan()
         ranks = Ranks()
         transfer = Transfer(list(items.values()), ranks, self._source)
-        device = next(iter(items.values())).shard.local.device
+        device = next(iter(items.values())).shards[0].local.device
         for bucket in self._buckets:
             tensors: dict[str, torch.Tensor] = {}
             for key, stored in bucket.items():

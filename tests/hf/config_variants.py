@@ -71,6 +71,12 @@ _LINEAR = {
     "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.5,
+}
 BASES: dict[str, Variant] = {
     "deepseek_v3": _GROUPED | _MLA,
     "deepseek_v32": _GROUPED | _MLA | _INDEXER,
@@ -85,6 +91,9 @@ BASES: dict[str, Variant] = {
     "qwen3_5_moe_text": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3} | _MULTIPLIERS,
+    "granitemoeshared": {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 12}
+    | _MULTIPLIERS,
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }

@@ -57,9 +57,10 @@ FAMILIES = [
     "glm_moe_dsa_shared",
     "minimax_m2",
     "olmoe",
+    "granitemoeshared",
 ]
 ALWAYS = FAMILIES[:5]
-FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe")
+FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe", "granitemoeshared")
 
 
 def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:

@@ -171,8 +171,22 @@ MODELS["olmoe"] = ModelConfig(
     router=RouterConfig(norm_topk_prob=False),
     **SIZES,
 )
+# A shared expert, and a factor or divisor wherever the decoder takes one; logits are capped as well.
+MULTIPLIERS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=0.7, final_logit_softcapping=0.5)
+MODELS["granite"] = ModelConfig(
+    family="granitemoeshared",
+    num_layers=4,
+    num_experts_per_token=3,
+    shared_intermediate_size=20,
+    attention=AttentionConfig(
+        kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True, o_bias=True, multiplier=0.7
+    ),
+    router=RouterConfig(softmax_after_topk=True),
+    **(SIZES | MULTIPLIERS),
+)
 # One and two modules for multi-token prediction; the last ones read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
+MODELS["deepseek-mtp-scaled"] = replace(MODELS["deepseek-mtp"], **MULTIPLIERS)
 MODELS["deepseek-mtp2"] = replace(MODELS["deepseek"], num_layers=4, num_mtp_layers=2)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
 # Each query sees three keys, which an indexer chooses.

@@ -88,6 +88,9 @@ CORE = [
     Case("deepseek-sparse", dict(cp=2, tp=2, ep=2), rows=4),
     # queries and keys normed over the heads of all tp ranks
     Case("minimax", dict(tp=2, ep=2), rows=4),
+    # factors of embedding, residual, attention and logits, which are capped
+    Case("granite", dict(cp=2, tp=2, ep=2), rows=4),
+    Case("deepseek-mtp-scaled", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
     # what is evaluated between steps counts nowhere; keys of their own are clipped too
@@ -159,6 +162,11 @@ MORE = [
     Case("olmoe", dict(tp=4, ep=4), rows=4, parallel=FULL),
     Case("olmoe", dict(dp_shard=2, tp=2, ep=2), rows=2, lora=LORA),
     Case("olmoe", dict(pp=2, cp=2, tp=2, ep=2), rows=2),
+    Case("granite", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
+    Case("granite", dict(pp=2, tp=2, etp=2), rows=2, parallel=ZBV),
+    Case("granite", dict(dp_shard=2, tp=2, ep=2), rows=2, parallel=FULL, lora=LORA),
+    Case("granite", dict(dp_replicate=2, cp=2, ep=2), rows=2, parallel=ULYSSES | PARTS),
+    Case("deepseek-mtp-scaled", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED | FULL),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     # modules away from the head: on the rank of the embedding, on two stages, alone, beside a tied head's copy
     Case("deepseek-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|ttt|m|L")),

@@ -462,7 +462,7 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
     ("model_type", "more", "why"),
     [
         ("flex_olmo", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
-        ("granitemoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
+        ("granitemoe_swa", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
         ("dbrx", {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}}, "attn_pdrop=0.1 draws random numbers"),
         ("flex_olmo", {"num_experts_per_tok": 9}, "a token chooses 9 experts of 8"),
         (

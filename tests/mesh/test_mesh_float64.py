@@ -62,7 +62,7 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
     parts = {
         "mlp.router": moe_layers,
         "mlp.experts": moe_layers,
-        "mlp.shared_experts": model.num_shared_experts,
+        "mlp.shared_experts": model.shared_width,
         "output_gate": model.shared_expert_gate,
         "mlp.gate_proj": model.first_k_dense,
         "_proj.bias": model.attention.qkv_bias,

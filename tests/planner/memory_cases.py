@@ -107,6 +107,8 @@ CASES: dict[str, list[str]] = {
     "gpt_oss": [GPT_OSS, ONE],
     "gpt_oss moe bfloat16": [GPT_OSS, ONE, BF16, again("layernorm", "moe")],
     "gpt_oss ep2": [GPT_OSS, TWO, "mesh.ep=2", BF16],
+    "granite": ["model=small_granite", ONE],
+    "granite tp2 full bfloat16": ["model=small_granite", "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2", BF16, again("full")],
     "mixtral replicas": [MIXTRAL, "mesh.dp_shard=1", "mesh.dp_replicate=2", BF16],
     "llama": [LLAMA, ONE],
     "llama full bfloat16": [LLAMA, ONE, BF16, again("full"), "model.num_layers=6", "model.first_k_dense=6"],

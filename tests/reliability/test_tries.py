@@ -66,7 +66,11 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
     ("generate", {"num_experts_per_tok": 9}, "selected index k out of range"),
     ("generate", {"num_experts_per_tok": -1}, "selected index k out of range"),
-    ("generate", {"model_type": "granitemoe"}, "tensors of GraniteMoeForCausalLM: model.layers.0.block_sparse_moe"),
+    (
+        "generate",
+        {"model_type": "granitemoe_swa"},
+        "tensors of GraniteMoeSWAForCausalLM: model.layers.0.block_sparse_moe",
+    ),
     ("generate", {"model_type": "bert"}, "tensors of BertLMHeadModel"),
     ("generate", {"intermediate_size": 10**9}, "numbers, and its files hold"),
     ("generate", {"head_dim": 10**8, "num_hidden_layers": 1}, "numbers, and its files hold"),

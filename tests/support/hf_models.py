@@ -91,6 +91,16 @@ _GPT_OSS: dict[str, Any] = {
     "rope_theta": 150000.0,
 }
 _OLMOE: dict[str, Any] = {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
+_GRANITE: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.5,
+}
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -285,6 +295,21 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _OLMOE
         | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 2, "num_experts": 5, "clip_qkv": 0.8}
         | {"attention_bias": True, "norm_topk_prob": True, "tie_word_embeddings": True, "rope_theta": 50.0},
+    ),
+    "granitemoe": ("granitemoe", _GRANITE),
+    "granitemoe_odd": (
+        "granitemoe",
+        _GRANITE
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 12, "num_key_value_heads": 1, "num_local_experts": 5}
+        | {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 50.0, "logits_scaling": 6.0}
+        | {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0884},
+    ),
+    "granitemoeshared": ("granitemoeshared", _GRANITE | {"shared_intermediate_size": 24}),
+    "granitemoeshared_odd": (
+        "granitemoeshared",
+        _GRANITE
+        | {"vocab_size": 101, "hidden_size": 40, "shared_intermediate_size": 20, "num_experts_per_tok": 2}
+        | {"tie_word_embeddings": True, "rope_scaling": _YARN, "logits_scaling": 0.7},
     ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (

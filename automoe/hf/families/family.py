@@ -25,10 +25,11 @@ REQUIRED = object()
 # defaults.
 _OPTIONAL = (
     "attention.qkv_bias attention.o_bias attention.sinks attention.output_gate attention.qk_norm_over_heads "
-    "attention.clip_qkv attention.index_topk attention.index_interleaved attention.index_shared_layers "
+    "attention.clip_qkv attention.multiplier attention.index_topk attention.index_interleaved attention.index_shared_layers "
     "attention.full_attention_interval attention.linear_num_key_heads attention.linear_split_projections "
     "biased_experts expert_activation router.logit_bias shared_expert_gate shared_intermediate_size "
-    "zero_centered_norms num_mtp_layers rope.partial_rotary_factor"
+    "zero_centered_norms num_mtp_layers rope.partial_rotary_factor embedding_multiplier residual_multiplier "
+    "logits_scaling final_logit_softcapping"
 ).split()
 # Keys of a source's config.json that are dropped, since they could contradict the written ones:
 # other spellings, and the source's own modelling code.

@@ -26,6 +26,7 @@ from automoe.hf.families import (
     deepseek_v32,
     glm4_moe,
     gpt_oss,
+    granite,
     llama,
     minimax_m2,
     mixtral,
@@ -57,6 +58,8 @@ FAMILIES: dict[str, Family] = {
         qwen.QWEN3_5_MOE,
         minimax_m2.FAMILY,
         olmoe.FAMILY,
+        granite.FAMILY,
+        granite.SHARED,
         llama.FAMILY,
         qwen.QWEN3,
     )
