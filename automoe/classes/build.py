@@ -213,12 +213,14 @@ def _adapted(model: Any) -> dict[str, str]:
     """Return the parameters that may get adapters, each with its last name in ``lora.targets``.
 
     These are the matrices of linear layers, named as the layer, and stacks [E, O, I] of experts
-    under transformers' usual names. Vectors (gates of one number) have no adapter.
+    under transformers' usual names. Vectors (gates of one number), layers with a product of their
+    own and indexers, which the loss does not reach, have no adapter.
     """
     adapted = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and module.out_features > 1:
+        linear = type(module).forward is nn.Linear.forward and module.out_features > 1
+        if linear and "indexer" not in name:
             adapted[f"{name}.weight"] = last
         elif holds_experts(module) and not getattr(module, "is_transposed", False):
             stacks = {key: p for key, p in module.named_parameters() if p.dim() == 3}
