@@ -218,13 +218,15 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
 def _adapted(model: Any) -> dict[str, str]:
     """Return parameter name -> name in ``lora.targets``, for parameters that may get LoRA adapters.
 
-    These are the weights of linear layers, named as the layer, and the experts' stacks [E, O, I]
-    ``gate_up_proj`` and ``down_proj``. Layers with one output (gates) get no adapter.
+    These are the matrices of linear layers, named as the layer, and the experts' stacks [E, O, I]
+    ``gate_up_proj`` and ``down_proj``. Layers with one output (gates), layers with a product of
+    their own, and indexers, which the loss does not reach, get no adapter.
     """
     adapted = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and module.out_features > 1:
+        linear = type(module).forward is nn.Linear.forward and module.out_features > 1
+        if linear and "indexer" not in name:
             adapted[f"{name}.weight"] = last
         elif holds_experts(module) and not getattr(module, "is_transposed", False):
             stacks = {key: p for key, p in module.named_parameters() if p.dim() == 3}

@@ -10,9 +10,9 @@ shows what slice of which parameter it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,18 @@ from automoe.model.params import Param
 from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
 _TOP_K = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split()
+_Pieces = dict[str, tuple[Piece, ...]]
 # Keys that describe the source's files; a written config.json does not have them.
 _OF_FILES = "auto_map dtype torch_dtype quantization_config transformers_version".split()
+# Published names that transformers reads and does not write: what to change in those that it writes.
+_PUBLISHED = {
+    "deepseek_v4": (
+        (r"^model\.", ""),
+        ("^embed_tokens", "embed"),
+        (r"^hc_head\.hc", "hc_head"),
+        (r"attn\.norm", "attn.kv_norm"),
+    )
+}
 # Settings and axes that automoe's decoder alone computes.
 _CLASS_TIER = rule_engine.table("""
 mesh.pp > 1; mesh.cp > 1; mesh.tp > 1; mesh.etp > 1; moe.gate != default; moe.dispatch_dtype != default;
@@ -59,8 +69,11 @@ mesh.pp > 1; mesh.cp > 1; mesh.tp > 1; mesh.etp > 1; moe.gate != default; moe.di
     | {model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, dp_shard
     and their replicas; native families (docs/huggingface.md) have every axis and kernel
 """)
-_WGRAD = rule_engine.table("""
+_OWN_CODE = rule_engine.table("""
 parallel.expert_wgrad != autograd | | the experts of a class of transformers use its own products
+data.document_mask | model.architecture == DeepseekV4ForCausalLM | its compressors cut windows from the start of a row,
+    so the documents of a row would not be apart
+    | Set data.document_mask=false; for conversations data.chat.pack=false, too. Pairs and sessions need another model
 """)
 
 
@@ -168,6 +181,7 @@ class ClassFamily(Family):
             base = text.to_dict()
         settings = {key: value for key, value in base.items() if key not in _OF_FILES}
         tied = {"tie_word_embeddings": config.tie_embeddings}
+        settings = _published_keys(text) | settings
         return settings | {"architectures": [config.architecture]} | tied
 
     # fmt: off
@@ -179,7 +193,7 @@ class ClassFamily(Family):
         yield from rule_engine.refused(see, _CLASS_TIER)
         if model.num_moe_layers:
             yield from sharded_expert_rows(config, shape)
-            yield from rule_engine.refused(see, _WGRAD)
+            yield from rule_engine.refused(see, _OWN_CODE)
 
     def adapter_rows(self, config: Config, params: list[Param]) -> Iterator[Row]:
         architecture = config.model.architecture
@@ -207,19 +221,66 @@ class ClassFamily(Family):
         return class_layers(config, ep, expert_rows)
 
 
+def _published_keys(text: Any) -> HFConfig:
+    """Return the keys of published files that transformers reads and does not write.
+
+    Args:
+        text: transformers' configuration of the text model.
+    """
+    if text.model_type != "deepseek_v4":
+        return {}
+    keys = {
+        key: getattr(text, key) for key in ("layer_types", "mlp_layer_types", "qk_rope_head_dim")
+    }
+    keys["compress_ratios"] = [text.compress_rates.get(kind, 0) for kind in text.layer_types]
+    if sorted(kinds := text.mlp_layer_types) == kinds:  # hash_moe first
+        keys["num_hash_layers"] = kinds.count("hash_moe")
+    return keys
+
+
 class _View(Tensor):
-    """Meta tensor whose ``contiguous`` returns itself, so that slices of it stay views of it."""
+    """Meta tensor that keeps track of where its numbers lie in a parameter.
+
+    Each slice of it is a view of the parameter. If its numbers cannot be a view, ``origin`` is the
+    view before rows were interleaved (with one dim more), or before rows of no parameter were
+    appended.
+    """
 
     def contiguous(self, *_, **__) -> Tensor:
         return self
+
+    def reshape(self, *shape: Any) -> Any:
+        try:
+            return self.view(*shape)
+        except RuntimeError:
+            out = super().reshape(*shape)
+            out.origin = self  # type: ignore[attr-defined]
+            return out
+
+    def flatten(self, first: int = 0, last: int = -1) -> Tensor:
+        return self.reshape(*self.shape[:first], -1, *self.shape[last:][1:])
+
+    def __getitem__(self, index: Any) -> Any:
+        places = index[1] if isinstance(index, tuple) and len(index) == 2 else None
+        if isinstance(places, list) and len(places) == 2:
+            index = index[0], slice(places[0], places[1] + 1, places[1] - places[0])
+        return super().__getitem__(index)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.cat:
+            out.origin = args[0][0]
+        return out
 
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
     """Return how tensors of published checkpoint files map to parameters of the class at ``path``.
 
-    The ``layouts`` of the result are all ways in which files may name tensors: as published, with
-    the prefixes of a multimodal wrapper, or by the class's own parameter names.
+    The ``layouts`` of the result are all ways in which files may name tensors: as published, as
+    transformers writes them, with the prefixes of a multimodal wrapper, or by the class's own
+    parameter names.
 
     Args:
         stated: content of config.json; part of the cache's key only.
@@ -235,6 +296,8 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         if with_prefixes:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
+    if model.config.model_type in _PUBLISHED and tables[0]:
+        tables.insert(0, _renamed(tables[0], partial(_as_published, model.config.model_type)))
     by_name = {name: (whole(name, tuple(tensor.shape)),) for name, tensor in tensors.items()}
     keys = [
         piece.key
@@ -253,18 +316,26 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
             plain = names_in(
                 Path(), {}, [piece.key for pieces in table.values() for piece in pieces]
             )
-            named = {
-                name: tuple(
-                    piece._replace(key=plain.plain(piece.key) or piece.key) for piece in pieces
-                )
-                for name, pieces in table.items()
-            }
+            named = _renamed(table, lambda key, plain=plain: plain.plain(key) or key)
             of_ids = frozenset(piece.key for name in integers for piece in named[name])
             layouts.append(KeyMap(table=named, unread=unread, integers=of_ids))
     return replace(layouts[0], layouts=tuple(layouts))
 
 
-def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[Piece, ...]] | None:
+def _as_published(model_type: str, key: str) -> str:
+    for pattern, name in _PUBLISHED[model_type]:
+        key = re.sub(pattern, name, key)
+    return key
+
+
+def _renamed(table: _Pieces, rename: Callable[[str], str]) -> _Pieces:
+    return {
+        name: tuple(piece._replace(key=rename(piece.key)) for piece in pieces)
+        for name, pieces in table.items()
+    }
+
+
+def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
     """Return parameter name -> the slices of it that published files hold, with their keys.
 
     The result is None if a published tensor is not a slice of one parameter.
@@ -282,16 +353,45 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, tuple[
     of_storage = {id(owner.untyped_storage()): name for name, owner in tensors.items()}
     table = {name: [] for name in tensors}
     for key, view in stored.items():
-        name = of_storage.get(id(view.untyped_storage()))
-        piece = None if name is None else _piece(key, view, tensors[name])
-        if piece is None:
+        origin = getattr(view, "origin", view)
+        name = of_storage.get(id(origin.untyped_storage()))
+        pieces = [None] if name is None else _pieces(key, view.shape, origin, tensors[name])
+        if None in pieces:
             return None
-        table[name].append(piece)
+        table[name].extend(pieces)
     whole = all(
-        sum(torch.Size(piece.shape).numel() for piece in pieces) == tensors[name].numel()
+        sum(torch.Size(piece.size).numel() for piece in pieces) == tensors[name].numel()
         for name, pieces in table.items()
     )
     return {name: tuple(pieces) for name, pieces in table.items()} if whole else None
+
+
+def _pieces(key: str, shape: torch.Size, origin: Tensor, tensor: Tensor) -> list[Piece | None]:
+    """Return the slices of ``tensor`` that the published tensor ``key`` of ``shape`` holds.
+
+    Args:
+        origin: ``_View.origin`` of the published tensor, or itself.
+    """
+    if origin.shape == shape:
+        return [_piece(key, origin, tensor)]
+    if origin.dim() == len(shape):  # rows were appended
+        piece = _piece(key, origin, tensor)
+        return [piece and piece._replace(shape=tuple(shape))]
+    pieces: list[Piece | None] = []
+    sizes = origin.shape
+    for dim in range(1, origin.dim() - 1):
+        if shape == (*sizes[: dim - 1], sizes[dim - 1] * sizes[dim], *sizes[dim + 1 :]):
+            for turn, view in enumerate(origin.unbind(dim)):
+                if piece := _piece(key, view, tensor):
+                    full, offset = [*piece.shape], [*piece.offset]
+                    offset[dim] = turn * full[dim]
+                    full[dim] *= sizes[dim]
+                    piece = piece._replace(
+                        shape=tuple(full), offset=tuple(offset), file=tuple(shape)
+                    )
+                pieces.append(piece)
+            return pieces
+    return [None]
 
 
 def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:

@@ -296,6 +296,8 @@ class TransformersModel(CausalLM):
         modules = list(stacks.values())
         self.experts_by = self._choose_experts(modules, moe.experts)
         note = f"{config.architecture}: layers and routers by transformers' own code"
+        if any("indexer" in name for name, _ in self.named_parameters()):
+            note += "; the loss reaches no indexer, so none is trained"
         self.notes = (f"{note}; {self.experts_by}",)
         for index, (name, experts) in enumerate(stacks.items()):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
@@ -422,10 +424,8 @@ class TransformersModel(CausalLM):
         """
         device = self.head_weight.device
         length = self.row_to_try(seq_len)
-        drawn = torch.Generator().manual_seed(0)
-        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(
-            device
-        )
+        rng = torch.Generator().manual_seed(0)
+        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=rng).to(device)
         index = torch.arange(length, device=device).unsqueeze(0)
         trains = self.training
         for first in {_prime(length // 4), _prime(length // 2)}:

@@ -53,6 +53,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
             it. If there are several, boxes span all but the first. The box has size 1 on dims of
             our tensor that are in no entry.
         offset: start of the box in the HuggingFace tensor.
+        file: shape in the file, if rows that lie there in turn are taken as one long row each.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     size: Shape
     dims: tuple[Shape, ...]
     offset: Shape
+    file: Shape = ()
 
     def overlap(
         self, start: Shape, size: Shape
@@ -362,7 +364,9 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
         prefix, kind = (f"model.{layer[1]}", (layer[2], shape)) if layer else ("", name)
         if kind not in alike:
             pieces = keys.pieces(name, shape)
-            alike[kind] = [(piece.key.removeprefix(prefix), piece.shape) for piece in pieces]
+            alike[kind] = [
+                (piece.key.removeprefix(prefix), piece.file or piece.shape) for piece in pieces
+            ]
         tensors |= {prefix + key: full for key, full in alike[kind]}
     return tensors
 

@@ -338,6 +338,9 @@ class Reader:
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in self.catalog.keys.pieces(shard.name, shard.shape, experts):
                 source = self.catalog.sources[piece.key]
+                if piece.file:
+                    assert source.encoding == "plain", piece.key
+                    source = source._replace(shape=piece.shape)
                 if source.shape[:1] < piece.shape[:1]:  # the model's vocabulary is larger
                     piece = piece._replace(size=source.shape)
                 if item := _read_item(shard, piece, source):

@@ -121,13 +121,16 @@ def plan_writes(
                 out = torch.float32 if shard.local.is_meta and live == torch.bfloat16 else live
             elif not shard.trained:
                 out = live
+            # transformers' pattern is for the names of its class
             elif dtype is None or (
-                stored == torch.float32 and kept_in_float32(architecture).search(key)
+                stored == torch.float32
+                and kept_in_float32(architecture).search(shard.name if keys.table else key)
             ):
                 out = stored
             else:
                 out = dtype
-            target = stored_as(pieces[0].shape, out, encoding if quantized else "plain")
+            shape = pieces[0].file or pieces[0].shape
+            target = stored_as(shape, out, encoding if quantized else "plain")
             shards_of = [shard] * len(pieces)
             plan.append(WriteItem(shards_of, pieces, out, holders, writer, target))
             load[writer] = load.get(writer, 0) + target.total_bytes
@@ -362,13 +365,13 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 def _read(item: WriteItem, reader: Reader) -> Tensor:
     """Read the tensor of ``item`` from the files of ``reader``, piece by piece."""
-    stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
+    stored = torch.zeros(item.pieces[0].shape, dtype=item.dtype)
     for of, piece in zip(item.shards, item.pieces, strict=True):
         full = torch.empty(of.shape, device="meta")
         shard = LocalShard(of.name, full, piece.within(stored).view(piece.size), piece.start)
         reader.fill(reader.plan([shard]))
         fill_upcycled(shard, reader.catalog.keys)
-    return stored
+    return stored.view(item.pieces[0].file or stored.shape)
 
 
 # Gathering ----------------------------------------------------------------------------------------
@@ -399,11 +402,11 @@ def gather(item: WriteItem, rank: int) -> Tensor | None:
         if isinstance(shard.tensor, DTensor):
             part = _gather_stored(part, shard.tensor, shard.shape, piece)
         part = part[tuple(at if isinstance(at, slice) else 0 for at in piece.box)]
-        if len(item.pieces) == 1:
+        if part.numel() == math.prod(piece.shape):
             return piece.in_stored_order(part).reshape(piece.shape)
-        stored = part.new_empty(piece.shape) if stored is None else stored
+        stored = part.new_zeros(piece.shape) if stored is None else stored
         piece.within(stored).copy_(part)
-    return stored
+    return stored if stored is None else stored.view(item.pieces[0].file or stored.shape)
 
 
 def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:

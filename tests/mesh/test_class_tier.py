@@ -154,7 +154,7 @@ def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int
 
 
 # What is written is read again by its model_type, in the native family if there is one.
-STREAMED = ["flex_olmo", "solar_open", *(name for name in CLASSES if name not in FAMILIES)]
+STREAMED = ["flex_olmo", "solar_open", "inkling2_text", *(name for name in CLASSES if name not in FAMILIES)]
 
 
 @pytest.mark.exhaustive
@@ -164,6 +164,8 @@ def test_published_files_stream_into_the_shards_and_back(
 ) -> None:
     """``to_hf`` compares every number and, through transformers, the logits of what it wrote."""
     path = saved[model_type]
+    if model_type == "deepseek_v4":  # transformers does not write its published names
+        automoe.to_hf(automoe.from_hf(path), path := tmp_path / "in", tokenizer="byte")
     mesh = MESHES["ep2_ep_shard2"]
     found = ranks.run(load_and_write, 4, path, mesh, tmp_path / "out")
 

@@ -43,7 +43,10 @@ def balance(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.parametrize("model_type", random.Random(sample_seed()).sample(CLASSES, 8))
+# experts by token id and an indexer in every run; of the others, some
+@pytest.mark.parametrize(
+    "model_type", {"deepseek_v4": 0} | dict.fromkeys(random.Random(sample_seed()).sample(CLASSES, 8))
+)
 def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_type: str) -> None:
     save_class(model_type, tmp_path / "model")
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -81,9 +84,10 @@ def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0] - 1e-3
 
 
-def test_adapters_of_a_class_go_on_to_the_bit_and_leave_alone_or_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["flex_olmo", "deepseek_v4"])
+def test_adapters_of_a_class_go_on_to_the_bit_and_leave_alone_or_merged(tmp_path: Path, model_type: str) -> None:
     """Dropout and averages go on, too; both exports are proven by the commands that write them."""
-    save_class("flex_olmo", tmp_path / "model")
+    save_class(model_type, tmp_path / "model")
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     adapters = ("lora.rank=8", "lora.dropout=0.25", "lora.export=adapter")
     settings = (f"model.hf_path={tmp_path / 'model'}", *SETTINGS, *adapters)

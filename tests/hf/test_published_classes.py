@@ -1,0 +1,165 @@
+"""Classes of transformers as they are published.
+
+Transformers reads and does not write the names, keys and dtypes of DeepSeek-V4. Inkling 2 has the rows of gates and ups
+in turn, and a head that is filled up.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import automoe
+from automoe.classes.build import class_params
+from automoe.config.schema import MeshConfig
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+from tests.support.class_models import run_config, save_class
+
+# name in the release -> name in the class, of the whole model and below a layer
+WHOLE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+WHOLE |= {f"hc_head_{key}": f"model.hc_head.hc_{key}" for key in ("fn", "base", "scale")}
+INDEXER = "self_attn.compressor.indexer"
+LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn.attn_sink": "self_attn.sinks",
+    "attn.wq_a.weight": "self_attn.q_a_proj.weight",
+    "attn.q_norm.weight": "self_attn.q_a_norm.weight",
+    "attn.wq_b.weight": "self_attn.q_b_proj.weight",
+    "attn.wkv.weight": "self_attn.kv_proj.weight",
+    "attn.kv_norm.weight": "self_attn.kv_norm.weight",
+    "attn.wo_a.weight": "self_attn.o_a_proj.weight",
+    "attn.wo_b.weight": "self_attn.o_b_proj.weight",
+    "attn.indexer.wq_b.weight": f"{INDEXER}.q_b_proj.weight",
+    "attn.indexer.weights_proj.weight": f"{INDEXER}.scorer.weights_proj.weight",
+    "ffn.gate.weight": "mlp.gate.weight",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+    "ffn.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "ffn.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+    "ffn.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+}
+for published, own in (("attn.compressor", "self_attn.compressor"), ("attn.indexer.compressor", INDEXER)):
+    LAYER |= {f"{published}.w{key}.weight": f"{own}.{key}_proj.weight" for key in ("kv", "gate")}
+    LAYER |= {f"{published}.ape": f"{own}.position_bias", f"{published}.norm.weight": f"{own}.kv_norm.weight"}
+for part in ("attn", "ffn"):
+    LAYER |= {f"hc_{part}_{key}": f"{part}_hc.{key}" for key in ("fn", "base", "scale")}
+RATES = dict(compressed_sparse_attention=4, heavily_compressed_attention=128)
+
+
+def released(theirs: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model of transformers under the names of the release."""
+    state = theirs.state_dict()
+    found = {name: state[own] for name, own in WHOLE.items()}
+    for n in range(theirs.config.num_hidden_layers):
+        layer = f"model.layers.{n}."
+        found |= {f"layers.{n}.{name}": state[layer + own] for name, own in LAYER.items() if layer + own in state}
+        gates_ups, downs = (state[f"{layer}mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+        for e, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
+            gate, up = gate_up.chunk(2)
+            for name, matrix in (("w1", gate), ("w2", down), ("w3", up)):
+                found[f"layers.{n}.ffn.experts.{e}.{name}.weight"] = matrix
+    return found
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items()}
+
+
+@pytest.mark.parametrize("more", [{}, {"compress_rates": RATES}], ids=["tiny", "4 and 128"])
+def test_an_export_is_the_release_and_transformers_computes_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def logits(folder: Path) -> Tensor:
+        kind = AutoModelForCausalLM.from_pretrained
+        model, info = kind(folder, dtype=torch.float64, experts_implementation="eager", output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with torch.no_grad():
+            return model.eval()(tokens, use_cache=False).logits
+
+    expected = released(save_class("deepseek_v4", tmp_path / "saved", **more))
+    model = automoe.from_hf(tmp_path / "saved", dtype=torch.float32)
+    automoe.to_hf(model, tmp_path / "out", tokenizer="byte")
+    found = tensors(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], x) for key, x in expected.items())
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    heavy = more.get("compress_rates", {}).get("heavily_compressed_attention", 8)
+    assert config["compress_ratios"] == [heavy, 4, heavy, 4] and config["num_hash_layers"] == 2
+    tokens = torch.randint(300, (2, 140), generator=torch.Generator().manual_seed(2))
+    alike = logits(tmp_path / "saved")
+    if more:  # what the release states
+        for key in ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor"):
+            del config[key]
+        path.write_text(json.dumps(config))
+    torch.testing.assert_close(logits(tmp_path / "out"), alike, rtol=0, atol=0)
+    again = automoe.from_hf(tmp_path / "out", dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), alike, rtol=0, atol=1e-5 * float(alike.abs().max()))
+    for name, x in model.state_dict().items():
+        assert torch.equal(x.double(), again.state_dict()[name].double()), name
+
+
+def test_a_bfloat16_export_keeps_what_the_release_has_in_float32(tmp_path: Path) -> None:
+    """And norms, which transformers keeps so if they are; token ids' experts are int64."""
+    save_class("deepseek_v4", tmp_path / "saved")
+    model = automoe.from_hf(tmp_path / "saved", dtype=torch.float32)
+    automoe.to_hf(model, tmp_path / "out", tokenizer="byte", dtype="bfloat16")
+    for key, x in tensors(tmp_path / "out").items():
+        wide = "hc_" in key or key.endswith(("norm.weight", "attn_sink", ".ape", "gate.bias"))
+        narrow = torch.int64 if key.endswith("tid2eid") else torch.bfloat16
+        assert x.dtype == (torch.float32 if wide else narrow), key
+
+
+def test_documents_of_a_row_are_refused_before_ranks_start(tmp_path: Path) -> None:
+    save_class("deepseek_v4", tmp_path)
+    config = run_config(tmp_path, MeshConfig())
+    validate(config, 4, "cpu")
+    with pytest.raises(ConfigError, match=r"cut windows from the start of a row") as caught:
+        validate(replace(config, data=replace(config.data, document_mask=True)), 4, "cpu")
+    assert caught.value.key == "data.document_mask"
+    assert caught.value.remedy.startswith("Set data.document_mask=false; for conversations data.chat.pack=false, too")
+
+
+def test_an_indexer_is_not_trained_and_the_run_says_so(tmp_path: Path) -> None:
+    """Nor has it adapters, as in native families; nor has a layer whose product is of its own kind."""
+    save_class("deepseek_v4", tmp_path)
+    model = automoe.from_hf(tmp_path, dtype=torch.float32).train()
+    assert any("the loss reaches no indexer, so none is trained" in note for note in model.notes)
+    model(torch.arange(24).view(1, 24)).square().sum().backward()
+    untouched = [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
+    assert untouched and all(INDEXER in name for name in untouched if "experts" not in name)
+    adapted = {param.name for param in class_params(str(tmp_path)) if param.spec.lora}
+    assert "model.layers.1.self_attn.q_a_proj.weight" in adapted
+    assert not [name for name in adapted if "indexer" in name or "o_a_proj" in name]
+
+
+@pytest.mark.parametrize("model_type", ["inkling2_text", "inkling2_loop_text"])
+def test_rows_in_turn_and_rows_that_fill_up_are_read_and_written(tmp_path: Path, model_type: str) -> None:
+    """As transformers writes them: to the bit, and the rows that fill up are zeros."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    save_class(model_type, tmp_path / "saved")
+    expected = tensors(tmp_path / "saved")
+    assert any(key.endswith("w13_weight") for key in expected)
+    model = automoe.from_hf(tmp_path / "saved", dtype=torch.float32)
+    written = automoe.to_hf(model, tmp_path / "out", tokenizer="byte")
+    assert written.logits_error is not None and written.logits_error < 1e-5
+    found = tensors(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert not [key for key, x in expected.items() if not torch.equal(found[key], x)]
