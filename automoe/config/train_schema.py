@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from automoe.config.data_schema import Shown
+from automoe.config.paths import PathText
 
 
 @dataclass
@@ -66,6 +67,9 @@ class LoraConfig:
     """
 
     rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
+    # folder of a peft adapter to start from, which model.hf_path may name too: trained further with
+    # its rank, alpha and targets, or with rank=0 merged into the weights
+    path: PathText | None = None
     alpha: float = 32.0  # an adapter's output is multiplied by alpha / rank
     dropout: float = 0.0  # dropout probability of an adapter's input features
     # matrices that get adapters: groups (one that the model lacks is no error), or names such as

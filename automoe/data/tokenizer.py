@@ -311,6 +311,19 @@ def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
         return None
 
 
+def pieces_of_new(config: Config) -> dict[int, list[int]]:
+    """Return the ids that the tokenizer of ``model.hf_path`` lacks -> its ids of their texts.
+
+    It is empty unless ``model.new_rows=pieces``. Raises ``ConfigError`` without that tokenizer.
+    """
+    if config.model.new_rows != "pieces":
+        return {}
+    theirs, ours = load_tokenizer(str(config.model.hf_path)), fitting_tokenizer(config)
+    new = [n for n in range(ours.vocab_size) if not ours.shares(n, theirs)]
+    pieces = {n: theirs.encode(ours.decode([n])).tolist() for n in new}
+    return {n: ids for n, ids in pieces.items() if ids}
+
+
 def check_tokenizer(spec: str) -> None:
     """Check a tokenizer's files and try them out; call this once before ranks start.
 

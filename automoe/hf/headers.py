@@ -10,7 +10,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import accumulate, repeat
 from pathlib import Path
@@ -24,7 +24,14 @@ from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
 from automoe.hf.schemes import FORMATS
 from automoe.model.params import count_params
 from automoe.storage.files import explained, named
-from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
+from automoe.storage.foreign import (
+    brief,
+    is_there,
+    open_inside,
+    parse_json,
+    read_bytes,
+    read_settings,
+)
 
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
@@ -231,6 +238,15 @@ def unread_adapter(folder: Path) -> list[str]:
     return [
         f"not read: {ADAPTER} beside the weights. Only the weights are used, in train, convert, generate and eval"
     ]
+
+
+def base_of(folder: Path) -> str | None:
+    """Return the base of a folder that is an adapter of peft and no model; else None."""
+    if is_there(folder, "config.json") or not is_there(folder, ADAPTER):
+        return None
+    with suppress(OSError, ValueError):
+        return str(read_settings(folder, ADAPTER).get("base_model_name_or_path"))
+    return "nothing"
 
 
 def has_own_head(folder: Path, tensors: Contents) -> bool:

@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
-from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config, weightless
 from automoe.interop.torch_private import full_tensor
@@ -96,7 +96,7 @@ def to_peft(
             "model.hf_path", None, "an adapter needs a checkpoint", "Export the merged model"
         )
     known = text_config(read_hf_config(config.hf_path)).get("vocab_size", config.vocab_size)
-    if known < config.vocab_size:
+    if known < config.vocab_size or config.new_rows == "pieces":
         rule = f"{config.hf_path} has {known} rows, and an adapter does not hold the new ones"
         raise ConfigError("model.vocab_size", config.vocab_size, rule, "Export it merged")
     if config.num_mtp_layers:
@@ -133,7 +133,7 @@ def to_peft(
             raise CheckpointError(
                 "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
             )
-        belongs = _belongs(config, lora, ranks)
+        belongs = belongs_to(config, lora, ranks)
 
         first = _first_holder(parts)
 
@@ -153,47 +153,22 @@ def to_peft(
     )
 
 
-def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
-    """Fill the adapters of a whole model from a directory that ``to_peft`` wrote.
-
-    Raises:
-        CheckpointError: the adapters belong to other weights or settings, or cannot be read.
-    """
+@contextmanager
+def open_adapter(folder: Path) -> Iterator[Any]:
+    """Open the tensors of an adapter; raise ``CheckpointError`` if they cannot be read."""
     from safetensors import SafetensorError, safe_open
 
-    path = folder / WEIGHTS_FILE
     try:
         os.close(open_inside(folder, WEIGHTS_FILE))  # safe_open would wait at a FIFO
-        with safe_open(path, "pt") as file:
-            written = (file.metadata() or {}).get("belongs")
-            stored = {key: file.get_tensor(key) for key in file.keys()}
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Train again") from None
-    config = model.config
-    ours = gathered_adapters({0: model})
-    keys = family_of(config).keys
-    names = _names(config)
-    layouts = keys.in_memory if keys.table else keys, keys.in_memory
-    either = [_table(ours, layout, names) for layout in layouts]
-    table = min(either, key=lambda table: len({piece.key for _, piece in table} ^ stored.keys()))
-    belongs = _belongs(config, lora, Ranks(alone=True))
-    if written != belongs:
         raise CheckpointError(
-            f"{path} belongs to {written}, and the run has {belongs}. Use what it was trained with"
-        )
-    wanted = {piece.key: (ours[name].dtype, piece.shape) for name, piece in table}
-    theirs = {key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()}
-    odd = [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]
-    if odd := odd or [key for key, tensor in stored.items() if not is_finite(tensor)]:
-        raise CheckpointError(
-            f"{path} is not as the run wrote it: tensors are missing, of another shape or dtype, not the run's, or not "
-            f"finite: {listed(odd)}. Restore it from a copy, or train again"
-        )
-    for name, piece in table:
-        ours[name][piece.box] = piece.within(stored[piece.key])
+            f"{folder / WEIGHTS_FILE} cannot be read ({error}). Copy it again, or train again"
+        ) from None
 
 
-def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
+def belongs_to(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
     """Return a line that identifies an adapter's base weights and LoRA settings.
 
     The line is saved with the adapter, and loading compares it. Collective over ``ranks``.
@@ -231,12 +206,12 @@ def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, t
     everyone = ranks.all(lambda: tensors if ranks.rank == first else {})
     ours = {name: tensor for theirs in everyone for name, tensor in theirs.items()}
     keys = family_of(config).keys
-    return _stored(ours, keys.in_memory if fused else keys, _names(config))
+    return _stored(ours, keys.in_memory if fused else keys, adapter_names(config))
 
 
 def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[str, torch.Tensor]:
     stored = {}
-    for name, piece in _table(ours, keys, names):
+    for name, piece in adapter_table(ours, keys, names):
         _put(ours[name], piece, stored)
     return stored
 
@@ -265,7 +240,7 @@ def _weightless(config: ModelConfig) -> Any:
     return weightless(stated, whole=True)
 
 
-def _names(config: ModelConfig) -> Names:
+def adapter_names(config: ModelConfig) -> Names:
     """Return the map between our names of parameters and those in the class that peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
@@ -283,7 +258,7 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
     return [whole(keys.table[name][0].key, shape)] if keys.table else keys.pieces(name, shape)
 
 
-def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
+def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
     """List the slices of our factors A and B that make up adapter_model.safetensors.
 
     Each is (our name of A or B; slice, and the file's tensor that stores it).
@@ -351,7 +326,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     for file in sorted(folder.glob("stage-*.safetensors")):
         ours |= load_file(file)
         file.unlink()
-    names = _names(config)
+    names = adapter_names(config)
     stored = _stored(ours, keys, names)
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     # Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names

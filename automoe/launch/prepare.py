@@ -19,7 +19,7 @@ from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
 from automoe.config.facts import BASE_BLOCKS
 from automoe.config.frozen import Device, flat
-from automoe.config.hub import pinned
+from automoe.config.hub import local_folder, pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rule_engine import Scope, check_rows, refused, table
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
@@ -27,6 +27,7 @@ from automoe.config.tier import tier_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
+from automoe.hf.headers import base_of
 from automoe.hf.wrapper import is_wrapper
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.rules_adapters import adapter_rows
@@ -35,7 +36,7 @@ from automoe.model.params import count_params
 
 LARGE = 1e9  # parameters
 # Fields of a model that the configuration sets, whatever the checkpoint has.
-_KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
+_KEPT = ("initializer_range", "random_weights", "num_mtp_layers", "new_rows")
 _MSCALES = {"model.rope.mscale", "model.rope.mscale_all_dim"}
 _OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
 # Fields that must be those of the checkpoint if an override names the group ``model``.
@@ -48,6 +49,12 @@ model.vocab_size: not facts.resizable | | STATED a class of transformers takes i
 model.vocab_size: lora.export == adapter | lora.rank > 0 | STATED an adapter does not hold the new rows
     | Set lora.export=merged
 """, STATED="the checkpoint model.hf_path={model.hf_path} has {facts.rows}, and")
+_NEW_ROWS = table("""
+model.new_rows == pieces | not facts.resizable; model.upcycle; model.random_weights
+    | it is for native families that start from their own weights
+lora.export == adapter | lora.rank > 0 and model.new_rows == pieces
+    | an adapter does not hold rows that start otherwise than the checkpoint's | Set lora.export=merged
+""")
 _RANDOM_WEIGHTS = table("""
 lora.base != weights | | it says how a checkpoint's matrices are kept, and the model begins from random weights
     | Set model.hf_path=DIR, or lora.base=weights
@@ -92,6 +99,19 @@ def compose(args: Arguments) -> Config:
     return settle(compose_config(args.config_name, args.overrides, args.config_dir), args.overrides)
 
 
+def _with_base(config: Config) -> Config:
+    """Return ``config`` with the base of an adapter of peft that ``model.hf_path`` names.
+
+    ``lora.path`` becomes the adapter's folder.
+    """
+    path = config.model.hf_path
+    base = path and base_of(local_folder(path))
+    if not base or not local_folder(base).is_dir():
+        return config
+    model, lora = replace(config.model, hf_path=base), replace(config.lora, path=path)
+    return replace(config, model=model, lora=lora)
+
+
 def settle(config: Config, overrides: list[str]) -> Config:
     """Return ``config`` with its model taken from ``model.hf_path``, and a commit in each Hub id.
 
@@ -106,10 +126,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
             has a checkpoint but names no data.
     """
     _check_ranks(config, overrides)
-    config = _pinned(config)
+    config = _pinned(_with_base(config))
     path = config.model.hf_path
     if path is None:
         return config
+    from automoe.hf.adapter import check_adapter
     from automoe.hf.families.registry import model_config_from_hf, model_of_stranger
 
     named = _named(overrides)
@@ -136,11 +157,14 @@ def settle(config: Config, overrides: list[str]) -> Config:
     ties |= "model.router.exact_ties" not in named and model.router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
     grown = replace(model, vocab_size=max(model.vocab_size, config.model.vocab_size))
+    see = Scope(config, config.mesh).knowing(
+        rows=model.vocab_size, resizable=tier_of(model).resizable
+    )
+    check_rows(config, refused(see, _NEW_ROWS))
     # A whole ``Config`` that was settled before names nothing, and has the checkpoint's model.
-    if grown != model and ("model.vocab_size" in named or grown == config.model):
-        see = Scope(config, config.mesh).knowing(
-            rows=model.vocab_size, resizable=tier_of(model).resizable
-        )
+    # A file that names hf_path means its rows, unless they are those that nobody asked for.
+    beside = "model.hf_path" not in named and config.model.vocab_size != ModelConfig.vocab_size
+    if grown != model and (beside or "model.vocab_size" in named or grown == config.model):
         check_rows(config, refused(see, _GROWTH))
         model = grown
     model_keys = list(leaf_keys(ModelConfig, "model."))
@@ -172,7 +196,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
             f"the demonstration corpus is not used with model.hf_path={path} unless it is named",
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
-    return replace(config, model=model)
+    config = replace(config, model=model)
+    check_adapter(config)
+    return config
 
 
 def _check_ranks(config: Config, overrides: list[str]) -> None:

@@ -28,6 +28,9 @@ train.trainable | not train.freeze and lora.rank == 0
     | it names exceptions to what is frozen, and nothing is frozen | Set train.freeze=['*'], or lora.rank
 lora.base != weights | lora.rank == 0 | it packs frozen matrices beside adapters, and lora.rank=0
     | Set lora.rank=16, or lora.base=weights
+train.freeze | lora.path != null and lora.rank == 0
+    | a resumed run reads frozen weights from model.hf_path again, without the adapter
+    | Merge it with peft (merge_and_unload, save_pretrained), and name the result
 train.freeze: not facts.trained | lora.rank == 0 | it leaves nothing to train
     | Name fewer parameters, or set train.trainable=['*norm*']
 """,

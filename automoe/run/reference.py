@@ -21,10 +21,12 @@ from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.tokens import StepBatch
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import flat
+from automoe.config.hub import local_folder
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.data.prepare import Split
 from automoe.errors import DataError
+from automoe.hf.peft import WEIGHTS_FILE
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
@@ -144,6 +146,8 @@ def _belongs(
     settings = flat(config_to_dict(config)).items()
     facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
     del facts["model.hf_path"]  # The path does not change the numbers.
+    if config.lora.path:
+        facts["adapter"] = zlib.crc32((local_folder(config.lora.path) / WEIGHTS_FILE).read_bytes())
     if config.moe.capacity_factor and config.moe.drop_scope == "rank":
         facts["mesh"] = [meshes.shape.sizes("default"), config.train.micro_batch_size]
     facts |= {"weights": weights, "splits": splits, "data": loader.fingerprint()}

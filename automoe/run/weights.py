@@ -7,14 +7,18 @@ from pathlib import Path
 
 import torch
 
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
+from automoe.data.tokenizer import pieces_of_new
 from automoe.errors import ConfigError
+from automoe.hf.adapter import fill_from
 from automoe.hf.files import Written
 from automoe.hf.peft import to_peft
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
+from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.optim.ema import take_averages
 from automoe.parallel.parallelize import allocate, materialize
@@ -39,12 +43,33 @@ def load_or_initialize(
         if config.model.upcycle:
             _, keys = upcycled_model(config.model, config.train.seed)
         loaded = load_hf(model_parts, config.model.hf_path, keys=keys, progress=True)
+        notes = [*loaded.notes, *fill_new_rows(model_parts, config)]
+        if path := config.lora.path:
+            notes.append(fill_from(model_parts, path, config.model, merge=not config.lora.rank))
+        loaded = replace(loaded, notes=tuple(notes))
     else:
         materialize(model_parts, config, device)
     for part in model_parts.values():
         if config.data.document_mask:
             part.check_isolation(config.train.seq_len)
     return loaded
+
+
+@torch.no_grad()
+def fill_new_rows(parts: dict[int, CausalLM], config: Config) -> list[str]:
+    """Fill rows of the vocabulary as ``model.new_rows`` says. Collective. Return lines for the user."""
+    pieces = pieces_of_new(config)
+    for part in parts.values():
+        for name, parameter in part.named_parameters():
+            if pieces and name in ("embed_tokens.weight", "lm_head.weight"):
+                whole, local = full_tensor(parameter), local_shard(parameter)
+                first, *_ = global_offset(parameter)
+                for new, old in pieces.items():
+                    if (
+                        0 <= new - first < len(local)
+                    ):  # added in order, so that threads do not change a bit
+                        local[new - first] = whole[old].double().cumsum(0)[-1] / len(old)
+    return [f"{len(pieces):,} rows start as the mean of the pieces of their tokens"] * bool(pieces)
 
 
 def export_weights(

@@ -25,8 +25,9 @@ from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, TrainConfig
 from automoe.errors import CheckpointError, ConfigError
+from automoe.hf.adapter import from_peft
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.peft import WEIGHTS_FILE, from_peft, gathered_adapters, to_peft, verify_peft
+from automoe.hf.peft import WEIGHTS_FILE, gathered_adapters, to_peft, verify_peft
 from automoe.hf.read import load_hf
 from automoe.hf.save_plan import gather
 from automoe.hf.verify import verify_hf
@@ -208,7 +209,7 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
         save_file(changed, run_dir / "adapter" / WEIGHTS_FILE, metadata)
         assert export() == 2
         said = capsys.readouterr().err
-        assert f"not finite: {', '.join(change)}. Restore it" in said, said
+        assert all(name in said for name in change), said
     (run_dir / "adapter" / WEIGHTS_FILE).unlink()
     os.mkfifo(run_dir / "adapter" / WEIGHTS_FILE)
     with ends_within(60):

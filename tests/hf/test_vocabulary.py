@@ -28,6 +28,7 @@ from automoe.launch.prepare import check_here, compose, settle
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
+from automoe.run.weights import first_weights
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.chat import messages, save_tokenizer, write_chat
@@ -200,6 +201,67 @@ def test_a_configuration_that_was_settled_keeps_its_rows(small: Path) -> None:
     assert config.model.vocab_size == 264 and settle(config, ["data=stdlib"]) == config
     unsaid = replace(config, model=ModelConfig(hf_path=str(small)))  # 264 is the default, which nobody asked for
     assert settle(unsaid, ["data=stdlib"]).model.vocab_size == ROWS
+
+
+def test_rows_in_a_file_beside_the_checkpoint_count(small: Path, tmp_path: Path) -> None:
+    larger = save_tokenizer(tmp_path / "larger", None)
+    model = f"{{hf_path: {small}, vocab_size: 304}}"
+    data = f"data: {{tokenizer: {larger}}}\nrun_dir: {tmp_path / 'run'}\nlaunch: {{num_ranks: 1, device: cpu}}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [base, _self_]\nmodel: {model}\n{data}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/group.yaml").write_text(f"hf_path: {small}\nvocab_size: 304\n")
+    (tmp_path / "other.yaml").write_text(f"defaults: [base, model: group, _self_]\n{data}")
+
+    def rows(name: str, *overrides: str) -> int:
+        args = Arguments(config_name=name, config_dir=str(tmp_path), overrides=["data=stdlib", *overrides])
+        return compose(args).model.vocab_size
+
+    assert rows("mine") == rows("other") == 304 and rows("mine", "model.vocab_size=400") == 400
+
+
+def first_ends(config: Config, mesh: MeshConfig) -> tuple[str, dict[str, torch.Tensor]]:
+    parts, loaded = first_weights(
+        config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")), torch.device("cpu")
+    )
+    named = named_parameters(parts)
+    return str(loaded), {name: whole(named[name]).clone() for name in named if "embed_tokens" in name or "head" in name}
+
+
+@pytest.mark.parametrize("rows", [296, 320])
+def test_new_tokens_start_as_their_pieces(rows: int, tmp_path: Path, ranks: RankPool) -> None:
+    """Also those of rows that the checkpoint has; the same bits on every mesh."""
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path / "source", None)
+    larger = AutoTokenizer.from_pretrained(tmp_path / "source")
+    known = len(larger)
+    save_small_hf("qwen3_moe", tmp_path / "source", other_sizes={"vocab_size": rows if rows > known else known})
+    assert larger.add_tokens(["<|tool|>", "<|room|>"], special_tokens=True) == 2
+    larger.save_pretrained(tmp_path / "larger")
+    settings = [f"run_dir={tmp_path / 'run'}", f"data.tokenizer={tmp_path / 'larger'}", "model.new_rows=pieces"]
+    settings += ["model.vocab_size=320"] if rows < 320 else []
+    config = composed(tmp_path / "source", *settings)
+    before = stored(tmp_path / "source")
+    old = AutoTokenizer.from_pretrained(tmp_path / "source")
+    [(said, expected)] = ranks.run(first_ends, 1, config, MESHES["one"])
+    assert "2 rows start as the mean of the pieces of their tokens" in said
+    for name, found in expected.items():
+        stored_rows = before["lm_head.weight" if "head" in name else "model.embed_tokens.weight"]
+        for row, token in enumerate(("<|tool|>", "<|room|>"), known):
+            pieces = old.encode(token, add_special_tokens=False)
+            assert len(pieces) > 2 and old.decode(pieces) == token
+            assert torch.allclose(found[row].double(), stored_rows[pieces].double().mean(0), rtol=1e-6, atol=1e-8)
+        kept = [row for row in range(len(stored_rows)) if row not in (known, known + 1)]
+        assert torch.equal(found[kept], stored_rows[kept].float()), name
+    mesh = MESHES["tp2_dp2_ep2_ep_shard2"]
+    for _, of_rank in ranks.run(first_ends, world_size(mesh), config, mesh):
+        assert all(torch.equal(found, expected[name]) for name, found in of_rank.items())
+    for more, says in (
+        (["lora.rank=4", "lora.export=adapter"], r"does not hold .*lora\.export=merged"),
+        (["model.random_weights=true"], "native families that start from their own weights"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            composed(tmp_path / "source", *settings, *more)
 
 
 def test_a_class_is_resized_before(tmp_path: Path) -> None:

