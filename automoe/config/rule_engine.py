@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from math import gcd
-from operator import attrgetter, floordiv, ge, gt, le, lt, mod, mul
+from operator import attrgetter, floordiv, mod, mul
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,8 +35,19 @@ Table = tuple[tuple[str, ...], ...]
 
 _WORDS = {"true": True, "false": False, "null": None}
 _SIGNS = ((" % ", mod), (" // ", floordiv), (" * ", mul))
-_ORDERED = {"<": lt, "<=": le, ">": gt, ">=": ge}
-_OPERATORS = ("==", "!=", "has", "outside", *_ORDERED)
+# operator -> whether it is true of the left side and the list of the values on the right
+_HOLDS: dict[str, Callable[[Any, list[Any]], bool]] = {
+    "": lambda value, choices: bool(value),
+    "not": lambda value, choices: not value,
+    "==": lambda value, choices: value in choices,
+    "!=": lambda value, choices: value not in choices,
+    "has": lambda value, choices: any(word in listed(value) for word in choices),
+    "outside": lambda value, choices: not choices[0] <= value < choices[1],
+    "<": lambda value, choices: value < choices[0],
+    "<=": lambda value, choices: value <= choices[0],
+    ">": lambda value, choices: value > choices[0],
+    ">=": lambda value, choices: value >= choices[0],
+}
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
 # A setting of the model in a remedy, with the number beside it and what leads to the next one. The vocabulary alone
@@ -98,7 +109,8 @@ class Comparison(NamedTuple):
         number: expression on the left.
         operator: word between the sides; ``not`` or '' if there is no right side.
         choices: words on the right.
-        reader, choice_readers: functions that compute both sides.
+        reader, values: functions that compute the left side, and the values of ``choices``.
+        holds: function that compares the two.
     """
 
     key: str
@@ -106,28 +118,8 @@ class Comparison(NamedTuple):
     operator: str
     choices: tuple[str, ...]
     reader: Callable[[Scope], Any]
-    choice_readers: tuple[Callable[[Scope], Any], ...]
-
-    def values(self, see: Scope) -> list[Any]:
-        """Return the values of the words on the right; names are looked up in ``see``."""
-        return [read(see) for read in self.choice_readers]
-
-    def holds(self, value: Any, choices: list[Any]) -> bool:
-        """Return True if the comparison is true of these values of its left and right sides."""
-        match self.operator:
-            case "":
-                return bool(value)
-            case "not":
-                return not value
-            case "==":
-                return value in choices
-            case "!=":
-                return value not in choices
-            case "has":
-                return any(word in listed(value) for word in choices)
-            case "outside":
-                return not choices[0] <= value < choices[1]
-        return bool(_ORDERED[self.operator](value, choices[0]))
+    values: Callable[[Scope], list[Any]]
+    holds: Callable[[Any, list[Any]], bool]
 
     @property
     def uneven(self) -> bool:
@@ -231,30 +223,34 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
     for text in condition.split(" and ") if condition else ():
         subject, _, text = text.rpartition(": ")
         number, operator, words = text.removeprefix("not "), "not" * text.startswith("not "), ""
-        if (sides := text.rsplit(" ", 2))[1:2] and sides[1] in _OPERATORS:
+        if (sides := text.rsplit(" ", 2))[1:2] and sides[1] in _HOLDS:
             number, operator, words = sides
         key = subject or number.split(" ")[0]
         choices = tuple(words.split("|")) if words else ()
-        readers = tuple(_meaning(word, key) for word in choices)
-        parts.append(Comparison(key, number, operator, choices, _reader(number), readers))
+        read, values = _reader(number), _values(choices, key)
+        parts.append(Comparison(key, number, operator, choices, read, values, _HOLDS[operator]))
     return tuple(parts)
 
 
-def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
-    """Return a function that computes, from a ``Scope``, a word on the right of a comparison.
+def _values(words: Sequence[str], key: str) -> Callable[[Scope], list[Any]]:
+    """Return a function that computes, from a ``Scope``, the words on the right of a comparison.
 
     Args:
-        word: ``true``, a number, another dotted key, ``default`` (of ``key``), or any text.
+        words: each is ``true``, a number, another dotted key, ``default`` (of ``key``), or any text.
         key: configuration key on the left.
     """
-    value: Any = _WORDS.get(word, word)
-    if re.fullmatch(r"[\d.]+", word):
-        value = float(word) if "." in word else int(word)
-    elif word == "default":
-        value = _PLAIN(key)
-    elif "." in word:
-        return _reader(word)
-    return lambda see: value
+    values: list[Any] = [_WORDS.get(word, word) for word in words]
+    read = {}
+    for place, word in enumerate(words):
+        if re.fullmatch(r"[\d.]+", word):
+            values[place] = float(word) if "." in word else int(word)
+        elif word == "default":
+            values[place] = _PLAIN(key)
+        elif "." in word:
+            read[place] = _reader(word)
+    if not read:
+        return lambda see: values
+    return lambda see: [read[n](see) if n in read else value for n, value in enumerate(values)]
 
 
 def table(text: str, **words: object) -> Table:
@@ -282,10 +278,17 @@ def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
     """Yield the rows of ``tables`` whose two conditions (the first two cells) hold for ``see``."""
     for rows in tables:
         for row in rows:
-            # The second condition comes first: it may be that a divisor of the first is not zero.
-            parts = parsed(row[1]) + parsed(row[0])
-            if all(part.holds(part.reader(see), part.values(see)) for part in parts):
+            for part in _parts(row):
+                if not part.holds(part.reader(see), part.values(see)):
+                    break
+            else:
                 yield row
+
+
+@cache
+def _parts(row: tuple[str, ...]) -> tuple[Comparison, ...]:
+    # The second condition comes first: it may be that a divisor of the first is not zero.
+    return parsed(row[1]) + parsed(row[0])
 
 
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
