@@ -119,7 +119,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
-    """Return uninitialised memory for the gradients of x and of the weight; None if not needed.
+    """Allocate the gradients of x (uninitialised) and of the weight (zeros); None if not needed.
 
     Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
     """

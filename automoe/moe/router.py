@@ -349,7 +349,7 @@ class Router(BalancedRouter):
     # are equal in all layers, so one compilation of each serves every layer.
 
     def score(self, x_BsH: Tensor, jitter_BsH: Tensor | None) -> Scores:
-        """Return the scores of all experts for x, multiplied by the jitter unless that is None."""
+        """Return the scores of all experts for x, after its product with the jitter if given."""
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         dtype = torch.promote_types(x_BsH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BsH is not None:

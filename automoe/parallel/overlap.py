@@ -127,7 +127,7 @@ class MergedPasses:
         wait()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Keep ``work`` until the calling pass has started its next all-to-all."""
+        """Keep ``work`` to run it while the next all-to-all of the calling pass travels."""
         self._deferred.append(work)
 
     def run_deferred(self) -> None:

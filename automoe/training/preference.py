@@ -32,9 +32,9 @@ def pair_log_probs(nll_BS: Tensor, inputs: LossInputs, num_pairs: int) -> tuple[
 class PreferenceLoss:
     """Loss of preference pairs (DPO): -log sigmoid(beta * (gain of preferred - gain of other)).
 
-    The gain of an answer is its log-probability minus its reference log-probability, that of the
-    initial weights. The loss needs the input ``reference`` [B, P, 2] of the latter. Both formulas
-    are the ones of TRL's ``DPOTrainer``. The mean is over all pairs of the global batch.
+    The gain of an answer is its log-probability minus its reference log-probability, which the
+    initial weights give it and the input ``reference`` [B, P, 2] holds. Both formulas are the ones
+    of TRL's ``DPOTrainer``. The mean is over all pairs of the global batch.
 
     Args:
         beta: strength of the tie to the reference; a larger value keeps the model closer.

@@ -51,8 +51,8 @@ class HierarchicalDispatcher:
 
         Args:
             experts: function that runs this rank's experts.
-            rows_per_expert: choices of each expert on this rank if all are equal; None: sizes are
-                exchanged.
+            rows_per_expert: how many of this rank's choices each expert has, if these numbers are
+                all equal; None: sizes are exchanged.
         """
         group = self.group
         num_tokens, top_k = topk_ids_TK.shape
@@ -96,7 +96,8 @@ class HierarchicalDispatcher:
         Args:
             copies_P: copies that this rank sends to each rank.
             choices_P: choices of each rank's experts by this rank's tokens.
-            rows_per_expert: choices of each expert if all are equal; None: sizes are exchanged.
+            rows_per_expert: how many of this rank's choices each expert has, if these numbers are
+                all equal; None: sizes are exchanged.
 
         Returns:
             [2, P] copies sent to and received from each rank; both lines of this tensor as lists;

@@ -167,9 +167,10 @@ class RowExchange:
         self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the exchange; return its lines [B, H], and the metadata [R, C].
+        """Wait for the exchange; return received lines [B, H] and the tokens' metadata [R, C].
 
-        Call it once. ``into.row_M`` says which lines are rows.
+        Line ``into.row_M[i]`` is the hidden state of token i; other lines are no tokens. Call it
+        once.
         """
         lines, sent = self.group.wait(self._lines), self._sent
         del self._lines, self._sent
