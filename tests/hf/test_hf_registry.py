@@ -224,6 +224,11 @@ def test_model_that_the_family_cannot_express() -> None:
         ("qwen3_moe", "attention.qk_norm_over_heads", True),
         ("minimax_m2", "attention.qk_norm_over_heads", False),
         ("minimax_m2", "attention.clip_qkv", 8.0),
+        ("qwen3_moe", "embedding_multiplier", 2.0),
+        ("dsv3", "residual_multiplier", 0.5),
+        ("llama", "attention.multiplier", 0.5),
+        ("mixtral", "logits_scaling", 2.0),
+        ("granite", "final_logit_softcapping", 30.0),
     ],
 )
 def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:
