@@ -253,7 +253,7 @@ def test_the_documented_table_is_that_of_the_families() -> None:
     rows = {}
     for line in (root / "docs" / "huggingface.md").read_text().splitlines():
         cells = [re.findall(r"`(\w+)`", cell) for cell in line.split("|")]
-        if len(cells) == 5 and cells[2] and cells[3]:
+        if len(cells) == 5 and cells[2] and (cells[3] or cells[2][0] in FAMILIES):
             rows[cells[2][0]] = (cells[2], set(cells[3]))
     assert {name: types for name, (types, _) in rows.items()} == {
         name: [name, *family.known_as] for name, family in FAMILIES.items()
@@ -263,7 +263,7 @@ def test_the_documented_table_is_that_of_the_families() -> None:
     for name in presets:
         if not name.startswith("small_"):
             sizes.setdefault(preset(name).family, set()).add(name)
-    assert sizes == {name: published for name, (_, published) in rows.items()}
+    assert sizes == {name: published for name, (_, published) in rows.items() if published}
 
 
 def test_a_family_is_a_declaration() -> None:
