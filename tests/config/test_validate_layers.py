@@ -67,6 +67,13 @@ def next_config(**options: Any) -> Config:
             ["linear_num_key_heads=4", "sliding_window=8"],
         ),
         (partial(config, model__swiglu_limit=0), "model.swiglu_limit", ["larger than 0"]),
+        (partial(config, model__final_logit_softcapping=0.0), "model.final_logit_softcapping", ["softcapping=null"]),
+        (partial(config, model__attention__multiplier=0.0), "model.attention.multiplier", ["multiplier=null"]),
+        (
+            partial(config, "small_dsv3", model__attention__multiplier=0.5),
+            "model.attention.multiplier",
+            ["only attention kind gqa"],
+        ),
         (
             partial(config, mesh=dict(dp_shard=8, etp=4, ep_shard=2), model__hidden_size=180),
             "model.hidden_size",

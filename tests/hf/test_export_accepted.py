@@ -102,6 +102,7 @@ def test_what_transformers_would_not_load_is_refused_before_ranks_start(family: 
     [
         ("gpt_oss", "attention.qkv_bias", False, True),  # one key for both kinds of bias
         ("olmoe", "attention.o_bias", True, True),
+        ("granitemoeshared", "attention.multiplier", None, 8**-0.5),
         ("qwen3_next", "attention.full_attention_interval", 4, 3),  # of two layers
     ],
 )

@@ -224,6 +224,11 @@ def test_model_that_the_family_cannot_express() -> None:
         ("qwen3_moe", "attention.qk_norm_over_heads", True),
         ("minimax_m2", "attention.qk_norm_over_heads", False),
         ("minimax_m2", "attention.clip_qkv", 8.0),
+        ("qwen3_moe", "embedding_multiplier", 2.0),
+        ("dsv3", "residual_multiplier", 0.5),
+        ("llama", "attention.multiplier", 0.5),
+        ("mixtral", "logits_scaling", 2.0),
+        ("granite", "final_logit_softcapping", 30.0),
     ],
 )
 def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:
@@ -248,7 +253,7 @@ def test_the_documented_table_is_that_of_the_families() -> None:
     rows = {}
     for line in (root / "docs" / "huggingface.md").read_text().splitlines():
         cells = [re.findall(r"`(\w+)`", cell) for cell in line.split("|")]
-        if len(cells) == 5 and cells[2] and cells[3]:
+        if len(cells) == 5 and cells[2] and (cells[3] or cells[2][0] in FAMILIES):
             rows[cells[2][0]] = (cells[2], set(cells[3]))
     assert {name: types for name, (types, _) in rows.items()} == {
         name: [name, *family.known_as] for name, family in FAMILIES.items()
@@ -258,7 +263,7 @@ def test_the_documented_table_is_that_of_the_families() -> None:
     for name in presets:
         if not name.startswith("small_"):
             sizes.setdefault(preset(name).family, set()).add(name)
-    assert sizes == {name: published for name, (_, published) in rows.items()}
+    assert sizes == {name: published for name, (_, published) in rows.items() if published}
 
 
 def test_a_family_is_a_declaration() -> None:

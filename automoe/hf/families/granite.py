@@ -11,11 +11,15 @@ from automoe.hf.families.family import (
     HEAD_DIM,
     SOFTMAX_ROUTER,
     Family,
+    Field,
     named,
 )
 from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 
 _MOE = "block_sparse_moe"
+_MULTIPLIER = Field(
+    "attention_multiplier", write=lambda factor, config: factor or config.attention.head_dim**-0.5
+)
 _SHARED = {
     f"mlp.shared_experts.{ours}_proj.weight": f"shared_mlp.{theirs}_linear.weight{half}"
     for ours, theirs, half in (
@@ -37,8 +41,8 @@ FAMILY = Family(
     # there are no dense layers
     | named("num_experts=num_local_experts moe_intermediate_size=intermediate_size")
     | named("attention.qkv_bias=attention_bias attention.o_bias=attention_bias")
-    | named("attention.multiplier=attention_multiplier embedding_multiplier residual_multiplier")
-    | named("logits_scaling"),
+    | {"attention.multiplier": _MULTIPLIER}
+    | named("embedding_multiplier residual_multiplier logits_scaling"),
     fixed=GQA
     | SOFTMAX_ROUTER
     | {"router.softmax_after_topk": True, "router.norm_topk_prob": True}
