@@ -242,7 +242,8 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         args: parsed command line (few-shot count, batch size, limit, chat template).
 
     Raises:
-        ConfigError: a chat template is requested and the tokenizer has none.
+        ConfigError: a chat template is requested and the tokenizer has none, or the model's class
+            computes padded rows wrongly.
         AutomoeError: the harness, a task file or its data fails.
     """
     from lm_eval import evaluator
@@ -250,6 +251,13 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
     from lm_eval.tasks import TaskManager
 
     model, tokenizer = load_checkpoint(folder)
+    if args.batch_size != "1" and model.config.model_type == "deepseek_v4":
+        raise ConfigError(
+            "--batch_size",
+            args.batch_size,
+            "rows would be padded on the left, and DeepSeek-V4 cuts windows from the start of a row",
+            "Leave it out",
+        )
     if args.apply_chat_template and tokenizer.chat_template is None:
         raise ConfigError(
             "--apply_chat_template",

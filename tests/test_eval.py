@@ -106,6 +106,17 @@ def test_a_class_without_a_native_family_is_evaluated(folder: Path, tmp_path: Pa
     assert (found["acc,none"], found["brier_score,none"]) == pytest.approx(by_hand(tmp_path, False, 6))
 
 
+def test_rows_that_a_class_would_compute_wrongly_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_class("deepseek_v4", tmp_path / "hf", vocab_size=304)
+    save_tokenizer(tmp_path / "hf", "chatml")
+    task = ("--tasks", str(folder / "tasks" / "letters.yaml"), "--limit", "2")
+    assert evaluate(tmp_path, *task, "--batch_size", "auto") == 2
+    assert "--batch_size=auto: rows would be padded on the left" in capsys.readouterr().err
+    assert evaluate(tmp_path, *task) == 0
+
+
 def test_a_folder_of_tasks_asked_through_the_chat_template(folder: Path) -> None:
     out = folder / "chat.json"
     words = ("--tasks", str(folder / "tasks"), "--limit", "10", "--apply_chat_template", "--out", str(out))

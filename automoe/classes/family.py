@@ -355,7 +355,7 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
     for key, view in stored.items():
         origin = getattr(view, "origin", view)
         name = of_storage.get(id(origin.untyped_storage()))
-        pieces = [None] if name is None else _pieces(key, view.shape, origin, tensors[name])
+        pieces = [None] if name is None else _pieces(key, view, tensors[name])
         if None in pieces:
             return None
         table[name].extend(pieces)
@@ -366,32 +366,29 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
     return {name: tuple(pieces) for name, pieces in table.items()} if whole else None
 
 
-def _pieces(key: str, shape: torch.Size, origin: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that the published tensor ``key`` of ``shape`` holds.
+def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
+    """Return the slices of ``tensor`` that the published tensor ``key`` holds, or [None].
 
     Args:
-        origin: ``_View.origin`` of the published tensor, or itself.
+        view: the published tensor as a ``_View``.
     """
-    if origin.shape == shape:
-        return [_piece(key, origin, tensor)]
-    if origin.dim() == len(shape):  # rows were appended
-        piece = _piece(key, origin, tensor)
-        return [piece and piece._replace(shape=tuple(shape))]
+    origin = getattr(view, "origin", view)
+    if origin.dim() == view.dim():  # rows may be appended
+        piece = _piece(key, origin, tensor) if origin.shape[1:] == view.shape[1:] else None
+        return [piece and piece._replace(shape=tuple(view.shape))]
+    pairs = zip(origin.shape, view.shape, strict=False)
+    dim = 1 + next(dim for dim, (size, other) in enumerate(pairs) if size != other)
+    if dim >= view.dim() or origin.flatten(dim - 1, dim).shape != view.shape:
+        return [None]
     pieces: list[Piece | None] = []
-    sizes = origin.shape
-    for dim in range(1, origin.dim() - 1):
-        if shape == (*sizes[: dim - 1], sizes[dim - 1] * sizes[dim], *sizes[dim + 1 :]):
-            for turn, view in enumerate(origin.unbind(dim)):
-                if piece := _piece(key, view, tensor):
-                    full, offset = [*piece.shape], [*piece.offset]
-                    offset[dim] = turn * full[dim]
-                    full[dim] *= sizes[dim]
-                    piece = piece._replace(
-                        shape=tuple(full), offset=tuple(offset), file=tuple(shape)
-                    )
-                pieces.append(piece)
-            return pieces
-    return [None]
+    for turn, part in enumerate(origin.unbind(dim)):
+        full, offset = [*part.shape], [0] * part.dim()
+        offset[dim] = turn * full[dim]
+        full[dim] *= origin.shape[dim]
+        piece = _piece(key, part, tensor)
+        taken = dict(shape=tuple(full), offset=tuple(offset), file=tuple(view.shape))
+        pieces.append(piece and piece._replace(**taken))
+    return pieces
 
 
 def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:

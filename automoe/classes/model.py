@@ -296,9 +296,9 @@ class TransformersModel(CausalLM):
         modules = list(stacks.values())
         self.experts_by = self._choose_experts(modules, moe.experts)
         note = f"{config.architecture}: layers and routers by transformers' own code"
-        if any("indexer" in name for name, _ in self.named_parameters()):
-            note += "; the loss reaches no indexer, so none is trained"
-        self.notes = (f"{note}; {self.experts_by}",)
+        indexer = any("indexer" in name for name, _ in self.named_parameters())
+        said = "; the loss reaches no indexer, so none is trained" * indexer
+        self.notes = (f"{note}; {self.experts_by}{said}",)
         for index, (name, experts) in enumerate(stacks.items()):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
             self.routers[str(index)] = router

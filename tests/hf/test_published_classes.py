@@ -7,6 +7,7 @@ in turn, and a head that is filled up.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import automoe
 from automoe.classes.build import class_params
+from automoe.classes.family import _pieces, _View
 from automoe.config.schema import MeshConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -163,3 +165,29 @@ def test_rows_in_turn_and_rows_that_fill_up_are_read_and_written(tmp_path: Path,
     found = tensors(tmp_path / "out")
     assert found.keys() == expected.keys()
     assert not [key for key, x in expected.items() if not torch.equal(found[key], x)]
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda x: x.view(3, 2, 4, 5).transpose(1, 2).reshape(3, 8, 5), 120),  # rows in turn
+        (lambda x: torch.cat([x, x.new_zeros(2, 8, 5)]), 120),
+        (lambda x: x[:, [0, 3]].flatten(0, 1), 30),
+        (lambda x: x.view(3, 8, 5).permute(1, 0, 2).reshape(3, 8, 5), 0),  # a transpose under the old shape
+        (lambda x: x.view(3, 2, 2, 2, 5).permute(0, 3, 2, 1, 4).reshape(3, 8, 5), 0),  # two dims in turn
+        (lambda x: x.unflatten(2, (1, 5)).transpose(1, 3).reshape(3, 8, 5), 0),  # numbers, not rows
+        (lambda x: torch.cat([x, x.new_zeros(3, 2, 5)], dim=1), 0),
+    ],
+)
+def test_pieces_of_a_published_tensor_have_its_numbers(make: Callable[[Tensor], Tensor], numbers: int) -> None:
+    """Or there are none. ``numbers`` is how many the pieces hold."""
+    real, meta = torch.arange(1.0, 121).view(3, 8, 5), torch.empty(3, 8, 5, device="meta")
+    stored = make(real)
+    found = _pieces("key", make(meta.as_subclass(_View)), meta)
+    filled = torch.zeros(3, 8, 5)
+    for piece in found:
+        assert (piece is None) == (numbers == 0)
+        if piece is not None:
+            assert (piece.file or piece.shape) == tuple(stored.shape)
+            filled[piece.box] = piece.within(stored.reshape(piece.shape))
+    assert torch.equal(filled[filled > 0], real[filled > 0]) and int((filled > 0).sum()) == numbers
