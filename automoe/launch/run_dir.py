@@ -92,7 +92,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
     """Raise unless ``run_dir`` is free or holds the run of ``config``; return notes on changes.
 
-    The notes name settings that differ from the earlier start and may do so.
+    The notes name settings that differ from the earlier start of the run and are allowed to.
 
     Args:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.

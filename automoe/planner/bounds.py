@@ -72,7 +72,11 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """These settings with fixed values for routed experts, as key of the rest of a layer."""
+        """The same settings with fixed values for routed experts.
+
+        Families that differ only in routed experts share the times of the rest of a layer under
+        these.
+        """
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
@@ -128,9 +132,10 @@ class Space:
         return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
 
     def columns(self, families: Sequence[Family], timed: Array) -> Array:
-        """Return the records that ``timed`` made of ``families``, with more fields (``WAITING``).
+        """Return the records that ``timed`` made of ``families``, with fields for bounds added.
 
-        These are filled in later: bounds of speed and bytes, and the pipeline layout.
+        The fields (``WAITING``) are an upper bound of tokens/s, the least bytes, and the pipeline
+        layout; the search fills them in.
         """
         each = len(timed) // max(len(families), 1)
         fields = [field for field in timed.dtype.descr if field[0] != "rung"]

@@ -109,7 +109,7 @@ class Place:
         config, mesh: the configuration and its resolved mesh.
         machine: speeds of the GPU and its links.
         batch: sizes of a step.
-        fused: matmuls add weight gradients to the float32 sum themselves.
+        fused: matmuls add weight gradients to FSDP's float32 gradients themselves.
         gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
         read_key: value of ``key``, to save computing it; empty: unknown.
     """
