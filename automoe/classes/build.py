@@ -219,8 +219,9 @@ def _adapted(model: Any) -> dict[str, str]:
     """Return parameter name -> name in ``lora.targets``, for parameters that may get LoRA adapters.
 
     These are the matrices of linear layers, named as the layer, and the experts' stacks [E, O, I]
-    ``gate_up_proj`` and ``down_proj``. Layers with one output (gates), layers with a product of
-    their own, and indexers, which the loss does not reach, get no adapter.
+    ``gate_up_proj`` and ``down_proj``. No adapter is added to layers with one output (gates), to
+    subclasses of ``nn.Linear`` with another ``forward``, or to indexers of sparse attention, which
+    the loss does not reach.
     """
     adapted = {}
     for name, module in model.named_modules():
@@ -270,6 +271,9 @@ def head_of(model: Any, path: str) -> Head:
     """Find out how the model's class computes logits, by running its code with a small head.
 
     Very small hidden states give the scale, very large ones the soft cap.
+
+    Args:
+        path: checkpoint folder, for messages.
 
     Raises:
         ConfigError: logits are no multiple, with or without a soft cap, of hidden states times the

@@ -88,7 +88,7 @@ parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}' 
 
 
 def recompute_rows(config: Config) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of each broken rule on ``parallel.recompute``.
+    """Yield (key, broken=True, rule, remedy) of broken rules on ``parallel.recompute``.
 
     Modules and layers must exist, and recomputing them must have an effect.
     """

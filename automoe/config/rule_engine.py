@@ -292,13 +292,13 @@ def _parts(row: tuple[str, ...]) -> tuple[Comparison, ...]:
 
 
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
-    """Yield the broken rules of ``tables`` in order, as (key, True, rule, remedy)."""
+    """Yield the broken rules of ``tables`` in order, as (key, broken=True, rule, remedy)."""
     for row in holding(see, *tables):
         yield _row(see, *row)
 
 
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
-    """Return (key, True, rule, remedy) of a broken rule, from the cells of its row in a table.
+    """Return (key, broken=True, rule, remedy) of a broken rule, from the cells of its row in a table.
 
     The rule is ``reason``, followed by the values of settings in the conditions that it does not
     show. Without a ``remedy``, or before one that begins with a comma, come settings that make a

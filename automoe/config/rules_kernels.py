@@ -175,7 +175,7 @@ model.hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.et
 
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of broken rules on attention, norm and expert kernels."""
+    """Yield (key, broken=True, rule, remedy) of broken rules on attention, norm and expert kernels."""
     see = Scope(config, shape, device).knowing(**_heads(config, shape))
     yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
 

@@ -200,7 +200,7 @@ moe.replay_routing: facts.replays | not facts.recorded | no recorded steps in {f
 
 
 def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of broken rules on a model's sizes and their sharding."""
+    """Yield (key, broken=True, rule, remedy) of broken rules on a model's sizes and their sharding."""
     yield from refused(Scope(config, shape), _WEIGHTS)
     yield from tier_of(config.model).rows(config, shape) or _decoder_rows(config, shape)
 
@@ -237,7 +237,7 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of broken rules on experts over ep, etp and ep_shard."""
+    """Yield (key, broken=True, rule, remedy) of broken rules on experts over ep, etp and ep_shard."""
     model, width = config.model, config.model.moe_intermediate_size
 
     def fewer_shards(size: int) -> str:
@@ -259,7 +259,7 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def moe_rows(config: Config) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of broken rules on routing, dropping and auxiliary losses."""
+    """Yield (key, broken=True, rule, remedy) of broken rules on routing, dropping and auxiliary losses."""
     replayed, recorded = (
         folder and Path(folder).expanduser().absolute()
         for folder in (config.moe.replay_routing, config.moe.record_routing)

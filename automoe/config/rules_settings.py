@@ -182,7 +182,7 @@ def _source_rows(config: Config) -> Iterator[Row]:
 
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of broken rules on resuming from and keeping checkpoints."""
+    """Yield (key, broken=True, rule, remedy) of broken rules on resuming from and keeping checkpoints."""
     resume, every, val_every = config.checkpoint.resume, config.checkpoint.every, config.train.val_every
     see = Scope(config, config.mesh).knowing(
         here=os.getcwd(),

@@ -138,7 +138,9 @@ def find_files(data: DataConfig) -> dict[str, Path]:
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     """Return the files below a directory that match the glob ``pattern``, without hidden ones.
 
-    For automoe's own kinds, compressed files match too (``.gz``, ``.zst``).
+    Args:
+        kind: value of ``data.kind``. For ``text``, ``jsonl`` and the like, which automoe reads itself,
+            compressed files (``.gz``, ``.zst``) match too.
     """
     visible = sorted(
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"

@@ -254,7 +254,13 @@ class ReadItem(NamedTuple):
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
     def num_bytes(self, place: Tensor) -> int:
-        """Return the stored size in bytes of a slice of ``place``, without scales."""
+        """Return how many bytes of the file fill a tensor that is a slice of this read's target.
+
+        Scales are not counted.
+
+        Args:
+            place: the slice.
+        """
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
@@ -443,9 +449,13 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Read the bytes of a matrix's rows into ``into``.
+        """Read bytes of rows ``begin`` to ``end`` of a matrix into ``into``.
 
-        Whole rows are read in one call, parts of rows one by one.
+        Rows are read in one call if all of their columns are needed, else one by one.
+
+        Args:
+            matrix: index of the matrix in the stored tensor, such as the number of an expert.
+            into: uint8, as long as the bytes to read.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

@@ -80,7 +80,7 @@ _CUTS = {axis: table(_CUT, AXIS=axis) for axis in ("tp", "etp")}
 
 
 def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
-    """Yield (key, True, rule, remedy) of broken rules on ``lora`` and on frozen parameters.
+    """Yield (key, broken=True, rule, remedy) of broken rules on ``lora`` and on frozen parameters.
 
     Rules about sharding are checked only if the mesh ``shape`` is given.
     """

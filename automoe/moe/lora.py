@@ -118,10 +118,11 @@ class ExpertLora(Adapter):
 
 
 class LoRAExperts(GroupedExperts):
-    """Experts that take the place of ``base``: frozen weights, maybe quantized, and adapters.
+    """Experts with LoRA adapters, in place of ``base``.
 
     Args:
-        lora: the adapters, which replace the backend: they multiply by the frozen weights, too.
+        base: experts whose parameters, which may be quantized, this module takes over, frozen.
+        lora: module with the adapters; its forward computes the experts, frozen products included.
     """
 
     def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:

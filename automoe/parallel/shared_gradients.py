@@ -85,10 +85,11 @@ class SharedGradients:
             self.sum()
 
     def sum(self) -> None:
-        """Replace every shared gradient by its sum over copies and over the ranks with a term.
+        """Replace each shared parameter's gradient by the sum of all that contribute to it.
 
-        The ranks of a group shard a parameter alike, so local shards are summed, all of them in one
-        all-reduce.
+        These are this rank's copies of the parameter (tied embedding and head, also of MTP), and the
+        ranks of the parameter's process group. They shard it alike, so local shards are summed, all
+        parameters of a group in one all-reduce.
         """
         for parameter in self._on_stages:
             # A step without the modules for multi-token prediction uses the first copy alone.

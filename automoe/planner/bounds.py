@@ -218,9 +218,12 @@ class Space:
         """Return the forward and backward pass of ``layer``'s routed experts, from a cache.
 
         Args:
-            place: configuration, mesh and batch of ``family``.
+            place: configuration, mesh and batch that belong to ``family``.
+            family: the settings on which a layer's time depends: degrees of cp, tp, ep and etp,
+                micro-batch size and the like.
             shared: forward seconds of the shared experts, which hide a part of the all-to-alls.
-            arrives: recomputation in the backward pass dispatches tokens once more.
+            arrives: True if recomputed tokens arrive at the experts a second time, so that their
+                all-to-all is counted again in the backward pass.
         """
         cut = family._replace(cp=1, micro_batch_size=1, context="")
         key = place.tokens, cut, layer, arrives

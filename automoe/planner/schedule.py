@@ -128,8 +128,9 @@ def _steps(
 
     Returns:
         For each entry (rank, entry of one or two actions, input of its first action, input of its
-        second one or None). An input is (number of the action that makes it, 0: none; the later one
-        of the two stages between which it is sent; index of the action's own seconds).
+        second one or None). An input is a tuple: the position in this list, from 1, of the entry
+        that computes it, 0 if there is none; the later of the two stages between which it is sent;
+        the index of the consuming action in a list of seconds by kind (``KINDS``) and stage.
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank

@@ -44,11 +44,11 @@ _WHOLE_ROWS = {"swiglu": 1, "clamped_swiglu": 5}
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes that one part of a layer, such as its attention, needs in its backward pass.
+    """How memory changes while the backward pass of one part of a layer, such as attention, runs.
 
     Attributes:
-        done: kept activations of the layer that are already freed.
-        recompute: recomputed activations, or results that another part reads.
+        done: bytes of the layer's kept activations that are freed by then, to be subtracted.
+        recompute: bytes computed again for this part: activations, and discarded outputs that it reads.
         temporaries: gradients in transit and scratch of the operators.
     """
 

@@ -84,9 +84,13 @@ configuration is wrong, 3 a rank failed.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Verify the configuration that ``argv`` names, and return the exit status.
+    """Compare a training step on the configured mesh with one on one rank; return the exit status.
 
-    The status is 0 if all values are equal, 1 if some differ, 3 if a rank failed.
+    The status is 0 if losses, norms, gradients and updated parameters are equal, 1 if some differ,
+    3 if a rank failed.
+
+    Args:
+        argv: command line, with the configuration's name and overrides; None takes ``sys.argv``.
 
     Raises:
         AutomoeError: the configuration is wrong.

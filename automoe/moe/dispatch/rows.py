@@ -130,8 +130,9 @@ class RowExchange:
             the same counts on the host.
 
     Attributes:
-        source_B: token in each sent line; T for a line of metadata.
-        out, into: layouts of the lines sent and received.
+        source_B: for each row of the send buffer its token; T for rows that carry metadata, which
+            follow the tokens for each rank.
+        out, into: where tokens and metadata lie in the send and in the receive buffer.
     """
 
     def __init__(
@@ -167,10 +168,13 @@ class RowExchange:
         self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the exchange; return received lines [B, H] and the tokens' metadata [R, C].
+        """Wait for the exchange; return the receive buffer and the received tokens' metadata.
 
-        Line ``into.row_M[i]`` is the hidden state of token i; other lines are no tokens. Call it
-        once.
+        Call it once.
+
+        Returns:
+            The buffer [B, H], in which row ``into.row_M[i]`` is the hidden state of received token
+            i and other rows carry metadata, not tokens; and C metadata of each of R tokens [R, C].
         """
         lines, sent = self.group.wait(self._lines), self._sent
         del self._lines, self._sent

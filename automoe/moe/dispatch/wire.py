@@ -40,11 +40,12 @@ def encode_rows(x_TH: Tensor) -> Tensor:
 
 
 def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return the tokens [B, H] of encoded lines in ``dtype``.
+    """Return hidden states [B, H] in ``dtype`` from rows that ``encode_rows`` made.
 
     The result is exact in bfloat16 and float32; float16 may round it.
 
     Args:
+        lines_BW: int64; each row has the e4m3 codes of a token, then its float32 scales.
         hidden: number H of columns.
     """
     codes, scales = _parts(lines_BW, hidden)
@@ -52,7 +53,7 @@ def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return two views of encoded lines: the bytes of codes and the bytes of scales."""
+    """Return two views of encoded rows: the bytes of their codes and the bytes of their scales."""
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
     lines = lines_BW.view(torch.uint8)
