@@ -1,9 +1,8 @@
 """Loading of HuggingFace safetensors into the shards of a model on any mesh.
 
 Rank 0 parses the headers once and checks the whole checkpoint against the model. Every rank then
-reads the byte ranges of its own shards, in file order, straight into them. If several ranks of a
-machine need the same byte, the first one reads it from the disk and the others get it from the
-page cache. No rank holds all of a sharded tensor.
+reads the byte ranges of its own shards, in file order, straight into them. Of ranks of a machine
+that need the same byte, all but the first get it from the page cache. No rank holds a sharded tensor.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ from automoe.storage.foreign import open_inside
 CHUNK_BYTES = 2 << 20
 # Bytes read at once straight into a parameter: progress is shown after each read.
 DIRECT_BYTES = 64 << 20
-# If a row has fewer unwanted bytes than this, they are read along with the wanted columns: one call
-# per row would take as long as copying about this many bytes.
+# Fewer unwanted bytes in a row are read along: a call per row takes as long as copying so many.
 GAP_BYTES = 8 << 10
 Span = tuple[int, int]  # half-open range
 
@@ -234,10 +232,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Range of the bytes to copy from each stored row.
-
-        It begins and ends at whole elements of the codes, which may hold several numbers each.
-        """
+        """Bytes to copy from each stored row: whole elements, which may hold several numbers each."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -254,13 +249,7 @@ class ReadItem(NamedTuple):
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
     def num_bytes(self, place: Tensor) -> int:
-        """Return how many bytes of the file fill a tensor that is a slice of this read's target.
-
-        Scales are not counted.
-
-        Args:
-            place: the slice.
-        """
+        """Return how many bytes of the file fill ``place``, a slice of this read's target; no scales."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
@@ -318,7 +307,7 @@ class Reader:
 
     Attributes:
         bytes_read: bytes read from files so far.
-        advance: callback that receives the stored bytes of each chunk once the chunk is copied.
+        advance: callback that gets the stored bytes of each chunk once it is copied.
     """
 
     def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None):
@@ -345,7 +334,7 @@ class Reader:
             for piece in self.catalog.keys.pieces(shard.name, shard.shape, experts):
                 source = self.catalog.sources[piece.key]
                 if piece.file:
-                    assert source.encoding == "plain", piece.key
+                    assert source.encoding == "plain"
                     source = source._replace(shape=piece.shape)
                 if source.shape[:1] < piece.shape[:1]:  # the model's vocabulary is larger
                     piece = piece._replace(size=source.shape)
@@ -449,13 +438,9 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Read bytes of rows ``begin`` to ``end`` of a matrix into ``into``.
+        """Fill ``into`` with bytes of rows ``begin`` to ``end`` of matrix (expert) number ``matrix``.
 
         Rows are read in one call if all of their columns are needed, else one by one.
-
-        Args:
-            matrix: index of the matrix in the stored tensor, such as the number of an expert.
-            into: uint8, as long as the bytes to read.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout
