@@ -48,18 +48,18 @@ def test_a_checkpoint_takes_the_defaults_of_its_job(overrides: list[str], expect
 
 @pytest.mark.parametrize("name", [name for name in list_options() if not name.endswith("_g8t8")])
 def test_every_shipped_configuration_tunes_a_checkpoint_and_trains_another_as_before(name: str) -> None:
-    lora = compose_config(name).lora.rank > 0
-    assert taken(name, *FROM)[::2] == (2e-4 if lora else 1e-5, 3.0) or name.endswith(
+    plain = compose_config(name)
+    assert taken(name, *FROM)[::2] == (2e-4 if plain.lora.rank else 1e-5, 3.0) or name.endswith(
         ("dpo", "grpo_small", "distill_small")
     )
     pairs = [*FROM[:1], "data=preference", "data.path=FILE", "recipe=dpo"]
     assert (
         name in ("grpo_small", "distill_small") or taken(name, *pairs)[2] == 1.0
     )  # whose recipe_args are another recipe's
-    assert compose_config(name).train.epochs == 0.0 and compose_config(name).train.steps >= 40
+    assert plain.train.epochs == 0.0 and plain.train.steps >= 40
     rate = {"dpo_small": 3e-4, "qwen3_30b_a3b_dpo": 5e-7, "gpt_oss_20b_lora": 2e-4}
     random = rate.get(name) or (1e-5 if name.endswith("_sft") else None)
-    assert compose_config(name).optim.lr in ([random] if random else [3e-3, 2.2e-4])
+    assert plain.optim.lr in ([random] if random else [3e-3, 2.2e-4])
 
 
 def test_own_files_and_sweeps_take_the_same(tmp_path: Path) -> None:

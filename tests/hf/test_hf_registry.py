@@ -25,12 +25,12 @@ from published_configs import (
     UNREAD,
 )
 
-from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
 from tests.support.command import ROOT
+from tests.support.configurations import quick_config
 
 
 def write(folder: Path, hf: object) -> Path:
@@ -40,7 +40,7 @@ def write(folder: Path, hf: object) -> Path:
 
 
 def preset(name: str) -> ModelConfig:
-    return compose_config(overrides=[f"model={name}"]).model
+    return quick_config(overrides=[f"model={name}"]).model
 
 
 @pytest.mark.one_in(3)

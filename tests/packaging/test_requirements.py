@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 
 from packaging.requirements import Requirement
@@ -41,6 +42,12 @@ def test_the_floor_is_the_oldest_version_of_every_declared_range() -> None:
         assert Version(floor[requirement.name]).release[: len(bound)] == bound, requirement
 
 
+@cache
+def distributions_of() -> dict[str, list[str]]:
+    """Distributions by module, looked for once: it reads the list of files of every package."""
+    return packages_distributions() | {"google": ["protobuf"]}  # of the many that share this namespace
+
+
 def third_party_imports(folder: str) -> set[str]:
     """Distributions that the sources of a folder import anywhere, functions included."""
     own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"automoe", "recipes", "tests", "benchmarks"}
@@ -51,10 +58,8 @@ def third_party_imports(folder: str) -> set[str]:
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.split(".")[0])
-    distributions = packages_distributions()
     modules -= own | set(sys.stdlib_module_names)
-    distributions["google"] = ["protobuf"]  # of the many that share this namespace
-    return {distributions.get(module, [module])[0].lower() for module in modules}
+    return {distributions_of().get(module, [module])[0].lower() for module in modules}
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -23,6 +23,7 @@ from automoe.errors import ConfigError
 from automoe.launch import hardware
 from automoe.model.params import count_params
 from automoe.planner import search as search_module
+from automoe.planner import search_command
 from automoe.planner.activations import UNEVEN, at_load
 from automoe.planner.candidate import LADDER
 from automoe.planner.memory import plan_memory
@@ -39,6 +40,17 @@ WORLD = 8
 def config() -> Config:
     found = quick_config("config", ["cluster=h100_sxm", "launch.num_ranks=null", "train.global_batch_size=32"])
     return replace(found, mesh=MeshConfig())
+
+
+FIXED = ("train.micro_batch_size", "mesh.etp", "mesh.cp")
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config) -> Search:
+    """A search of four ranks to its end, by one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "FORKED", 10**9)
+        return search(config, 4, "cuda", FIXED)
 
 
 def legal(config: Config, shape: MeshShape) -> bool:
@@ -124,31 +136,25 @@ def test_a_search_ends_where_candidates_tie(config: Config) -> None:
 
 
 def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    config: Config, whole: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After as many candidates without a result as it has patience for, with a bound of the others."""
-    fixed = ["train.micro_batch_size", "mesh.etp", "mesh.cp"]
-    whole = search(config, 4, "cuda", fixed)
     monkeypatch.setattr(search_module, "PATIENCE", 1)
-    hasty = search(config, 4, "cuda", fixed)
+    hasty = search(config, 4, "cuda", FIXED)
     assert hasty.found and hasty.num_timed < whole.num_timed
     assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
 
 
-def test_two_processes_find_what_one_finds(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_find_what_one_finds(config: Config, whole: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same candidates and the same counts, whoever checks and times the meshes."""
     monkeypatch.setattr(search_module.os, "cpu_count", lambda: 2)
-    fixed = ["train.micro_batch_size", "mesh.etp", "mesh.cp"]
-    results = []
-    for least in (1, 10**9):
-        monkeypatch.setattr(search_module, "FORKED", least)
-        results.append(search(config, 4, "cuda", fixed))
-    two, one = results
+    monkeypatch.setattr(search_module, "FORKED", 1)
+    two = search(config, 4, "cuda", FIXED)
     assert [(each.mesh, each.config, each.speed) for each in two.found] == [
-        (each.mesh, each.config, each.speed) for each in one.found
+        (each.mesh, each.config, each.speed) for each in whole.found
     ]
     assert (two.refused, two.num_timed, two.too_large, two.rest) == (
-        *(one.refused, one.num_timed, one.too_large, one.rest),
+        *(whole.refused, whole.num_timed, whole.too_large, whole.rest),
     )
     assert two.refused and two.found
 
@@ -230,7 +236,16 @@ def test_the_ladder_only_takes_time(config: Config) -> None:
     assert set(LADDER) >= {name for names in search_module.ladder(config, ()) for name in names if len(name) > 4}
 
 
-def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preset_is_what_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[Search] = []
+
+    def once(*args: Any, **options: Any) -> Search:
+        searches[:] = searches or [search(*args, **options)]
+        return searches[0]
+
+    monkeypatch.setattr(search_command, "search", once)  # what is written of it is asked for three times
     words = ["--config-name", "qwen3_30b_a3b", "train.micro_batch_size=2", "parallel.recompute=full", "mesh.tp=1"]
     words += ["mesh.cp=1", "mesh.etp=1", "mesh.pp=2"]
     assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 0
