@@ -224,7 +224,9 @@ class ModelConfig:
     # multiply the shared FFN's output by sigmoid(x @ w), one number per token
     shared_expert_gate: bool = False
     biased_experts: bool = False  # trained biases in both projections of routed experts
-    # clamped_swiglu, of GPT-OSS: clamp gate and up to swiglu_limit, then
+    # f in every FFN and expert: down(f(gate) * up); relu2 is relu squared
+    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
+    # swiglu: f as hidden_act says. clamped_swiglu, of GPT-OSS: clamp gate and up to swiglu_limit, then
     # (up + 1) * gate * sigmoid(swiglu_alpha * gate)
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     swiglu_alpha: float = 1.702  # clamped_swiglu: factor inside the sigmoid

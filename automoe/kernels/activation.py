@@ -1,4 +1,4 @@
-"""Gated activations of an expert: SwiGLU, and the clamped form of GPT-OSS.
+"""Gated activations of an FFN or expert: a table of functions, and the clamped form of GPT-OSS.
 
 Each activation is a small object. Autograd can differentiate a call; ``backward`` computes the
 gradients explicitly, for expert backends that implement their own backward pass. Shapes: R rows, I
@@ -7,22 +7,61 @@ expert width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class SwiGLU:
-    """SwiGLU activation: silu(gate) * up (arXiv 2002.05202, eq. 5)."""
+class GateFunction(NamedTuple):
+    """A function of the gate, and ``slope(gradient, gate, out)``, which writes the gate's gradient."""
+
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor], object]
+
+
+def _gelu(approximate: str) -> GateFunction:
+    def slope(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+        _aten.gelu_backward.grad_input(grad, gate, approximate=approximate, grad_input=out)
+
+    return GateFunction(partial(F.gelu, approximate=approximate), slope)
+
+
+_aten = torch.ops.aten
+# by ``model.hidden_act``, transformers' name
+GATE_FUNCTIONS = {
+    "silu": GateFunction(
+        F.silu, lambda grad, gate, out: _aten.silu_backward.grad_input(grad, gate, grad_input=out)
+    ),
+    "gelu": _gelu("none"),
+    "gelu_pytorch_tanh": _gelu("tanh"),
+    "relu": GateFunction(F.relu, lambda grad, gate, out: torch.mul(grad, gate > 0, out=out)),
+    "relu2": GateFunction(
+        lambda gate: F.relu(gate).square(),
+        lambda grad, gate, out: torch.mul(grad, F.relu(gate), out=out).mul_(2),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GLU:
+    """Gated activation function(gate) * up (arXiv 2002.05202, eq. 5); SwiGLU by default.
+
+    Attributes:
+        hidden_act: name of the function in ``GATE_FUNCTIONS``.
+    """
+
+    hidden_act: str = "silu"
 
     def __call__(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
-        """Return silu(gate) * up [R, I] as a new tensor; the inputs stay unchanged."""
-        silu_RI = F.silu(gate_RI)
-        # Autograd needs silu unchanged for the backward pass.
-        return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
+        """Return function(gate) * up [R, I] as a new tensor; the inputs stay unchanged."""
+        of_gate_RI = GATE_FUNCTIONS[self.hidden_act].function(gate_RI)
+        # Autograd needs the factors unchanged for the backward pass.
+        return of_gate_RI * up_RI if torch.is_grad_enabled() else of_gate_RI.mul_(up_RI)
 
     def backward(
         self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
@@ -37,13 +76,12 @@ class SwiGLU:
             grad_up_RI: receives the gradient of up.
             grad_scale_R: receives the gradient of scale, accumulated in at least its own dtype.
         """
-        silu_RI = F.silu(gate_RI)
-        torch.mul(silu_RI, up_RI, out=act_RI)
+        function, slope = GATE_FUNCTIONS[self.hidden_act]
+        of_gate_RI = function(gate_RI)
+        torch.mul(of_gate_RI, up_RI, out=act_RI)
         _scale(act_RI, scale_R1, grad_RI, grad_up_RI, grad_scale_R)
-        torch.mul(grad_RI, silu_RI, out=grad_up_RI)
-        torch.ops.aten.silu_backward.grad_input(
-            grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI
-        )
+        torch.mul(grad_RI, of_gate_RI, out=grad_up_RI)
+        slope(grad_RI.mul_(up_RI), gate_RI, grad_gate_RI)
 
 
 @dataclass(frozen=True)
@@ -97,8 +135,8 @@ def _scale(act_RI, scale_R1, grad_RI, scratch_RI, grad_scale_R) -> None:
     grad_RI.mul_(scale_R1)
 
 
-Activation = SwiGLU | ClampedSwiGLU
-SWIGLU = SwiGLU()
+Activation = GLU | ClampedSwiGLU
+SWIGLU = GLU()
 
 # 512 KiB of float32 fit in L2, so the next operation finds the result of the last one in cache.
 BLOCK_ELEMENTS = 1 << 17

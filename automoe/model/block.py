@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automoe.comm.calls import Wrap, as_it_is, bind, call_module
 from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
+from automoe.kernels.activation import GATE_FUNCTIONS
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
 from automoe.model.delta_net import GatedDeltaNet
@@ -22,7 +22,7 @@ from automoe.moe.layer import MoE
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (arXiv 2002.05202, eq. 5): down(silu(gate(x)) * up(x)).
+    """Gated feed-forward (arXiv 2002.05202, eq. 5): down(f(gate(x)) * up(x)), f being ``hidden_act``.
 
     Input and output are [B, s, H]. With ``gated_output`` (Qwen2-MoE's shared expert) the result is
     multiplied by sigmoid(x @ w), one number per token.
@@ -35,8 +35,10 @@ class MLP(nn.Module):
         gated_output: bool = False,
         tp: Communicator = SINGLE_RANK,
         gather: Wrap = as_it_is,
+        hidden_act: str = "silu",
     ) -> None:
         super().__init__()
+        self.function = GATE_FUNCTIONS[hidden_act].function
         self.gate_proj = Linear(hidden_size, intermediate_size)
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
@@ -46,7 +48,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = self.gather(x_BsH)
-        activation_BSF = F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)
+        activation_BSF = self.function(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)
         out_BsH = self.down_proj.project_and_scatter(activation_BSF, self.tp)
         # The gate sees only this rank's positions, since the result holds no others.
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
@@ -61,7 +63,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        ranks = backend.pg_collection.tp, calls.gather
+        more = backend.pg_collection.tp, calls.gather, config.hidden_act
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.attention, self.run_attention)
         self.multiplier = config.residual_multiplier
@@ -77,12 +79,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size, False, *ranks)
+            self.mlp = MLP(hidden, config.intermediate_size, False, *more)
             self.call_mlp = calls.mlp(call_module)
         else:
             width = config.shared_width
             gated = config.shared_expert_gate
-            shared = MLP(hidden, width, gated, *ranks) if width else None
+            shared = MLP(hidden, width, gated, *more) if width else None
             self.mlp = MoE(config, moe, layer, shared, backend)
 
     @property

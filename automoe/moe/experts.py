@@ -28,7 +28,7 @@ from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.plugins import look_up, registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
-from automoe.kernels.activation import SWIGLU, Activation, ClampedSwiGLU
+from automoe.kernels.activation import GLU, SWIGLU, Activation, ClampedSwiGLU
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
@@ -130,7 +130,9 @@ class GroupedExperts(nn.Module):
         self.backend = make_expert_backend(self)
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
-            ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
+            ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
+            if clamped
+            else GLU(config.hidden_act)
         )
 
     def forward(

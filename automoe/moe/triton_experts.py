@@ -47,6 +47,9 @@ def triton_experts(
         BackendError: tensors are on the CPU, or of another dtype.
     """
     check_served(x_TH, "moe.experts", "grouped_mm")
+    assert activation == SWIGLU or isinstance(
+        activation, ClampedSwiGLU
+    )  # the kernels have no other
     if not gather_idx_R.numel():  # an empty grid is an error; the backward still runs
         rows = x_TH, gather_idx_R, offsets_E, probs_R
         return grouped_mm_experts(*rows, weights, activation)

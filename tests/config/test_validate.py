@@ -252,6 +252,13 @@ BAD = [
         "model.shared_expert_gate=false",
     ),
     (1, ["train.dtype=float64", "moe.experts=triton"], "moe.experts", "triton has no float64", "moe.experts=loop"),
+    (
+        1,
+        ["model.hidden_act=relu2", "moe.experts=triton", "launch.device=cuda"],
+        "moe.experts",
+        "hidden_act=relu2",
+        "moe.experts=grouped_mm",
+    ),
     (1, ["model.logits_scaling=0"], "model.logits_scaling", "larger than 0", "Set model.logits_scaling=1.0"),
     (
         1,

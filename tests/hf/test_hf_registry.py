@@ -229,6 +229,7 @@ def test_model_that_the_family_cannot_express() -> None:
         ("llama", "attention.multiplier", 0.5),
         ("mixtral", "logits_scaling", 2.0),
         ("granite", "final_logit_softcapping", 30.0),
+        ("qwen3_moe", "hidden_act", "gelu"),
     ],
 )
 def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:

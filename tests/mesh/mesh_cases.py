@@ -178,6 +178,7 @@ MODELS["granite"] = ModelConfig(
     num_layers=4,
     num_experts_per_token=3,
     shared_intermediate_size=20,
+    hidden_act="gelu_pytorch_tanh",
     attention=AttentionConfig(
         kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True, o_bias=True, multiplier=0.7
     ),

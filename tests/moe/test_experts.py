@@ -10,7 +10,7 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
-from automoe.kernels.activation import ClampedSwiGLU
+from automoe.kernels.activation import GATE_FUNCTIONS, GLU, ClampedSwiGLU
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts, expert_backend
 from automoe.moe.gradient_sums import GradientSums, add_product
@@ -48,7 +48,16 @@ def inputs(counts: list[int], dtype: torch.dtype, biased: bool = False) -> list[
 
 
 def row_by_row(
-    x, gather_idx, offsets, probs, gate_up_proj, down_proj, gate_up_proj_bias=None, down_proj_bias=None, limit=None
+    x,
+    gather_idx,
+    offsets,
+    probs,
+    gate_up_proj,
+    down_proj,
+    gate_up_proj_bias=None,
+    down_proj_bias=None,
+    limit=None,
+    act=lambda gate: gate * torch.sigmoid(gate),
 ):
     """probs * expert(x), with the probability last: nothing of the backends' arrangement."""
     expert = torch.searchsorted(offsets.long(), torch.arange(gather_idx.numel()), right=True)
@@ -58,7 +67,7 @@ def row_by_row(
     if gate_up_proj_bias is not None:
         gate, up = gate + gate_up_proj_bias[expert, 0], up + gate_up_proj_bias[expert, 1]
     if limit is None:
-        act = gate * torch.sigmoid(gate) * up
+        act = act(gate) * up
     else:  # min and max instead of the clamps of the activation
         gate = torch.minimum(gate, gate.new_tensor(limit))
         up = torch.minimum(torch.maximum(up, up.new_tensor(-limit)), up.new_tensor(limit))
@@ -101,6 +110,28 @@ def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolera
         assert mine.dtype == dtype and mine.shape == theirs.shape, name
         error = (mine.double() - theirs).norm()
         assert error <= tolerance * theirs.norm(), f"{name}: {error / theirs.norm():.1e}"
+
+
+FORMULAS = {
+    "gelu": lambda gate: gate * (1 + torch.erf(gate / 2**0.5)) / 2,
+    "gelu_pytorch_tanh": lambda gate: gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2,
+    "relu": lambda gate: torch.maximum(gate, torch.zeros_like(gate)),
+    "relu2": lambda gate: torch.maximum(gate, torch.zeros_like(gate)) ** 2,
+}
+
+
+@pytest.mark.parametrize("hidden_act", FORMULAS)
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+def test_every_function_of_the_gate(backend: str, hidden_act: str) -> None:
+    assert FORMULAS.keys() | {"silu"} == GATE_FUNCTIONS.keys()
+    act = FORMULAS[hidden_act]
+    expected = outputs_and_gradients(partial(row_by_row, act=act), inputs(COUNTS["skewed"], torch.float64))
+    args = inputs(COUNTS["skewed"], torch.float64)
+    got = outputs_and_gradients(flat(expert_backend(backend)), args, activation=GLU(hidden_act))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-13 * theirs.norm()
+    with torch.no_grad():
+        assert torch.equal(flat(expert_backend(backend))(*args, activation=GLU(hidden_act)), got[0])
 
 
 @pytest.mark.one_in(3)

@@ -302,14 +302,15 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _GRANITE
         | {"vocab_size": 101, "hidden_size": 40, "head_dim": 12, "num_key_value_heads": 1, "num_local_experts": 5}
         | {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 50.0, "logits_scaling": 6.0}
-        | {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0884},
+        | {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0884}
+        | {"hidden_act": "gelu_pytorch_tanh"},
     ),
     "granitemoeshared": ("granitemoeshared", _GRANITE | {"shared_intermediate_size": 24}),
     "granitemoeshared_odd": (
         "granitemoeshared",
         _GRANITE
         | {"vocab_size": 101, "hidden_size": 40, "shared_intermediate_size": 20, "num_experts_per_tok": 2}
-        | {"tie_word_embeddings": True, "rope_scaling": _YARN, "logits_scaling": 0.7},
+        | {"tie_word_embeddings": True, "rope_scaling": _YARN, "logits_scaling": 0.7, "hidden_act": "relu2"},
     ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (

@@ -27,7 +27,7 @@ _OPTIONAL = (
     "attention.qkv_bias attention.o_bias attention.sinks attention.output_gate attention.qk_norm_over_heads "
     "attention.clip_qkv attention.multiplier attention.index_topk attention.index_interleaved attention.index_shared_layers "
     "attention.full_attention_interval attention.linear_num_key_heads attention.linear_split_projections "
-    "biased_experts expert_activation router.logit_bias shared_expert_gate shared_intermediate_size "
+    "biased_experts expert_activation hidden_act router.logit_bias shared_expert_gate shared_intermediate_size "
     "zero_centered_norms num_mtp_layers rope.partial_rotary_factor embedding_multiplier residual_multiplier "
     "logits_scaling final_logit_softcapping"
 ).split()
@@ -442,6 +442,9 @@ BALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 WINDOWS = {"max_window_layers": attrgetter("num_layers"), "sliding_window": None}
 # Modules for multi-token prediction are stored as layers after the last one, as in DeepSeek-V3.
 MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
+
+# transformers has two names of silu.
+HIDDEN_ACT = Field("hidden_act", read=lambda act, hf: "silu" if act == "swish" else act)
 
 # Several families share these fields and fixed values.
 HEAD_DIM = Field(

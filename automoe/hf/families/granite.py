@@ -9,6 +9,7 @@ from automoe.hf.families.family import (
     COMMON_FIELDS,
     GQA,
     HEAD_DIM,
+    HIDDEN_ACT,
     SOFTMAX_ROUTER,
     Family,
     Field,
@@ -37,7 +38,7 @@ FAMILY = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     fields=COMMON_FIELDS
-    | {"attention.head_dim": HEAD_DIM}
+    | {"attention.head_dim": HEAD_DIM, "hidden_act": HIDDEN_ACT}
     # there are no dense layers
     | named("num_experts=num_local_experts moe_intermediate_size=intermediate_size")
     | named("attention.qkv_bias=attention_bias attention.o_bias=attention_bias")
@@ -47,7 +48,6 @@ FAMILY = Family(
     | SOFTMAX_ROUTER
     | {"router.softmax_after_topk": True, "router.norm_topk_prob": True}
     | {"attention.qk_norm": False, "first_k_dense": 0, "num_shared_experts": 0},
-    only={"hidden_act": "silu"},
     unread=BALANCED,
     keys=KeyMap(
         {ROUTER: f"{_MOE}.router.layer.weight", DOWN: f"{_MOE}.output_linear.weight"}
