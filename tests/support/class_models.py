@@ -304,7 +304,7 @@ def float64_of(config: ModelConfig, experts: str = "loop") -> tuple[Transformers
 def against_class(config: ModelConfig, experts: str = "loop") -> tuple[TransformersModel, float]:
     """Return the tier's model, and the worst relative difference of loss and gradients from the class."""
     ours, theirs = float64_of(config, experts)
-    tokens = torch.randint(300, (2, ROW + 1), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(config.vocab_size, (2, ROW + 1), generator=torch.Generator().manual_seed(2))
     loss = ours(batch=MicroBatch(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())).sum()
     logits = theirs(tokens[:, :-1], use_cache=False).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
