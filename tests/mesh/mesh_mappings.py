@@ -163,7 +163,7 @@ MORE = [
     Case("olmoe", dict(dp_shard=2, tp=2, ep=2), rows=2, lora=LORA),
     Case("olmoe", dict(pp=2, cp=2, tp=2, ep=2), rows=2),
     Case("granite", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
-    Case("granite", dict(pp=2, tp=2, etp=2), rows=2, parallel=ZBV),
+    Case("granite-unshared", dict(pp=2, tp=2, etp=2), rows=2, parallel=ZBV),
     Case("granite", dict(dp_shard=2, tp=2, ep=2), rows=2, parallel=FULL, lora=LORA),
     Case("granite", dict(dp_replicate=2, cp=2, ep=2), rows=2, parallel=ULYSSES | PARTS),
     Case("deepseek-mtp-scaled", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED | FULL),
