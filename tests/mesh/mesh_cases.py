@@ -185,7 +185,9 @@ MODELS["granite"] = ModelConfig(
     router=RouterConfig(softmax_after_topk=True),
     **(SIZES | MULTIPLIERS),
 )
-MODELS["granite-unshared"] = replace(MODELS["granite"], family="granitemoe", shared_intermediate_size=0)
+MODELS["granite-unshared"] = replace(
+    MODELS["granite"], family="granitemoe", shared_intermediate_size=0, logits_scaling=0.5
+)
 # One and two modules for multi-token prediction; the last ones read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
 MODELS["deepseek-mtp-scaled"] = replace(MODELS["deepseek-mtp"], **MULTIPLIERS)
