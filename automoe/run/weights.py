@@ -65,9 +65,8 @@ def fill_new_rows(parts: dict[int, CausalLM], config: Config) -> list[str]:
                 whole, local = full_tensor(parameter), local_shard(parameter)
                 first, *_ = global_offset(parameter)
                 for new, old in pieces.items():
-                    if (
-                        0 <= new - first < len(local)
-                    ):  # added in order, so that threads do not change a bit
+                    if 0 <= new - first < len(local):
+                        # added in order, so that threads do not change a bit
                         local[new - first] = whole[old].double().cumsum(0)[-1] / len(old)
     return [f"{len(pieces):,} rows start as the mean of the pieces of their tokens"] * bool(pieces)
 

@@ -19,7 +19,8 @@ from automoe.config.schema import Config, MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.launch.prepare import check_here, compose, settle
 from automoe.parallel.mesh import build_meshes
-from automoe.run.weights import first_weights
+from automoe.parallel.parallelize import build_parts
+from automoe.run.weights import load_or_initialize
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.chat import save_tokenizer
@@ -66,14 +67,16 @@ def settled(adapter: Path | str, *overrides: str) -> Config:
 def weights_on(config: Config, mesh: MeshConfig) -> dict[str, torch.Tensor]:
     """What this rank's stages start with, whole, and the line that the run prints."""
     meshes = build_meshes(resolve_mesh(mesh, None), torch.device("cpu"))
-    parts, loaded = first_weights(config, meshes, torch.device("cpu"))
+    parts = build_parts(config, meshes)
+    loaded = load_or_initialize(parts, config, torch.device("cpu"))
     return {name: whole(one).clone() for name, one in named_parameters(parts).items()} | {"said": str(loaded)}
 
 
 @torch.no_grad()
 def ours(config: Config) -> tuple[torch.Tensor, str]:
     meshes = build_meshes(resolve_mesh(MESHES["one"], 1), torch.device("cpu"))
-    parts, loaded = first_weights(config, meshes, torch.device("cpu"))
+    parts = build_parts(config, meshes)
+    loaded = load_or_initialize(parts, config, torch.device("cpu"))
     with AllInFloat64():
         return parts[0].eval()(TOKENS), str(loaded)
 

@@ -28,7 +28,7 @@ from automoe.launch.prepare import check_here, compose, settle
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
-from automoe.run.weights import first_weights
+from automoe.run.weights import load_or_initialize
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.chat import messages, save_tokenizer, write_chat
@@ -220,9 +220,9 @@ def test_rows_in_a_file_beside_the_checkpoint_count(small: Path, tmp_path: Path)
 
 
 def first_ends(config: Config, mesh: MeshConfig) -> tuple[str, dict[str, torch.Tensor]]:
-    parts, loaded = first_weights(
-        config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")), torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), cpu))
+    loaded = load_or_initialize(parts, config, cpu)
     named = named_parameters(parts)
     return str(loaded), {name: whole(named[name]).clone() for name in named if "embed_tokens" in name or "head" in name}
 

@@ -15,9 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 import automoe
 from automoe.config.schema import LoraConfig, MeshConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.hf.adapter import from_peft
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.peft import WEIGHTS_FILE, from_peft, to_peft
+from automoe.hf.peft import WEIGHTS_FILE, to_peft
 from automoe.hf.wrapper import names_in
 from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool

@@ -19,7 +19,8 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.launch.prepare import compose
 from automoe.model.causal_lm import CausalLM
 from automoe.parallel.mesh import build_meshes
-from automoe.run.weights import first_weights
+from automoe.parallel.parallelize import build_parts
+from automoe.run.weights import load_or_initialize
 from automoe.verify.pool import RankPool
 
 NUM_TOKENS = 30
@@ -37,7 +38,8 @@ def trained_further(adapter: Path) -> np.ndarray:
     mesh = ["mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu", "moe.experts=loop"]
     config = compose(Arguments(overrides=[f"model.hf_path={adapter}", "data=stdlib", *lora, *mesh]))
     cpu = torch.device("cpu")
-    parts, _ = first_weights(config, build_meshes(resolve_mesh(config.mesh, 1), cpu), cpu)
+    parts = build_parts(config, build_meshes(resolve_mesh(config.mesh, 1), cpu))
+    load_or_initialize(parts, config, cpu)
     return logits(parts[0])
 
 
