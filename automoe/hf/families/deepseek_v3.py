@@ -20,11 +20,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims`` (``qk_rope_head_dim``); refuse it if transformers uses another number.
-
-    Args:
-        hf: transformers' configuration object, whose ``head_dim`` must be equal if it is set.
-    """
+    """Return ``dims`` (``qk_rope_head_dim``); refuse a ``head_dim`` in ``hf`` that differs from it."""
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(
