@@ -129,10 +129,10 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         pieces: dict[str, list[Piece]] = {}
         for name, piece in table:
             pieces.setdefault(name, []).append(piece)
-        own = {name: p for part in parts.values() for name, p in part.named_parameters()}
+        by_name = {name: p for part in parts.values() for name, p in part.named_parameters()}
         with open_adapter(local_folder(path)) as file:
             for param in params:
-                if (weight := own.get(param.name)) is None:
+                if (weight := by_name.get(param.name)) is None:
                     continue
                 whole = {
                     each.name: _whole(file, pieces[each.name], each.shape).to(weight.device)
@@ -145,13 +145,11 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
                     local_shard(weight).copy_(total)
                     continue
                 for name, numbers in whole.items():
-                    local = local_shard(own[name])
-                    spans = zip(global_offset(own[name]), local.shape, strict=True)
+                    local = local_shard(by_name[name])
+                    spans = zip(global_offset(by_name[name]), local.shape, strict=True)
                     local.copy_(numbers[tuple(slice(first, first + n) for first, n in spans)])
-        what = "merged into the weights" if merge else "trained further"
-        return (
-            f"the adapter {path} (rank {rank}, alpha {alpha:g}, {len(params)} matrices) is {what}"
-        )
+        use = "merged into the weights" if merge else "trained further"
+        return f"the adapter {path} (rank {rank}, alpha {alpha:g}, {len(params)} matrices) is {use}"
 
     return Ranks().all(fill)[0]
 

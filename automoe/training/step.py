@@ -97,12 +97,14 @@ class StepOptions:
             sequences.
         auxiliary_losses: False to leave modules for multi-token prediction out of the step, and
             expert biases and load fractions as they are.
+        balance_replayed: True to move expert biases and load fractions by repeated routes too.
         skip_zero_gradient: skip the update if the gradient is exactly zero; else momentum and
             weight decay would move the weights.
     """
 
     loss_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     auxiliary_losses: bool = True
+    balance_replayed: bool = False
     skip_zero_gradient: bool = False
 
 
@@ -237,7 +239,8 @@ def optimizer_step(
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
             # The load of an inference engine's routes, if repeated, says nothing about this router.
-            if options.auxiliary_losses and not stats.replayed.any():
+            replayed = bool(stats.replayed.any()) and not options.balance_replayed
+            if options.auxiliary_losses and not replayed:
                 update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
             remember_loss(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()

@@ -25,7 +25,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
 from automoe.run.routing import record_routing, replayed_routing
 from automoe.training.state import TrainState
-from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.training.step import StepOptions, forward_backward, optimizer_step, prepare_inputs
 
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
 
@@ -99,6 +99,7 @@ def run_trajectory(
     device: str = "cpu",
     order: Tensor | None = None,
     between: Callable[[StepRunner, Meshes], object] = lambda runner, meshes: None,
+    options: StepOptions | None = None,
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
 
@@ -114,6 +115,7 @@ def run_trajectory(
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function that is called after every step, such as a validation.
+        options: of every ``optimizer_step``.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)
@@ -158,7 +160,9 @@ def run_trajectory(
                 if p.grad is not None
             }
             seen.gradients.append(gradients if leads_its_stage else {})
-        update = optimizer_step(state, stats, trained, meshes, config)
+        update = optimizer_step(
+            state, stats, trained, meshes, config, options=options or StepOptions()
+        )
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
         seen.metrics.append([*stats.metrics.values()])

@@ -17,6 +17,7 @@ from mesh_mappings import DELAYED, DROP, FULL, INTERLEAVED, MERGED, NODES, PADDE
 import automoe.comm.tokens
 import automoe.verify.trajectory
 from automoe.moe.router import BalancedRouter
+from automoe.training.step import StepOptions
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.routes import through_engines
@@ -74,7 +75,7 @@ def without_record(replayed: Trajectory) -> tuple[Trajectory, list[float]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_natural_routes_of_both_formats_change_no_bit(ranks: RankPool, natural, case: Case) -> None:
     one, forced = natural(case)
-    replayed, shares = without_record(run(ranks, case, forced=forced, balances=True))
+    replayed, shares = without_record(run(ranks, case, forced=forced, options=StepOptions(balance_replayed=True)))
     assert shares == [0.0] * STEPS
     different = differences(replayed, run(ranks, case), 0.0)
     assert not different, f"{len(different)} differ, first: {different[0]}"
@@ -178,7 +179,7 @@ def modules_for_prediction_take_the_last_layers_routes():
 
 def biases_move():
     def make(original):
-        return lambda *args, balances=None: original(*args, balances=True)
+        return lambda *args, options: original(*args, options=StepOptions(balance_replayed=True))
 
     return _replaced(automoe.verify.trajectory, "optimizer_step", make)
 
