@@ -55,6 +55,8 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
     folder = local_folder(path)
     try:
         stated = read_settings(folder, ADAPTER)
+        if not stated:
+            raise OSError("it is missing or empty")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: its {ADAPTER} cannot be read ({error})") from None
     odd = {

@@ -207,10 +207,10 @@ def test_rows_in_a_file_beside_the_checkpoint_count(small: Path, tmp_path: Path)
     larger = save_tokenizer(tmp_path / "larger", None)
     model = f"{{hf_path: {small}, vocab_size: 304}}"
     data = f"data: {{tokenizer: {larger}}}\nrun_dir: {tmp_path / 'run'}\nlaunch: {{num_ranks: 1, device: cpu}}\n"
-    (tmp_path / "mine.yaml").write_text(f"defaults: [base, _self_]\nmodel: {model}\n{data}")
+    (tmp_path / "mine.yaml").write_text(f"defaults: [base, data: stdlib, _self_]\nmodel: {model}\n{data}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/group.yaml").write_text(f"hf_path: {small}\nvocab_size: 304\n")
-    (tmp_path / "other.yaml").write_text(f"defaults: [base, model: group, _self_]\n{data}")
+    (tmp_path / "other.yaml").write_text(f"defaults: [base, data: stdlib, model: group, _self_]\n{data}")
 
     def rows(name: str, *overrides: str) -> int:
         args = Arguments(config_name=name, config_dir=str(tmp_path), overrides=["data=stdlib", *overrides])
@@ -236,7 +236,7 @@ def test_new_tokens_start_as_their_pieces(rows: int, tmp_path: Path, ranks: Rank
     larger = AutoTokenizer.from_pretrained(tmp_path / "source")
     known = len(larger)
     save_small_hf("qwen3_moe", tmp_path / "source", other_sizes={"vocab_size": rows if rows > known else known})
-    assert larger.add_tokens(["<|tool|>", "<|room|>"], special_tokens=True) == 2
+    assert larger.add_tokens(["<|chair|>", "<|desk|>"], special_tokens=True) == 2
     larger.save_pretrained(tmp_path / "larger")
     settings = [f"run_dir={tmp_path / 'run'}", f"data.tokenizer={tmp_path / 'larger'}", "model.new_rows=pieces"]
     settings += ["model.vocab_size=320"] if rows < 320 else []
@@ -247,7 +247,7 @@ def test_new_tokens_start_as_their_pieces(rows: int, tmp_path: Path, ranks: Rank
     assert "2 rows start as the mean of the pieces of their tokens" in said
     for name, found in expected.items():
         stored_rows = before["lm_head.weight" if "head" in name else "model.embed_tokens.weight"]
-        for row, token in enumerate(("<|tool|>", "<|room|>"), known):
+        for row, token in enumerate(("<|chair|>", "<|desk|>"), known):
             pieces = old.encode(token, add_special_tokens=False)
             assert len(pieces) > 2 and old.decode(pieces) == token
             assert torch.allclose(found[row].double(), stored_rows[pieces].double().mean(0), rtol=1e-6, atol=1e-8)

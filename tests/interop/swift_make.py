@@ -40,8 +40,8 @@ OFFLINE = {"USE_HF": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def swift(*words: str | Path) -> None:
-    program = Path(sys.executable).with_name("swift")
-    subprocess.run([program, *words], check=True, env=os.environ | OFFLINE, stdout=subprocess.DEVNULL)
+    program = [sys.executable, "-m", "swift.cli.main"]  # an environment that was moved has no scripts
+    subprocess.run([*program, *words], check=True, env=os.environ | OFFLINE, stdout=subprocess.DEVNULL)
 
 
 def save_source(folder: Path) -> None:
