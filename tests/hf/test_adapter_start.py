@@ -237,7 +237,7 @@ def test_the_base_may_lie_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.faults
 def test_a_continued_adapter_is_killed_resumed_and_loads_in_peft(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path)
-    save_tokenizer(adapter, None)
+    save_tokenizer(tmp_path / "base", None)  # an adapter's own tokenizer is not taken over
     settings = (
         f"model.hf_path={adapter}", *CONTINUED, "lora.export=adapter", "data=stdlib", "data.max_bytes=20000",
         "train.steps=4", "train.seq_len=32", "train.global_batch_size=4", "train.micro_batch_size=1", "train.val_every=0",
