@@ -122,7 +122,8 @@ MORE: dict[str, dict[str, Any]] = {
     "hy_v4_vl_text": dict(index_topk=8),
     "inkling_text": dict(sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
     "inkling2_text": INKLING2,
-    "inkling2_loop_text": INKLING2,
+    "inkling2_loop_text": INKLING2
+    | dict(num_hidden_layers=4, layer_types=["hybrid_sliding", "hybrid"] * 2, loop_layer_index_start=1, loop_layer_index_end=3, n_layers_per_attn_res_block=1),
     "jamba": dict(
         num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
     ),
