@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from automoe.hf.families.registry import family_of
 from automoe.hf.headers import ADAPTER
 from automoe.hf.keys import Piece
 from automoe.hf.merge import add_low_rank, added_product
-from automoe.hf.peft import WEIGHTS_FILE, adapter_names, adapter_table, belongs_to, open_adapter
+from automoe.hf.peft import (
+    WEIGHTS_FILE,
+    adapter_names,
+    adapter_table,
+    belongs_to,
+    joined_modules,
+    open_adapter,
+)
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts
 from automoe.model.adapters import adapters, is_target
@@ -59,6 +67,7 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
             raise OSError("it is missing or empty")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: its {ADAPTER} cannot be read ({error})") from None
+    patterns = [stated.pop(key, None) or {} for key in ("rank_pattern", "alpha_pattern")]
     odd = {
         key: value
         for key, value in stated.items()
@@ -85,6 +94,12 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
             there.append(param)
             tensors |= meta
     table = adapter_table(tensors, keys, names)
+    joined = joined_modules(table, rank)
+    if patterns != [{name: n * each for name, n in joined.items()} for each in (rank, alpha)]:
+        raise CheckpointError(
+            f"{path}: its {ADAPTER} has rank_pattern={patterns[0]}, alpha_pattern={patterns[1]}, and only one rank and "
+            f"alpha for all matrices are read. {_MERGE}"
+        )
     if left := {piece.key for _, piece in table} ^ stored.keys():
         raise CheckpointError(
             f"{path}: {WEIGHTS_FILE} has other tensors than adapters of rank {rank} of this model: "
@@ -126,6 +141,8 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         CheckpointError: on every rank alike: the adapter cannot be read.
     """
 
+    filled: set[str] = set()  # a read that fails is tried again, and a product is added once
+
     def fill() -> str:
         rank, alpha, params, table = read_adapter(path, model)
         pieces: dict[str, list[Piece]] = {}
@@ -133,13 +150,16 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
             pieces.setdefault(name, []).append(piece)
         by_name = {name: p for part in parts.values() for name, p in part.named_parameters()}
         with open_adapter(local_folder(path)) as file:
+            _check_blocks(file, table)
             for param in params:
-                if (weight := by_name.get(param.name)) is None:
+                weight = by_name.get(param.name)
+                if weight is None or param.name in filled:
                     continue
                 whole = {
                     each.name: _whole(file, pieces[each.name], each.shape).to(weight.device)
                     for each in adapters(param, rank)
                 }
+                filled.add(param.name)
                 if merge:
                     factors = added_product(weight, *whole.values(), alpha / rank)
                     total = local_shard(weight).to(factors[1].dtype, copy=True)
@@ -154,6 +174,25 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         return f"the adapter {path} (rank {rank}, alpha {alpha:g}, {len(params)} matrices) is {use}"
 
     return Ranks().all(fill)[0]
+
+
+def _check_blocks(file: Any, table: list[tuple[str, Piece]]) -> None:
+    """Raise ``CheckpointError`` if a stored tensor has numbers that no adapter of ours holds.
+
+    Gate and up of one module have a block of its B each, and the rest of it must be zeros.
+    """
+    read: dict[str, list[Piece]] = {}
+    for _, piece in table:
+        read.setdefault(piece.key, []).append(piece)
+    for key, pieces in read.items():
+        if sum(prod(piece.size) for piece in pieces) < prod(pieces[0].shape):
+            rest = file.get_tensor(key).clone()
+            for piece in pieces:
+                piece.within(rest).zero_()
+            if rest.any():
+                raise CheckpointError(
+                    f"{key} mixes gate and up, which have an adapter each here. {_MERGE}"
+                )
 
 
 def _whole(file: Any, pieces: list[Piece], shape: tuple[int, ...]) -> Tensor:

@@ -297,6 +297,15 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
     return table
 
 
+def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
+    """Return modules of peft that join several of our matrices, each with their number.
+
+    Keys are as in ``rank_pattern``, such as ``shared_mlp.input_linear``; ranks are added up.
+    """
+    joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
+    return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}
+
+
 def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
     """Copy a slice of our ``tensor`` into the HuggingFace tensor that stores it.
 
@@ -333,14 +342,11 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()
     parameters = set()
-    joined = {}  # module with gates and ups -> their number
+    joined = joined_modules(adapter_table(ours, keys, names), lora.rank)
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
-        pieces = _pieces(module, suffix, b, keys)
-        matrices = [names.stored(piece.key) for piece in pieces]
-        parts = 1 if suffix else pieces[0].shape[0] // len(b)
-        if parts > 1:
-            joined[".".join(matrices[0].split(".")[-3:-1])] = parts
+        matrices = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
+        apart = ".".join(matrices[0].split(".")[-3:-1]) not in joined
         # Whole names, since other modules of the class may have the same last name.
         if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
@@ -350,7 +356,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
             continue
         matrices = [key.split(".", 3)[3] for key in matrices]
         in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
-        if keys.fused if suffix else in_ffn_of_moe and parts == 1:
+        if keys.fused if suffix else in_ffn_of_moe and apart:
             parameters.add(matrices[0])
         else:
             modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in matrices}

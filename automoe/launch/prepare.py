@@ -108,6 +108,11 @@ def _with_base(config: Config) -> Config:
     base = path and base_of(local_folder(path))
     if not base or not local_folder(base).is_dir():
         return config
+    if config.lora.path not in (None, path):
+        rule = f"model.hf_path={path} is an adapter too"
+        raise ConfigError(
+            "lora.path", config.lora.path, rule, f"Leave it out, or set model.hf_path={base}"
+        )
     model, lora = replace(config.model, hf_path=base), replace(config.lora, path=path)
     return replace(config, model=model, lora=lora)
 
