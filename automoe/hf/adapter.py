@@ -141,8 +141,6 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         CheckpointError: on every rank alike: the adapter cannot be read.
     """
 
-    filled: set[str] = set()  # a read that fails is tried again, and a product is added once
-
     def fill() -> str:
         rank, alpha, params, table = read_adapter(path, model)
         pieces: dict[str, list[Piece]] = {}
@@ -152,14 +150,12 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         with open_adapter(local_folder(path)) as file:
             _check_blocks(file, table)
             for param in params:
-                weight = by_name.get(param.name)
-                if weight is None or param.name in filled:
+                if (weight := by_name.get(param.name)) is None:
                     continue
                 whole = {
                     each.name: _whole(file, pieces[each.name], each.shape).to(weight.device)
                     for each in adapters(param, rank)
                 }
-                filled.add(param.name)
                 if merge:
                     factors = added_product(weight, *whole.values(), alpha / rank)
                     total = local_shard(weight).to(factors[1].dtype, copy=True)

@@ -212,6 +212,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
             r"lora\.targets=\[experts\.down_proj,experts\.gate_up_proj,k_proj",
         ),
         (stating(), ["model.random_weights=true"], "an adapter of a checkpoint's weights"),
+        (stating(), ["lora.path=/another"], "is an adapter too"),
         (
             stating(),
             ["train.freeze=['*router*']"],

@@ -127,6 +127,30 @@ def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(model.get_parameter(n), before[n]) for n in untouched)
 
 
+def test_an_adapter_of_joined_matrices_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Granite's gate and up have a block of a matrix each: what lies outside, or another rank, is refused."""
+    save_small_hf("granitemoeshared", tmp_path / "source")
+    model, out = trained(tmp_path / "source"), tmp_path / "out"
+    to_peft(model, out, LORA)
+    again = trained(tmp_path / "source", seed=6)
+    from_peft(again, out, LORA)
+    before = dict(model.named_parameters())
+    assert not [name for name, p in again.named_parameters() if not torch.equal(p, before[name])]
+    metadata = {"belongs": belongs((out / WEIGHTS_FILE).read_bytes())}
+    good, settings = load_file(out / WEIGHTS_FILE), json.loads((out / "adapter_config.json").read_text())
+    key = next(key for key in good if "input_linear.lora_B" in key)
+    rows, columns = good[key].shape
+    assert not good[key][: rows // 2, columns // 2 :].any()
+    good[key][0, columns - 1] = 0.5
+    save_file(good, out / WEIGHTS_FILE, metadata)
+    with pytest.raises(CheckpointError, match="input_linear.*mixes gate and up"):
+        from_peft(again, out, LORA)
+    settings["rank_pattern"] = {}
+    (out / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"rank_pattern=\{\}, alpha_pattern=\{'shared_mlp\.input_linear'"):
+        from_peft(again, out, LORA)
+
+
 def test_a_model_of_a_mixtures_family_without_experts_has_an_adapter(tmp_path: Path) -> None:
     """peft goes by the family: it would take a plain ``gate_proj`` for that of experts also where there are none."""
     save_small_hf("glm4_moe", tmp_path / "source", other_sizes={"num_hidden_layers": 1, "first_k_dense_replace": 1})
