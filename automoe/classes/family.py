@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +48,6 @@ _TOP_K = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top
 _Pieces = dict[str, tuple[Piece, ...]]
 # Keys that describe the source's files; a written config.json does not have them.
 _OF_FILES = "auto_map dtype torch_dtype quantization_config transformers_version".split()
-# Published names that transformers reads and does not write: what to change in those that it writes.
-_PUBLISHED = {
-    "deepseek_v4": (
-        (r"^model\.", ""),
-        ("^embed_tokens", "embed"),
-        (r"^hc_head\.hc", "hc_head"),
-        (r"attn\.norm", "attn.kv_norm"),
-    )
-}
 # Settings and axes that automoe's decoder alone computes.
 _CLASS_TIER = rule_engine.table("""
 mesh.pp > 1; mesh.cp > 1; mesh.tp > 1; mesh.etp > 1; moe.gate != default; moe.dispatch_dtype != default;
@@ -181,7 +172,8 @@ class ClassFamily(Family):
             base = text.to_dict()
         settings = {key: value for key, value in base.items() if key not in _OF_FILES}
         tied = {"tie_word_embeddings": config.tie_embeddings}
-        settings = _published_keys(text) | settings
+        if release := _RELEASES.get(text.model_type):
+            settings = release.keys(text) | settings
         return settings | {"architectures": [config.architecture]} | tied
 
     # fmt: off
@@ -221,14 +213,26 @@ class ClassFamily(Family):
         return class_layers(config, ep, expert_rows)
 
 
-def _published_keys(text: Any) -> HFConfig:
-    """Return the keys of published files that transformers reads and does not write.
+class _Release(NamedTuple):
+    """What transformers reads in published files of a class and does not write.
 
-    Args:
-        text: transformers' configuration of the text model.
+    Attributes:
+        names: (pattern, replacement) pairs that turn tensor names it writes into published ones.
+        keys: function of its configuration of the text model that returns further ``config.json``
+            keys.
     """
-    if text.model_type != "deepseek_v4":
-        return {}
+
+    names: tuple[tuple[str, str], ...]
+    keys: Callable[[Any], HFConfig]
+
+    def name(self, key: str) -> str:
+        """Return the published name of a tensor that transformers writes as ``key``."""
+        for pattern, name in self.names:
+            key = re.sub(pattern, name, key)
+        return key
+
+
+def _deepseek_v4_keys(text: Any) -> HFConfig:
     keys = {
         key: getattr(text, key) for key in ("layer_types", "mlp_layer_types", "qk_rope_head_dim")
     }
@@ -236,6 +240,19 @@ def _published_keys(text: Any) -> HFConfig:
     if sorted(kinds := text.mlp_layer_types) == kinds:  # hash_moe first
         keys["num_hash_layers"] = kinds.count("hash_moe")
     return keys
+
+
+_RELEASES = {
+    "deepseek_v4": _Release(
+        (
+            (r"^model\.", ""),
+            ("^embed_tokens", "embed"),
+            (r"^hc_head\.hc", "hc_head"),
+            (r"attn\.norm", "attn.kv_norm"),
+        ),
+        _deepseek_v4_keys,
+    )
+}
 
 
 class _View(Tensor):
@@ -296,8 +313,8 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         if with_prefixes:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
-    if model.config.model_type in _PUBLISHED and tables[0]:
-        tables.insert(0, _renamed(tables[0], partial(_as_published, model.config.model_type)))
+    if (release := _RELEASES.get(model.config.model_type)) and tables[0]:
+        tables.insert(0, _renamed(tables[0], release.name))
     by_name = {name: (whole(name, tuple(tensor.shape)),) for name, tensor in tensors.items()}
     keys = [
         piece.key
@@ -320,12 +337,6 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
             of_ids = frozenset(piece.key for name in integers for piece in named[name])
             layouts.append(KeyMap(table=named, unread=unread, integers=of_ids))
     return replace(layouts[0], layouts=tuple(layouts))
-
-
-def _as_published(model_type: str, key: str) -> str:
-    for pattern, name in _PUBLISHED[model_type]:
-        key = re.sub(pattern, name, key)
-    return key
 
 
 def _renamed(table: _Pieces, rename: Callable[[str], str]) -> _Pieces:

@@ -227,15 +227,17 @@ def first_ends(config: Config, mesh: MeshConfig) -> tuple[str, dict[str, torch.T
     return str(loaded), {name: whole(named[name]).clone() for name in named if "embed_tokens" in name or "head" in name}
 
 
-@pytest.mark.parametrize("rows", [296, 320])
-def test_new_tokens_start_as_their_pieces(rows: int, tmp_path: Path, ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "axes"), [("qwen3_moe", 296, "tp2_dp2_ep2_ep_shard2"), ("qwen3_moe_tied", 320, "pp2_dp2_ep2")]
+)
+def test_new_tokens_start_as_their_pieces(name: str, rows: int, axes: str, tmp_path: Path, ranks: RankPool) -> None:
     """Also those of rows that the checkpoint has; the same bits on every mesh."""
     from transformers import AutoTokenizer
 
     save_tokenizer(tmp_path / "source", None)
     larger = AutoTokenizer.from_pretrained(tmp_path / "source")
     known = len(larger)
-    save_small_hf("qwen3_moe", tmp_path / "source", other_sizes={"vocab_size": rows if rows > known else known})
+    save_small_hf(name, tmp_path / "source", other_sizes={"vocab_size": rows if rows > known else known})
     assert larger.add_tokens(["<|chair|>", "<|desk|>"], special_tokens=True) == 2
     larger.save_pretrained(tmp_path / "larger")
     settings = [f"run_dir={tmp_path / 'run'}", f"data.tokenizer={tmp_path / 'larger'}", "model.new_rows=pieces"]
@@ -253,8 +255,9 @@ def test_new_tokens_start_as_their_pieces(rows: int, tmp_path: Path, ranks: Rank
             assert torch.allclose(found[row].double(), stored_rows[pieces].double().mean(0), rtol=1e-6, atol=1e-8)
         kept = [row for row in range(len(stored_rows)) if row not in (known, known + 1)]
         assert torch.equal(found[kept], stored_rows[kept].float()), name
-    mesh = MESHES["tp2_dp2_ep2_ep_shard2"]
+    mesh = MESHES[axes]
     for _, of_rank in ranks.run(first_ends, world_size(mesh), config, mesh):
+        assert of_rank
         assert all(torch.equal(found, expected[name]) for name, found in of_rank.items())
     for more, says in (
         (["lora.rank=4", "lora.export=adapter"], r"does not hold .*lora\.export=merged"),
