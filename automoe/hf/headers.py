@@ -245,7 +245,7 @@ def base_of(folder: Path) -> str | None:
     if is_there(folder, "config.json") or not is_there(folder, ADAPTER):
         return None
     with suppress(OSError, ValueError):
-        return str(read_settings(folder, ADAPTER).get("base_model_name_or_path"))
+        return str(read_settings(folder, ADAPTER).get("base_model_name_or_path") or "nothing")
     return "nothing"
 
 

@@ -340,18 +340,24 @@ class Run:
         return True
 
     def check_result(self) -> None:
-        """Raise if the final loss is not finite, and prepare the process groups for the export.
+        """Raise if nothing was trained, and prepare the process groups for the export.
 
         Collectives get the long timeout ``launch.init_timeout_s``.
 
         Raises:
-            AutomoeError: the last validation or training loss is not finite.
+            AutomoeError: the last validation or training loss is not finite, or no token of any step
+                had a label.
         """
         set_collective_timeouts(self.config.launch.init_timeout_s)
         if self.state.step >= self.config.train.steps and not math.isfinite(self.objective or 0.0):
             raise AutomoeError(
                 f"the run reached step {self.state.step}, but its last loss is {self.objective}: no result. Lower "
                 f"optim.lr ({self.config.optim.lr}), or look at the last records in metrics.jsonl"
+            )
+        if not self.state.tokens:
+            raise AutomoeError(
+                f"the run reached step {self.state.step}, and no token had a label: nothing was trained. Documents of "
+                "one token have none; see whether data.tokenizer fits the text of data.path"
             )
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:

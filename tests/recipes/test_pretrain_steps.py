@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretrain_runs import NOT_FINITE, Outcome, config, run
+from tokenizers import Tokenizer, models
 
 from automoe.errors import AutomoeError
 from automoe.observe.metrics import last_objective
@@ -72,9 +73,27 @@ def test_a_run_whose_last_step_is_skipped_has_the_loss_of_the_one_before(ranks: 
 def test_a_run_whose_last_loss_is_no_number_is_not_done(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=2)
     for objective in (math.nan, math.inf):
-        over = SimpleNamespace(state=SimpleNamespace(step=2), config=settings, objective=objective)
+        over = SimpleNamespace(state=SimpleNamespace(step=2, tokens=1), config=settings, objective=objective)
         with pytest.raises(AutomoeError, match=f"reached step 2, but its last loss is {objective}: no result"):
             Run.check_result(over)  # type: ignore[arg-type]
+
+
+def test_a_run_without_labels_is_not_done(ranks: RankPool, tmp_path: Path) -> None:
+    """The tokenizer knows no letter of the text: documents are their end alone."""
+    settings = config(tmp_path, steps=1)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    Tokenizer(models.BPE({"<eos>": 0, "q": 1}, [])).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}'
+    )
+    path = tmp_path / "unknown.jsonl"
+    path.write_text('{"text": "something"}\n' * 2000)
+    more = dict(kind="jsonl", path=str(path), tokenizer=str(folder), val_fraction=0.0)
+    settings.data, settings.train.val_every = replace(settings.data, **more), 0
+    (outcome,), records = run(ranks, settings)
+    assert records[0]["tokens"] == 0
+    assert "reached step 1, and no token had a label" in outcome.error
 
 
 @pytest.mark.exhaustive
