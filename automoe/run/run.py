@@ -354,7 +354,7 @@ class Run:
                 f"the run reached step {self.state.step}, but its last loss is {self.objective}: no result. Lower "
                 f"optim.lr ({self.config.optim.lr}), or look at the last records in metrics.jsonl"
             )
-        if not self.state.tokens:
+        if self.state.step >= self.config.train.steps and not self.state.tokens:
             raise AutomoeError(
                 f"the run reached step {self.state.step}, and no token had a label: nothing was trained. Documents of "
                 "one token have none; see whether data.tokenizer fits the text of data.path"
