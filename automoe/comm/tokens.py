@@ -53,9 +53,9 @@ def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
 
 
 def count_shifted(tokens_BSD: Tensor, labels_BSD: Tensor) -> Tensor:
-    """Return [D, 2]: the labels and input tokens of each depth of multi-token prediction.
+    """Return the numbers of labels and of input tokens at each depth of multi-token prediction.
 
-    A negative number is no label, or padding.
+    Negative labels and tokens stand for none and are not counted. The result is [D, 2] int64.
     """
     counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
     return counted.sum((0, 1))
@@ -119,6 +119,16 @@ class StepBatch:
     R = num_micro_batches * micro_batch_size = global_batch_size / D packed sequences, in
     micro-batch order; S = seq_len; P preference pairs in a sequence. Data-parallel rank d of D
     holds sequences [d*R, (d+1)*R) of the step's global batch.
+
+    Attributes:
+        tokens: [R, S] int64.
+        labels: [R, S] the next token of the same document, or ``IGNORE``.
+        positions: [R, S] index within the document, for rotary embeddings.
+        doc_ids: [R, S] index of the document within its sequence; -1 is padding.
+        num_bytes: UTF-8 bytes of the text that the labels stand for.
+        first_row: number of the first sequence in the whole training stream.
+        pairs: [R, P] number of each preference pair, -1 where a sequence has fewer; the answers of
+            pair p are the documents 2 p and 2 p + 1. None: no preference data.
     """
 
     tokens: Tensor  # [R, S] int64

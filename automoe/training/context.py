@@ -51,7 +51,7 @@ class RunContext:
     fell_back: list[str] = field(default_factory=list)
 
     def any_rank_stops(self) -> bool:
-        """Return True if any rank was requested to stop, on all ranks. Collective over the CPU."""
+        """Return, on every rank, whether any rank was asked to stop. Collective over a CPU group."""
         from automoe.training.stats import max_over_ranks
 
         if self.world_size == 1:

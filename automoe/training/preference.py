@@ -17,9 +17,12 @@ def pair_log_probs(nll_BS: Tensor, inputs: LossInputs, num_pairs: int) -> tuple[
     """Return the summed log-probability and the token count of both answers of every pair.
 
     Both results have shape [B, P, 2]: packed sequences, pairs in them, the two answers.
+    The answers of pair p are the documents 2 p and 2 p + 1 of its sequence.
 
     Args:
         nll_BS: -log p of each token; 0 for prompts.
+        inputs: labels and document ids of these tokens; only tokens with a label are counted.
+        num_pairs: P; a sequence with fewer pairs gets zeros for the missing ones.
     """
     shape = (len(nll_BS), num_pairs, 2)
     trained = (inputs.labels >= 0).to(nll_BS.dtype)

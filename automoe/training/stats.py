@@ -28,8 +28,8 @@ class StepStats:
     Attributes:
         loss: mean cross-entropy over the global batch's trained tokens, in nats, or the mean of
             ``train.loss``.
-        balance_losses: balance losses by the names in ``LOSSES``, summed over layers, coefficients
-            included.
+        balance_losses: balance losses and z-loss by name (``automoe.moe.balance.LOSSES``), summed
+            over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
             before any is dropped; L MoE layers.
         dropped_share: [L] share of the choices that exceeded an expert's capacity.
@@ -112,9 +112,13 @@ def gather_stats(
 def update_balance_state(
     stats: StepStats, model_parts: Iterable[CausalLM], bias_update_rate: float
 ) -> None:
-    """Move expert biases towards equal load, and store the load fractions, after a step was taken.
+    """Update expert biases and load fractions from the loads of a step whose update was done.
 
-    The biases of a frozen router are frozen too.
+    Biases move towards equal load; those of a frozen router stay. Load fractions become each
+    expert's share of the choices that plain top-k would make, for the next step's balance loss.
+
+    Args:
+        bias_update_rate: amount by which a bias moves.
     """
     for part in model_parts:
         for _, layer in part.moe_layers():

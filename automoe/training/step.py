@@ -97,7 +97,8 @@ class StepOptions:
             sequences.
         auxiliary_losses: False to leave modules for multi-token prediction out of the step, and
             expert biases and load fractions as they are.
-        balance_replayed: True to move expert biases and load fractions by repeated routes too.
+        balance_replayed: True to update expert biases and load fractions also in a step that
+            repeated an inference engine's routing.
         skip_zero_gradient: skip the update if the gradient is exactly zero; else momentum and
             weight decay would move the weights.
     """
@@ -123,7 +124,8 @@ def prepare_inputs(
 
     Args:
         batch: full sequences of this data-parallel rank.
-        forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``); None: routers choose.
+        forced_ids: [B, R, L, 1 or 2, K] expert ids that L MoE layers use instead of their routers'
+            choices (``Tokens.forced_ids``); None: routers choose.
         options: further inputs of the loss, and whether multi-token prediction runs.
     """
     num_rows, seq_len = batch.tokens.shape
@@ -339,11 +341,12 @@ def validate(
 def _mean_losses(
     by_source: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
 ) -> dict[str, float]:
-    """Return a validation's metrics by name, as means by weight over sources; {} without sources.
+    """Return a validation's metrics by name, averaged over sources by weight; {} without sources.
 
     Args:
-        by_source: for each source its weight and its sums over tokens (``nats``, ``count``,
-            ``bytes`` and those of reported numbers, from ``_validation_sums``).
+        by_source: for each source, by name, its weight and its sums over tokens (``nats``,
+            ``count``, ``bytes`` and those of reported numbers, from ``_validation_sums``).
+        is_cross_entropy: add the perplexity, and for text the bits per byte.
     """
     if not by_source:
         return {}
