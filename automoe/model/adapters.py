@@ -23,7 +23,7 @@ def target_names(param: Param) -> tuple[str, ...]:
 
 
 def is_target(param: Param, lora: LoraConfig) -> bool:
-    """Return whether ``param`` gets a LoRA adapter: ``lora.targets`` selects it."""
+    """Return whether ``param`` gets a LoRA adapter: rank above 0, and ``lora.targets`` selects it."""
     return lora.rank > 0 and any(name in lora.targets for name in target_names(param))
 
 
@@ -68,7 +68,7 @@ def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
 
 
 def as_stored(params: list[Param], config: Config) -> list[Param]:
-    """Return ``params``; those that ``lora.base`` quantizes get the shape of their bytes."""
+    """Return ``params``, with ``packed_shape`` as the shape of those that ``lora.base`` quantizes."""
     shapes = [packed_shape(param, config) for param in params]
     return [
         param

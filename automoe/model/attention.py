@@ -121,7 +121,7 @@ class AttentionSetup:
 
 
 def own_features(ranks: Communicator, num_heads: int, head_dim: int) -> Features:
-    """Return the output features of a weight of ``num_heads`` heads that this rank uses.
+    """Return which output features of a projection to ``num_heads`` heads this rank uses, as slices.
 
     Heads are spread over ``ranks``; a head is used by several ranks if there are more ranks than
     heads. None means all features of the local weight.
@@ -292,9 +292,9 @@ class LatentAttention(nn.Module):
     def project_up(
         self, query_BSL: Tensor, latent_BRL: Tensor, k_rope_BRD: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads.
+        """Return q [B, S, N, D], k [B, R, N, D] and v [B, R, N, Dv] of this rank's N heads.
 
-        They cover whole sequences if positions are exchanged for heads.
+        If positions are exchanged for heads (Ulysses), q covers whole sequences too.
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.

@@ -24,9 +24,15 @@ BLOCK = 128  # positions of FlexAttention's blocks of queries and of keys
 
 
 class QueryBlock(NamedTuple):
-    """Positions of a rank's queries, the range of keys that they read, and their mask.
+    """A block of a rank's queries, the range of keys that they read, and their mask.
 
     Under context parallelism a rank has two blocks of queries, which see different ranges of keys.
+
+    Attributes:
+        queries: range of this rank's positions.
+        keys: range of the positions of keys.
+        mask: [B, 1, queries, keys] bool, True where a query sees a key; or FlexAttention's mask; or
+            for ring attention document ids [B, R]. None: plain causality.
     """
 
     queries: slice
@@ -99,7 +105,10 @@ def seen_keys(
 def dense_masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
     """Return the blocks of this rank's queries, each with its slice of ``attention_mask``.
 
-    The arguments are those of ``attention_mask``.
+    Args:
+        keys: the ranks from which attention gathers keys.
+        window: positions that a query sees, its own included; 0: no limit.
+        always: make a mask for all sequences that have document ids, whatever the ids.
     """
     mask = attention_mask(tokens, keys, window, always)
     blocks = query_blocks(tokens.index.shape[1], keys.num_ranks, keys.rank, window)

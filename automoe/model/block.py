@@ -107,7 +107,7 @@ class Block(nn.Module):
         return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return x plus attention's and the feed-forward's multiplied outputs: [B, s, H].
+        """Return x + m * attention + m * feed-forward [B, s, H], m being ``residual_multiplier``.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
@@ -120,9 +120,9 @@ class Block(nn.Module):
         return x_BsH.add(out_BsH, alpha=self.multiplier)
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
-        """Return x plus attention's multiplied output, and the norm of the sum for the feed-forward.
+        """Return x + ``residual_multiplier`` * attention, and the norm of this sum.
 
-        Both are [B, s, H], s positions of this tp rank.
+        Both are [B, s, H], s positions of this tp rank; the feed-forward reads the norm.
         """
         out_BsH = self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
         x_BsH = x_BsH.add(out_BsH, alpha=self.multiplier)

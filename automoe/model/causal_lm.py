@@ -240,7 +240,7 @@ class CausalLM(nn.Module, ABC):
         return self.tp.all_gather(x_BsH if self.logit_scale == 1 else x_BsH * self.logit_scale)
 
     def _mtp_loss(self, states: Iterable[Tensor], labels_BSD: Tensor, inputs: LossInputs) -> Tensor:
-        """Return this rank's share of weight / D * sum over D depths of their mean cross-entropy.
+        """Return this rank's share of ``mtp_loss_weight`` times the mean cross-entropy of D depths.
 
         Each depth reports its mean cross-entropy and its acceptance: the share of labels that are
         the likeliest token, ties included.
@@ -248,6 +248,7 @@ class CausalLM(nn.Module, ABC):
         Args:
             states: the head's input [B, s, H] at each depth.
             labels_BSD: the token that each depth predicts.
+            inputs: counts that losses are divided by, and the dict that receives the reports.
         """
         weight_VH = local_shard(self.head_weight)
         depths = labels_BSD.shape[-1]

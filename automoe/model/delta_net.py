@@ -172,7 +172,10 @@ class GatedDeltaNet(nn.Module):
         self.attend = calls.attend(gated_delta_rule)
 
     def forward(self, x_BSH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the output [B, S, H]; each document of a sequence starts from a state of zeros."""
+        """Return the output for hidden states x, both [B, s, H] at this tp rank's s positions.
+
+        Each document of a sequence starts from a state of zeros.
+        """
         docs_BS = setup.doc_ids
         x_BSH = self.gather(x_BSH)
         width = self.repeats * self.value_dim

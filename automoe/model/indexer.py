@@ -103,8 +103,8 @@ class Indexer(nn.Module):
     def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
-        Ties between keys are broken as ``torch.topk`` breaks them in whole sequences, whatever part
-        of the queries this rank has.
+        In the indexer's warm-up these are all keys that it may see. Ties between keys are broken as
+        ``torch.topk`` breaks them in whole sequences, whatever part of the queries this rank has.
         """
         if self.warmup:
             return setup.seen
@@ -126,12 +126,13 @@ class Indexer(nn.Module):
         scale: float,
         setup: AttentionSetup,
     ) -> Tensor | None:
-        """Return this rank's term of the indexer's loss, a scalar; None if it does not learn.
+        """Return this rank's term of the indexer's loss, a scalar; None if it needs no gradient.
 
         The loss is the divergence of the indexer's scores from attention's probabilities, as a mean
-        over the tokens of the global batch.
+        over the tokens of the global batch. In a training pass the term is added to ``loss_sum``.
 
         Args:
+            inputs: result of ``forward``.
             chosen_BSR: True where a query attends to a key.
             q_BSND, k_BRND, scale: inputs of attention's scores, for this rank's heads.
         """

@@ -45,10 +45,10 @@ class Linear(nn.Module):
         return self.multiply(x_BSI, None if self.bias is None else self.shard(self.bias))
 
     def project_and_scatter(self, x_BSI: Tensor, tp: Communicator) -> Tensor:
-        """Return x @ weight.T + bias at this rank's positions, if input features are sharded.
+        """Return x @ weight.T + bias at this rank's positions, for input features sharded over tp.
 
-        Each rank multiplies by its input features; a reduce-scatter over ``tp`` sums the
-        terms, and the bias is added once.
+        Each rank multiplies its own input features x [B, S, I / tp]; a reduce-scatter over ``tp``
+        sums the terms, and the bias is added once.
         """
         out_BSO = tp.reduce_scatter(self.multiply(x_BSI))
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)

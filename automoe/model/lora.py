@@ -95,7 +95,7 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
     of these modules (``CausalLM.add_adapter``).
 
     Args:
-        params: parameters of the layer, adapters included.
+        params: the layer's own parameters, without adapters.
         dtype: dtype of adapters.
     """
     lora = config.lora

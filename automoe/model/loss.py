@@ -122,6 +122,7 @@ def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
     """Allocate the gradients of x (uninitialised) and of the weight (zeros); None if not needed.
 
     Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
+    ``ctx`` is that of an autograd function whose first two inputs are x and the weight.
     """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = torch.empty_like(x_TH) if needs_x else None
@@ -333,7 +334,8 @@ def _sampler_logits(
     """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
     Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
-    of the soft cap is [T, V]; None: there is no cap.
+    of the soft cap is [T, V]; None: there is no cap. The context ``ctx`` of ``_TokenScores`` holds
+    temperature, allowed ids and cap.
     """
     temperature_T, candidates_TN, soft_cap = ctx.sampled_by
     logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)

@@ -49,7 +49,9 @@ class MTPBlock(Block):
 
         Args:
             x_BsH: the head's input at the previous depth.
-            tokens: tensors of this depth; positions whose document has ended are padding.
+            setup: angles, masks and kernel of attention, for all S positions.
+            tokens: per-token tensors at the s positions; a position is padding if the later token
+                that this depth reads is not in its document.
             embedded_BsH: embeddings of the later tokens that this depth reads.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)

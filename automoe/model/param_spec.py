@@ -32,7 +32,7 @@ class ParamSpec:
     """One row of the table of parameters: a parameter of a layer, or embedding, final norm, head.
 
     Attributes:
-        name: of the parameter within its module; in ``SPECS`` within its layer.
+        name: name of the parameter within its module; in ``SPECS`` within its layer.
         shape: one word for each dim: a sum of products of sizes, such as ``N*D`` (``sizes_of``).
         place: order in which a token passes the parameters of a layer; parameters of one place do
             not depend on each other. 0: first norm, and what joins an MTP module's inputs.

@@ -50,11 +50,12 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def _rows(table: str) -> tuple[ParamSpec, ...]:
-    """Parse a table of parameters: lines of name, shape, place, kind and KEY=VALUE fields.
+    """Parse a table with a parameter per line: ``name | shape | place | kind KEY=VALUE ...``.
 
-    The fields are those of ``ParamSpec``; ``unless`` is a negated ``when``. Keys in ``hf`` are
-    separated by commas, and EXPERT in a key stands for ``mlp.experts.{expert}``. Linear, colwise
-    and rowwise matrices may get adapters, named as their layer.
+    These are fields of ``ParamSpec``, but ``kind`` is a key of ``_KINDS`` and stands for several
+    fields, and ``unless`` is a negated ``when``. Keys in ``hf`` are separated by commas, and EXPERT
+    in a key stands for ``mlp.experts.{expert}``. Linear, colwise and rowwise matrices may get LoRA
+    adapters; ``lora`` is then their name without ".weight".
     """
     specs = []
     for row in table.strip().splitlines():

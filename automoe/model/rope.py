@@ -88,7 +88,11 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
 
 
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
-    """Return attention's scale: 1/sqrt(d), times DeepSeek's squared temperature if it is set."""
+    """Return the factor of attention's logits: 1 / sqrt(``qk_head_dim``).
+
+    If ``config`` stretches the context and sets ``mscale_all_dim`` (DeepSeek), the factor is also
+    multiplied by the square of ``yarn_mscale``.
+    """
     scale = qk_head_dim**-0.5
     if config.scaling != "none" and config.mscale_all_dim:
         scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
@@ -153,7 +157,10 @@ def turn_dims(
 
 
 def _thirds(x: Tensor, start: int, cos: Tensor) -> tuple[Tensor, ...]:
-    """Split the last dim of x: dims before the rotary ones, rotary ones, dims after them."""
+    """Split the last dim of x: dims before the rotary ones, rotary ones, dims after them.
+
+    The 2 P rotary dims begin at ``start``; ``cos`` is [..., P].
+    """
     return x.tensor_split((start, start + 2 * cos.shape[-1]), dim=-1)
 
 
