@@ -102,7 +102,7 @@ class Loads(NamedTuple):
     Attributes:
         experts: [2, E] tokens given to each expert before any are dropped, and tokens that plain
             top-k of the scores would give to it.
-        losses: the balance losses, in the order of ``LOSSES``.
+        losses: [4] sequence, global and micro-batch balance loss, and z-loss (``LOSSES``).
         dropped: [] number of dropped choices.
         replayed: [2] number of choices repeated from an inference engine, and of those among them
             that the router would not make.
@@ -131,7 +131,7 @@ class LoadCounter(nn.Module):
 
     @staticmethod
     def size(num_experts: int) -> int:
-        """Return the length of the vector for a layer of E experts."""
+        """Return the number of counters, the length of ``totals``, of a layer of E experts."""
         return 2 * num_experts + len(LOSSES) + 3
 
     @staticmethod
@@ -158,7 +158,7 @@ class LoadCounter(nn.Module):
         Args:
             chosen_BE: tokens given to each expert.
             plain_BE: tokens that plain top-k of the scores would give to each expert.
-            losses: one scalar for each of ``LOSSES``.
+            losses: sequence, global and micro-batch balance loss, and z-loss: scalars.
             dropped_BsK: bool, the choices that were dropped; None if the layer drops none.
             replayed: [2] choices repeated from an inference engine, and how many of them the router
                 would not make; None: there are none.

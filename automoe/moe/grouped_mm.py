@@ -120,7 +120,7 @@ class _GroupedExperts(torch.autograd.Function):
 
     With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
     returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
-    needs a gradient. ``scale`` multiplies the outputs of adapters, whose products are ``up.mm``.
+    needs a gradient. Adapters are multiplied by ``up.mm``, and their outputs by ``scale``.
     """
 
     @staticmethod

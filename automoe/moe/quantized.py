@@ -20,8 +20,9 @@ from automoe.quantize.scaling import GRAD, Blockwise, Scaling, X
 
 
 class QuantizedExperts(nn.Module):
-    """Expert backend whose products are in 8 bits; gate and up have one scaling, down another.
+    """Expert backend whose products are in 8 bits.
 
+    ``up`` scales the operands of the gate and up projection, ``down`` those of the down projection.
     Activation, routing weights and biases are applied in the dtype of x.
     """
 
@@ -139,7 +140,8 @@ def grouped_product(a: Quantized, b: Quantized, offsets_E: Tensor, dtype: torch.
 
     Args:
         a: quantized with one scale per line of 128 numbers, or with one scale.
-        b: quantized with scales of blocks, or with one scale per expert; over columns as ``a``.
+        b: quantized with one scale per block of 128 x 128 numbers, or per expert; over columns
+            with one per line, or with one scale.
         offsets_E: int32, end of each expert's rows or columns. Over columns no expert is empty, and
             lines end at the offsets.
         dtype: of the result.

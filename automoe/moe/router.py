@@ -227,8 +227,8 @@ class BalancedRouter(nn.Module):
         """Return two counts [B, E] and the auxiliary losses of a micro-batch.
 
         The first counts how often each sequence's tokens chose each expert, the second how often
-        plain top-k would, which ignores the expert bias and groups. The losses are in the order of
-        ``LOSSES``: this rank's shares times their coefficients.
+        plain top-k would, which ignores the expert bias and groups. The losses are sequence, global
+        and micro-batch balance loss, and z-loss: this rank's shares times their coefficients.
         """
         chosen_BE = choices_by_row(topk_ids_BsK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE

@@ -1,11 +1,11 @@
 """Hierarchical all-to-all: a token goes once to each node that holds any of its experts.
 
 Within the node it then goes once to each rank that holds any of its experts. Across nodes a rank
-exchanges with the ranks at its own place in the other nodes, so that all network cards of a node
+exchanges with the ranks of the same local rank in the other nodes, so that all network cards of a node
 work. With routing limited to G groups of experts, one group per node, a token is sent to at most G
 nodes, where plain all-to-all sends one copy per choice. Results come back the same way: one partial
 sum per token and rank, then one per token and node. Shapes: T tokens, K top-k, H hidden, E experts,
-P ranks of a level, M copies sent, R copies and B lines received, C = 2 K metadata of a copy.
+P ranks of a level, M copies sent, R copies received in a buffer of B rows, C = 2 K metadata of a copy.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class HierarchicalDispatcher:
                 all equal; None: sizes are exchanged.
 
         Returns:
-            [2, P] copies sent to and received from each rank; both lines of this tensor as lists;
+            [2, P] copies sent to and received from each rank; the two rows of this tensor as lists;
             the number of choices that arrive for this rank's experts.
         """
         num_parts = self.group.num_ranks
@@ -115,15 +115,15 @@ class HierarchicalDispatcher:
         return counts_2P, sizes[:num_parts], sizes[num_parts:], num_choices
 
     def _routing(self, meta_RC: Tensor, row_R: Tensor, num_lines: int) -> tuple[Tensor, Tensor]:
-        """Return expert ids and routing weights [B, K] of the lines received, from their metadata.
+        """Return expert ids and routing weights [B, K] of the B rows of the receive buffer.
 
-        A line that holds metadata instead of a token, and a choice of another rank's expert, have
+        A row that holds metadata instead of a token, and a choice of another rank's expert, have
         the id L, the number of this rank's experts, which stands for no expert.
 
         Args:
             meta_RC: routing weights, then expert ids, of the R copies received.
-            row_R: line of each copy.
-            num_lines: number of lines B.
+            row_R: row of the buffer that holds each copy.
+            num_lines: number of rows B.
         """
         top_k = meta_RC.shape[1] // 2
         num_local = self.num_local

@@ -34,6 +34,7 @@ class Layout:
     """Layout of a send or receive buffer: for each rank rows, then lines with their metadata.
 
     A row is one token's hidden state; its metadata are a few numbers, such as the routing weight.
+    The buffer consists of lines, each as wide as a row: a line holds a row, or metadata of several.
 
     Args:
         counts_P: rows for (or from) each rank.
@@ -65,17 +66,17 @@ class Layout:
         self.slot_MC = slot_M.unsqueeze(1) + torch.arange(num_meta, device=device)
 
     def slots(self, width: int) -> Tensor:
-        """Return the positions of all metadata in a buffer whose lines are ``width`` numbers wide.
+        """Return the positions [M, C] of all metadata in the flat view of a buffer [B, ``width``].
 
-        Lines that are wider than ``per_line`` hold metadata only in their first ``per_line``
-        numbers. Positions and ``width`` count numbers of the metadata's dtype.
+        Lines (rows of the buffer) that are wider than ``per_line`` hold metadata only in their
+        first ``per_line`` numbers. Positions and ``width`` count numbers of the metadata's dtype.
         """
         if width == self.per_line:
             return self.slot_MC
         return self.slot_MC // self.per_line * width + self.slot_MC % self.per_line
 
     def metadata(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the metadata [M, C] of all rows, read from the lines of a buffer as ``dtype``."""
+        """Return the metadata [M, C] of all tokens, read as ``dtype`` from a buffer [B, W]."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _flat(lines_BW, dtype)[self.slots(width)]
 
@@ -85,10 +86,10 @@ def _flat(lines_BH: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Arrived(torch.autograd.Function):
-    """Autograd function that takes received lines apart: rows [B, H], metadata [R, C].
+    """Autograd function that splits a receive buffer: hidden states [B, H], metadata [R, C].
 
     Its inputs x and metadata are those that this rank sent. The backward sends the gradients back to
-    the ranks that the rows came from, in lines of x's dtype.
+    the ranks that the tokens came from, in a buffer of x's dtype.
     """
 
     @staticmethod

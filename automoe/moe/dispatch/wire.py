@@ -2,11 +2,11 @@
 
 A row of H numbers travels as H e4m3 codes and one float32 scale for every 128 columns (DeepSeek-V3,
 arXiv 2412.19437, sections 3.3.2 and 3.3.3). Scales are powers of two, so rows that are quantized a
-second time keep their numbers. Experts read the decoded rows, and keep the lines for their backward
+second time keep their numbers. Experts read the decoded rows, and keep the encoded ones for their backward
 pass (``keep_encoded``). The gradient of the rounding is the identity: gradients, and the experts'
 results, travel in the dtype of the rows.
 
-Shapes: T rows, B encoded lines, H hidden, W int64 of a line, S scales of a row.
+Shapes: T rows, B encoded rows received, H hidden, W int64 of an encoded row, S scales of a row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
 
 
 def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Decode received lines to tokens [B, H], differentiably in the x that this rank sent.
+    """Decode received 8-bit rows to tokens [B, H], differentiably in the x that this rank sent.
 
     ``send_back`` maps the gradient of the result to the gradient of x.
     """
@@ -84,9 +84,9 @@ def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor],
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
-    """Return ``x``; in a ``discard_scope`` operations save ``lines`` instead for their backward.
+    """Return ``x_BH``; in a ``discard_scope``, operations save ``lines_BW`` for their backward instead.
 
-    ``lines`` are x encoded in 8 bits. The backward decodes them again.
+    ``lines_BW`` is x encoded in 8 bits. The backward decodes it again.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH
