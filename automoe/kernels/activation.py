@@ -18,7 +18,11 @@ from torch import Tensor
 
 
 class GateFunction(NamedTuple):
-    """A function of the gate, and ``slope(gradient, gate, out)``, which writes the gate's gradient."""
+    """An element-wise function of the gate, and its backward pass.
+
+    ``slope(gradient, gate, out)`` takes the gradient of ``function(gate)`` and writes that of gate
+    to ``out``.
+    """
 
     function: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor, Tensor], object]

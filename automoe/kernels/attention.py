@@ -208,9 +208,14 @@ def attend_in_blocks(
 ) -> Tensor:
     """Return the output of softmax attention by FlexAttention, which skips fully masked blocks.
 
-    Arguments and shapes are those of ``attend`` except for ``mask``, a FlexAttention BlockMask: q
-    [B, S, N, D], k and v [B, R, G, D], sinks [N]; the result is [B, S, N, D]. Unless compiled,
-    FlexAttention stores the scores of all queries and keys.
+    N query heads share G heads of keys and values; the result is [B, S, N, head dim of values].
+    Unless compiled, FlexAttention stores the scores of all queries and keys.
+
+    Args:
+        mask: blocks of queries and keys that see each other.
+        scale: factor of the products of queries and keys.
+        sinks_N: attention sinks: per head, the logit of an extra key with a value of 0 that every
+            query attends to.
     """
     heads = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
     options = {"block_mask": mask, "scale": scale, "enable_gqa": True}

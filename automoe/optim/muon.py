@@ -5,8 +5,8 @@ mean square of AdamW's, so learning rate and weight decay are shared with AdamW,
 other parameters. ``torch.optim.Muon`` takes whole matrices only. Here a matrix is sharded over the
 ranks of a pipeline stage: each matrix has one owner among the ranks that hold a block of it. An
 all-to-all brings the blocks to the owners, the owners orthogonalise, and a second all-to-all takes
-the blocks back. No matrix is orthogonalised twice, and no rank holds more than a round of whole
-matrices.
+the blocks back. No matrix is orthogonalised twice. Parameters are processed in rounds of limited
+size, so a rank holds only its whole matrices of one round at a time.
 
 Shapes: m rows, n columns of a matrix. A stack of experts [E, 2, I, H] is E x 2 matrices [I, H].
 """
@@ -128,7 +128,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters with gradients; free those of Muon's parameters. Collective."""
+        """Update every parameter with a gradient; free the gradients of Muon's. Collective."""
         for matrices in self._rounds:
             self._update(matrices)
         for _, parameter in self._parameters:
@@ -152,13 +152,13 @@ class Muon(torch.optim.AdamW):
         return rounds
 
     def _owners(self, indices: Sequence[int]) -> list[_Matrix]:
-        """Return the matrices of a round of which this rank holds a block, with their owners.
+        """Return the matrices of some parameters of which this rank holds a block, with their owners.
 
         The owner of a matrix orthogonalises it. The order is the same on all ranks. Matrices that
         the same ranks hold go one by one to the rank with the least work so far, the largest first.
 
         Args:
-            indices: indices of the round's parameters.
+            indices: indices of the parameters that are updated together.
         """
         by_holders: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for i in indices:
@@ -193,7 +193,7 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of a round: exchange blocks, orthogonalise, exchange back.
+        """Update the parameters of ``matrices``: exchange blocks, orthogonalise, exchange back.
 
         A parameter without a gradient stays as it is; no rank has a gradient for it then.
         """

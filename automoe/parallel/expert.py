@@ -190,7 +190,8 @@ class ExpertStyle(ParallelStyle):
         world.
 
         Args:
-            local: dispatcher within a rank, which runs the experts on arrived tokens.
+            local: dispatcher of a rank with all experts, used if no axis is ep; else only its number
+                of experts is read.
         """
         meshes = _axes(device_mesh, ("ep", "etp"))
         dispatcher: Dispatcher = local
@@ -209,6 +210,9 @@ def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
 
     Args:
         allowed: names that the axes may have.
+
+    Raises:
+        ConfigError: an axis has another name.
     """
     names = tuple(mesh.mesh_dim_names or ())
     if mesh.ndim == 1 and names != ("etp",):

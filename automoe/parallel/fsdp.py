@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2 and HSDP, experts on their own axis, sums instead of averages.
 
-The loss is already divided by the global batch's token count, so gradients are summed over ranks
-and nothing depends on how many there are (the reason for the divide factor of one).
+The loss is already divided by the global batch's token count, so gradients are summed over ranks:
+FSDP's gradient divide factor is one, and nothing depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], 
 
     Parameters are cut by rows: I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I]. A row
     shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
-    belongs to the ep axis. Experts of transformers are cut along their first dim that divides.
+    belongs to the ep axis. Experts of transformers are cut along the first dim after dim 0 that
+    ``num_ranks``, the number of shards, divides.
     """
     rows = getattr(experts, "ROW_DIMS", {})
     shards = {}

@@ -160,7 +160,7 @@ def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to send ``x`` to the next rank of the ring and to receive the previous rank's.
+    """Start to send ``x`` to the next rank of the ring and to receive the previous rank's tensor.
 
     Returns:
         The buffer that receives, and the handle to wait for.

@@ -60,7 +60,7 @@ class StepRunner(ABC):
     """Runner of this rank's pipeline stages over the micro-batches of a step.
 
     Attributes:
-        model_parts: this rank's stages.
+        model_parts: this rank's stages, {stage number: part}.
         micro_batch_rows: sequences of a micro-batch, by default ``train.micro_batch_size``.
     """
 

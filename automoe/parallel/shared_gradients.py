@@ -31,7 +31,7 @@ def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter
 
 @contextmanager
 def earlier_gradients_added(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context: set gradients aside on entry, and add them to the block's new gradients on exit."""
+    """Context: set existing gradients aside on entry; on exit add them to those made inside."""
     earlier = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -78,7 +78,7 @@ class SharedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Context: sum the block's gradients over ranks, and add those from before the block."""
+        """Context: on exit sum the gradients made inside over ranks, and add those from before."""
         shared = [p for _, parameters in self._by_group for copies in parameters for p in copies]
         with earlier_gradients_added(shared):  # these are sums already
             yield

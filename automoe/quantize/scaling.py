@@ -71,9 +71,9 @@ class Tensorwise(_Weights):
 
     Args:
         gradients: float8 dtype of gradients.
-        reduce_rows: function that takes the maximum over the ranks that share activations and
-            gradients.
-        reduce_weight: function that takes the maximum over the ranks that share the weight.
+        reduce_rows: function that takes the maximum over the ranks that hold other activations and
+            gradients of the layer.
+        reduce_weight: function that takes the maximum over the ranks that hold shards of the weight.
     """
 
     def __init__(
