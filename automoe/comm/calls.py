@@ -54,7 +54,7 @@ class LayerCalls:
         layer: wraps the whole layer.
         attention: input norm, attention, the sum with its input, and the norm before the
             feed-forward.
-        norm: each of these two norms.
+        norm: each of the layer's two norms.
         gather: the all-gathers over tp before attention and feed-forward. If the outputs of norms
             are recomputed instead of kept, the gathered copies are too.
         project_up: latent attention's projections from latents to heads.

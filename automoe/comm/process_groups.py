@@ -31,7 +31,7 @@ def connect_process_groups(exchanges_heads: bool = False) -> str:
         exchanges_heads: all-to-alls run over cp as well (``mesh_shape.exchanges_heads``).
 
     Returns:
-        A line with the number of groups, and the time and GPU memory (outside of torch's allocator)
+        A text with the number of groups, and the time and GPU memory (outside of torch's allocator)
         that opening them took.
 
     Raises:

@@ -127,8 +127,8 @@ class StepBatch:
         doc_ids: [R, S] index of the document within its sequence; -1 is padding.
         num_bytes: UTF-8 bytes of the text that the labels stand for.
         first_row: number of the first sequence in the whole training stream.
-        pairs: [R, P] number of each preference pair, -1 where a sequence has fewer; the answers of
-            pair p are the documents 2 p and 2 p + 1. None: no preference data.
+        pairs: [R, P] number of each preference pair, whose answers are the documents 2 p and 2 p + 1
+            for column p; -1 where a sequence has fewer pairs. None: no preference data.
     """
 
     tokens: Tensor  # [R, S] int64

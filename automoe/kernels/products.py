@@ -345,7 +345,8 @@ def grad_down_activate(
     The gradient of the activation stays in registers; its product with the activation, summed over
     columns, is the gradient of the routing weights ``probs``. Outputs are ``grad_pre`` (of gate and
     up), ``act`` (routing weight * activation) and ``grad_probs`` (one partial sum per block of
-    columns). ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
+    columns). ``pre`` is gate and up; the activation is SwiGLU, or with CLAMPED the clamped SwiGLU
+    with ``alpha`` and ``limit``. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
     divides all row lengths; with TMA ``grad_out`` and ``down_proj`` are tensor descriptors.
     """
     hidden = _known(hidden, STEP)
@@ -383,10 +384,12 @@ def _grad_activation(
 ):  # fmt: skip
     """Triton function: run the backward pass of the gated activation for COLUMNS columns.
 
-    ``grad`` is the gradient of the activation for the tile's rows and these columns, from
-    ``first_col`` on. The function stores the gradients of gate and up, and the activation times the
-    routing weight. It returns each row's sum over these columns of gradient times activation, a
-    term of the gradient of ``probs``.
+    ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns,
+    from ``first_col`` on; ``row`` are the rows' numbers and ``real`` is the mask of those that
+    exist. The function reads gate and up from ``pre`` [rows, 2 ``width``], and stores their
+    gradients in ``grad_pre`` and the activation times the routing weight (``probs``) in ``act``. It
+    returns each row's sum over these columns of gradient times activation, a term of the gradient
+    of ``probs``.
 
     Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all
     columns would not fit the registers together with the accumulator.

@@ -154,8 +154,8 @@ def part_heads(
     """Triton kernel: backward pass of ``join_heads``, which concatenated MLA keys.
 
     It splits the keys' gradient ``grad_k`` into each head's own KEEP dims, stored with the gradient
-    of values in ``grad_kv``, and the TURN rotary dims, summed over heads in ``grad_k_rope``. One
-    program handles one token.
+    of values (VALUES dims) in ``grad_kv``, and the TURN rotary dims, summed over heads in
+    ``grad_k_rope``. One program handles one token, HEADS heads at a time.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
@@ -190,7 +190,7 @@ def turn_dims(
         x: [B, S, N, D] bfloat16, float16 or float32.
         cos, sin: [B, S, 1, R / 2] of the angles.
         from_pairs: the two dims of a rotation in x are (2i, 2i+1); else (i, i + R/2).
-        to_pairs: the same choice for the result.
+        to_pairs: the two dims of a rotation in the result are (2i, 2i+1); else (i, i + R/2).
         back: rotate by minus the angles.
 
     Raises:

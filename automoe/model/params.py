@@ -255,7 +255,7 @@ _EXPERT_ADAPTERS = {
 def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     """Return the specs of the LoRA matrices A and B of the weight ``target``.
 
-    A takes the last dim of its target and that dim's sharding, B takes the other dims.
+    A takes the last dim of its target, B the other dims, each with the sharding of these dims.
     """
     path, _, last = target.name.rpartition(".")
     if last in _EXPERT_ADAPTERS:

@@ -67,7 +67,7 @@ class GroupedProducts:
     mm = staticmethod(grouped_mm)
 
     def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
-        """Return the quantization scales of rows and weight: None, as nothing is quantized here."""
+        """Return the quantization scales of x and of the weight: None, as nothing is quantized here."""
         return None, None
 
     def grad_scales(self, grad_RN, offsets_E) -> Scales:
@@ -75,19 +75,28 @@ class GroupedProducts:
         return None
 
     def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
-        """Return each row times its expert's transposed weight: [R, N]."""
+        """Return each row x times its expert's transposed weight: [R, N].
+
+        ``offsets_E`` are the ends of the experts' rows; both scales are results of ``scales``.
+        """
         return self.mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
     def grad_input(
         self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
     ) -> Tensor:
-        """Return each gradient row times its expert's weight: [R, K]."""
+        """Return each gradient row times its expert's weight: [R, K].
+
+        ``offsets_E`` are the ends of the experts' rows; scales are of ``grad_scales``, ``scales``.
+        """
         return self.mm(grad_RN, w_ENK, offsets_E)
 
     def grad_weight(
         self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
     ) -> Tensor:
-        """Return grad.T times x over each expert's rows: [E, N, K]."""
+        """Return grad.T times x over each expert's rows: [E, N, K].
+
+        ``offsets_E`` are the ends of the experts' rows; scales are of ``grad_scales``, ``scales``.
+        """
         return self.mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
 
 
@@ -248,8 +257,9 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Repeat the entries [E, N] of experts for each of their rows: [R, N].
+    """Repeat the entries [E, N] of experts for each of their rows, R = ``num_rows``: [R, N].
 
+    ``offsets_E`` are the ends of the experts' rows.
     Rows past the last offset get the last expert's entry.
     """
     row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)

@@ -76,7 +76,10 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     def grad_weight(
         self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
     ) -> Tensor:
-        """Quantize gradient and x with their scales; return the weight's gradient [E, N, K]."""
+        """Quantize gradient and x with their scales; return the weight's gradient [E, N, K].
+
+        ``offsets_E`` are the ends of the experts' rows.
+        """
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
         columns = self.scaling.gradient_transposed(
             _spread_rows(grad_RN, place_R, size), grad_scales

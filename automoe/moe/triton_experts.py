@@ -1,7 +1,7 @@
 """Expert backend ``moe.experts=triton``: kernels that need no permuted copy of the tokens.
 
-For the backward they save their arguments, and gate and up before the activation, [R, 2I]. Shapes
-are those of ``automoe.moe.experts``.
+For the backward they save their arguments, and gate and up before the activation, [R, 2I]. Shapes:
+T tokens, R computed rows sorted by expert, E experts of this rank, I expert width, H hidden.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """QK-clip: scales down the weights of heads whose attention logits grow too large, after a step.
 
-Together with Muon this is MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). Letters: N query heads
-of this rank, the others as in ``automoe.model.attention``.
+Together with Muon this is MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). Letters: B rows, S
+positions of queries, R of keys, N query heads of this rank, G key heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def clip_logits(logits: LargestLogits, limit: float) -> None:
 
     gamma = min(1, limit / largest logit) of each head. A head with keys of its own gets
     W_q <- gamma^alpha W_q and W_k <- gamma^(1 - alpha) W_k with alpha = 0.5 (Kimi K2, section 2.1).
-    In latent attention the parts of queries and keys without rotation are scaled so. The rotary
+    In latent attention this holds for the parts of queries and keys without rotation; the rotary
     part of queries is scaled by gamma, because all heads share its keys (algorithm 1). In
     grouped-query attention heads share keys too, so queries are scaled by gamma.
     """

@@ -8,8 +8,8 @@ other settings. On the CPU documents are masked by their ids, which all ranks kn
 other values of ``parallel.context`` attention gets whole rows (``automoe.model.rows``) and calls an
 ordinary kernel (``automoe.kernels.attention``).
 
-Letters: P ranks, R positions of the whole row, C = R / 2P positions of a chunk, and those of
-``automoe.model.attention``.
+Letters: B rows, P ranks, S positions of a rank, R of the whole row, C = R / 2P of a chunk, N query
+heads, G key and value heads, D width of a head.
 """
 
 from __future__ import annotations
