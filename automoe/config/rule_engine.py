@@ -233,7 +233,7 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
 
 
 def _values(words: Sequence[str], key: str) -> Callable[[Scope], list[Any]]:
-    """Return a function that computes, from a ``Scope``, the words on the right of a comparison.
+    """Return a function that computes, from a ``Scope``, the values on a comparison's right side.
 
     Args:
         words: each is ``true``, a number, another dotted key, ``default`` (of ``key``), or any text.
