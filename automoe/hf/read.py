@@ -272,7 +272,8 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     Args:
         shard: this rank's shard of one of the model's tensors.
         piece: slice of that tensor, and where the HuggingFace tensor stores it.
-        source: the stored HuggingFace tensor.
+        source: the stored HuggingFace tensor. ``CheckpointError`` if it is not block-FP8 and the
+            shard keeps packed FP8 codes.
     """
     overlap = piece.overlap(shard.start, shard.extent)
     if overlap is None:
