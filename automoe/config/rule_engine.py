@@ -254,7 +254,7 @@ def _values(words: Sequence[str], key: str) -> Callable[[Scope], list[Any]]:
 
 
 def table(text: str, **words: object) -> Table:
-    """Parse a table of rules from text: a row on each line, cells separated by `` | ``.
+    """Parse text into a table of rules: a row on each line, a tuple of cells separated by `` | ``.
 
     Indented lines continue a row. A cell with several conditions (``A; B``) gives as many rows.
 
