@@ -35,7 +35,11 @@ LATEST = "LATEST"
 
 
 def promised_step(folder: Path) -> str | None:
-    """Return the step folder's name in the file ``LATEST``; None without such a file."""
+    """Return the step folder's name in the file ``LATEST``; None without such a file.
+
+    Raises:
+        CheckpointError: ``LATEST`` is a folder.
+    """
     try:
         return read_file(folder / LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -240,11 +244,12 @@ def step_to_resume(
 ) -> tuple[Path, dict[str, Any], bool] | None:
     """Return the saved step that a run resumes from; None if it starts anew. Collective.
 
+    The folder of another run is not changed.
+
     Args:
         resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which only a run
             without steps of its own takes.
-
-    The folder of another run is not changed.
+        warn: function that prints a warning.
 
     Returns:
         (step folder, its manifest, True if the step is in this run's own directory).

@@ -106,9 +106,9 @@ class CheckpointStore:
         Without a loader only saves are checked.
 
         Raises:
-            CheckpointError, DataError: the folder cannot be written by every rank, or differs
-                between ranks; torch lacks the stager of ``async_save``; or an error of
-                ``load_latest``.
+            CheckpointError: the folder differs between ranks, or a rank cannot write to it; torch
+                lacks the stager of ``async_save``; or the step to resume is damaged or of another model.
+            DataError: the data changed since that step.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
@@ -130,9 +130,9 @@ class CheckpointStore:
         """Register a run's callbacks, and start the clock of ``checkpoint.every_minutes``.
 
         Args:
-            note: receives lines for the user.
-            warn: receives lines that warn the user.
-            saved: receives the folder of every committed checkpoint.
+            note: function that shows the user a message.
+            warn: function that shows the user a warning.
+            saved: function that is called with the folder of every committed checkpoint.
         """
         self._note = note
         self._warn_user = warn
@@ -455,7 +455,7 @@ class CheckpointStore:
             run.
 
         Raises:
-            CheckpointError: as ``load_latest``.
+            CheckpointError: no earlier step verifies, or the disk cannot be read.
         """
         with self._readable():
             steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))

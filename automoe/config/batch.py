@@ -112,10 +112,9 @@ def least_micro_batches(config: Config, shape: MeshShape) -> int:
 
 
 def more_micro_batches(config: Config, shape: MeshShape) -> str:
-    """Return settings, for an error message, with which a step has enough micro-batches.
+    """Return settings, for an error message, that give the pipeline schedule enough micro-batches.
 
-    Enough is what the pipeline schedule needs. For example ``train.global_batch_size=32, or
-    train.micro_batch_size=1``.
+    For example ``train.global_batch_size=32, or train.micro_batch_size=1``.
     """
     train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
     smaller, left = divmod(train.global_batch_size, ranks)

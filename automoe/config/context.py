@@ -18,11 +18,11 @@ FLOPS_PER_BYTE = {"cuda": 900, "cpu": 250}
 def query_blocks(
     num_queries: int, num_ranks: int, rank: int, window: int = 0
 ) -> list[tuple[slice, slice]]:
-    """Return a rank's blocks of queries, each with the range of keys that the block attends to.
+    """Return a rank's blocks of queries, each with the smallest range of keys that it attends to.
 
     A row has 2 P chunks, of which each of P ranks holds one from the head and its mirror from the
-    tail. Causal masking leaves each rank 2 P + 1 pairs of a query chunk and a key chunk instead of
-    4 P; a sliding window leaves fewer.
+    tail; each is a block. Causal masking leaves each rank 2 P + 1 pairs of a query chunk and a key
+    chunk instead of 4 P; a sliding window leaves fewer. If P is 1, the whole row is one block.
 
     Args:
         num_queries: positions of the row that the rank holds.
@@ -46,7 +46,10 @@ def query_blocks(
 
 
 def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
-    """Return the mean number of keys that a query attends to, on the cp rank with the most work.
+    """Return the mean number of keys per query that masked attention reads, over a rank's blocks.
+
+    Masked keys within a block (``query_blocks``) count too, so one rank reads all ``seq_len`` keys.
+    The result is that of the cp rank with the most work.
 
     Args:
         seq_len: tokens of a row.

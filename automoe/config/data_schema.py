@@ -54,7 +54,8 @@ class ChatConfig:
     """How conversations are read, rendered by a chat template and trained (``docs/finetune.md``).
 
     ``keys`` and ``roles`` give the records' own names of keys and roles, where they differ from
-    ``format``'s.
+    ``format``'s. ``turns`` says which answers are trained, ``special_text`` whether special tokens
+    spelled out in messages become tokens, and ``pack`` lets several samples share a row.
     """
 
     # keys of a record. messages: messages with role and content; sharegpt: conversations with from
@@ -132,7 +133,7 @@ class DataConfig:
 
     @property
     def is_chat(self) -> bool:
-        """True if documents are conversations, of which only answers are trained."""
+        """True if documents are conversations or preferences, of which only answers are trained."""
         return self.kind in CHAT_KINDS
 
     @property

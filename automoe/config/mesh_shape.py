@@ -110,7 +110,7 @@ class MeshShape:
         return [[start + i * stride for i in range(size)] for start in starts]
 
     def ep_per_node(self, gpus_per_node: int) -> int:
-        """Return the ranks that each ep group has on each of its nodes; 0 if the number varies."""
+        """Return how many ranks an ep group has on each node that it spans; 0 if the number varies."""
         stride = self.stride("moe", "ep")
         block = stride * self.ep  # ranks of groups that lie between each other
         period = lcm(gpus_per_node, block)  # after which nodes cut groups as before
@@ -299,7 +299,7 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
 
 
 def too_many_stages(num_stages: int) -> tuple[str, str]:
-    """Return the rule and the remedy, for a ``ConfigError``, if stages outnumber the layers.
+    """Return (rule, remedy), the text of a ``ConfigError`` for more pipeline stages than layers.
 
     Args:
         num_stages: pipeline stages of all ranks.
@@ -369,7 +369,7 @@ def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     """Return ``mesh`` with its unset axes (0) set to the sizes of its preset, or to 1 without one.
 
     Raises:
-        ConfigError: the preset is unknown, or ``num_ranks`` is None.
+        ConfigError: the preset is unknown, or it is set and ``num_ranks`` is None.
     """
     unsaid: dict[str, Any] = {
         a: 1 for a, n in vars(mesh).items() if n == getattr(MeshConfig, a) == 0

@@ -32,7 +32,10 @@ MERGES = ("Interleaved1F1B", "DualPipeV")
 
 
 def runs_halves(schedule: str) -> bool:
-    """Return True if ``schedule`` splits backward passes: gradients of inputs, later of weights."""
+    """Return True if ``schedule`` splits some or all backward passes into two actions.
+
+    The first computes the gradients of a stage's input, the second, later, those of its weights.
+    """
     return schedule in (*IN_HALVES, *V_SHAPED)
 
 
@@ -57,12 +60,13 @@ def pipeline_order(
 ) -> Order:
     """Return for each pipeline rank its actions in the order in which they run.
 
-    An action is (kind, stage, micro-batch); an entry has one action, or two that run at the same
-    time. If ``pp`` is 1 the schedule has no effect: micro-batches run one after another.
+    An action is (kind, stage, micro-batch), with kind F, B, I or W: forward, backward, or backward
+    for inputs or weights alone. Actions are in entries: an entry has one action, or two that run at
+    the same time. If ``pp`` is 1 the schedule has no effect: micro-batches run one after another.
 
     Args:
-        merged: run forward and backward passes in pairs. Interleaved1F1B and the schedules of one
-            stage per rank then start one more forward pass before the first backward pass.
+        merged: put a forward and a backward pass into one entry where the schedule allows it
+            (Interleaved1F1B, DualPipeV, and any with ``pp`` 1).
 
     Raises:
         ConfigError: the number of micro-batches does not fit the schedule.
@@ -115,7 +119,7 @@ def _in_turn(
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
     Interleaved1F1B takes rounds of up to ``pp`` micro-batches through its stages in turn (arXiv
     2104.04473, section 2.2). InterleavedZeroBubble does the same, but starts fewer forwards and
-    delays each weight half by ``rank`` backward passes (ZB1P of arXiv 2401.10241).
+    delays the weight gradients of each backward by ``rank`` backwards (ZB1P of arXiv 2401.10241).
 
     Args:
         merged: let a forward and a backward pass run at the same time as one entry, where the

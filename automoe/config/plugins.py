@@ -65,7 +65,7 @@ def register(key: str, name: str, value: Any) -> None:
         key: a configuration key that takes plugins (listed in ``KINDS``), such as ``data.kind`` or
             ``train.loss``.
         name: the new choice for ``key``.
-        value: the class, function or object, as the comments of ``KINDS`` demand; or
+        value: the class, function or object, of the kind that ``KINDS`` lists for ``key``; or
             ``"module:attribute"``, which is imported at its first use. Prefer the text for modules
             that import torch: the configuration is checked before torch is imported.
 

@@ -233,7 +233,7 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
 
 
 def _values(words: Sequence[str], key: str) -> Callable[[Scope], list[Any]]:
-    """Return a function that computes, from a ``Scope``, the words on the right of a comparison.
+    """Return a function that computes, from a ``Scope``, the values on a comparison's right side.
 
     Args:
         words: each is ``true``, a number, another dotted key, ``default`` (of ``key``), or any text.
@@ -254,7 +254,7 @@ def _values(words: Sequence[str], key: str) -> Callable[[Scope], list[Any]]:
 
 
 def table(text: str, **words: object) -> Table:
-    """Parse a table of rules from text: a row on each line, cells separated by `` | ``.
+    """Parse text into a table of rules: a row on each line, a tuple of cells separated by `` | ``.
 
     Indented lines continue a row. A cell with several conditions (``A; B``) gives as many rows.
 

@@ -48,8 +48,8 @@ def chunk_tokens(tokens: int, hidden: int) -> int:
 
     Such a chunk has about ``hidden`` tokens, within fixed bounds, and so as many logits as the head
     has parameters. Smaller chunks would be slow: each adds the gradient of the whole head to
-    memory. Chunks are equal, because compiled code is made for one size, if fewer than twice the
-    least number of chunks divides ``tokens``; else the last one is shorter.
+    memory. Compiled code is made for one size, so all chunks are equal if this takes less than
+    twice the smallest possible number of chunks; else the last one is shorter.
 
     Args:
         hidden: width of the model's hidden state.
@@ -183,9 +183,12 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
-    """Return the values that rules on attention kernels read as ``facts.NAME``, by NAME.
+    """Return values, by name, that the tables of rules on attention kernels read as ``facts.NAME``.
 
-    They are a head's dims, numbers of keys, and whether a kernel supports them.
+    ``query``, ``value`` and ``widest`` are dims of a head; ``unfit`` (flex), ``wide`` and ``odd``
+    (cuDNN) are true if a kernel does not support them. ``masked``: attention masks more than the
+    future. ``wrong``: a number of keys for which cuDNN's gradient may be NaN, or 0; a row length
+    that ``unit`` divides avoids it.
     """
     attention, seq_len = config.model.attention, config.train.seq_len
     sinks = attention.sinks and config.kernels.attention != "flex"
@@ -224,7 +227,10 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
 
 
 def score_dims(attention: AttentionConfig) -> tuple[int, int]:
-    """Return (width of a head's query and key, width of its value), as without attention sinks."""
+    """Return (width of a head's query and key, width of its value) of the model itself.
+
+    The dims by which attention sinks widen both for the kernel are not counted.
+    """
     return head_dims(replace(attention, sinks=False))
 
 

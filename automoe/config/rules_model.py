@@ -241,9 +241,9 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model, width = config.model, config.model.moe_intermediate_size
 
     def fewer_shards(size: int) -> str:
-        """Return mesh settings for a remedy: FSDP then splits an expert's dim of ``size`` evenly.
+        """Return mesh settings, for an error, with which FSDP splits a dim of ``size`` evenly.
 
-        They move ranks from ``ep_shard`` to ``ep``, or else to ``ep_replicate``.
+        The dim is an expert's. Ranks move from ``ep_shard`` to ``ep``, or else to ``ep_replicate``.
         """
         shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
         times = shape.ep_shard // shards

@@ -35,7 +35,7 @@ class Tier:
     def rows(self, config: Config, shape: MeshShape) -> Iterable[Row] | None:
         """Return rules on the model's sizes and sharding, as (key, whether broken, rule, remedy).
 
-        None: the rules for automoe's decoder apply.
+        Return None if the rules for automoe's decoder apply.
         """
         return None
 
@@ -55,7 +55,7 @@ class Tier:
     def params(self, model: ModelConfig, buffers: bool) -> Any:
         """Return the model's parameters in order, a list of ``automoe.model.param_spec.Param``.
 
-        None: the parameters of automoe's decoder.
+        Return None if the model has the parameters of automoe's decoder.
 
         Args:
             buffers: include the buffers that a checkpoint holds.
@@ -65,7 +65,7 @@ class Tier:
     def build(self, model: ModelConfig, moe: MoEConfig, backend: Any) -> Any:
         """Return the model, a ``CausalLM`` on the meta device, in torch's default dtype.
 
-        None: build automoe's decoder.
+        Return None to let automoe's decoder be built.
 
         Args:
             backend: ``BackendConfig``, which names the kernels; None for the defaults.
@@ -80,9 +80,9 @@ class Tier:
             expert_rows: (token, expert) pairs that the experts of a rank compute.
 
         Returns:
-            (bytes that all layers share, such as masks; for each layer the bytes that it keeps and
-            the most that its backward pass adds); or text: why they cannot be counted; or None: the
-            planner's formulas for automoe's decoder apply.
+            (bytes that all layers share, such as masks; a list with a pair for each layer: the
+            bytes that it keeps, and the most that its backward pass adds). A text says why the
+            bytes cannot be counted; with None the planner's formulas for automoe's decoder apply.
         """
         return None
 

@@ -87,7 +87,10 @@ class LoraConfig:
 
 @dataclass(repr=False)
 class Phase(Shown):
-    """A phase of training (``optim.phases``): its length, its learning rate, replaced settings."""
+    """A phase of training (``optim.phases``): length, learning rate and settings that it replaces.
+
+    The learning rate follows the curve ``decay`` and ends at ``lr_ratio * optim.lr``.
+    """
 
     steps: int = 0  # optimizer steps of the phase
     lr_ratio: float = 1.0  # learning rate of its last step divided by optim.lr

@@ -12,7 +12,7 @@ Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 
 
 class _Order:
-    """List of one pipeline rank's actions, which ``add`` extends and gives micro-batch numbers.
+    """Actions of one pipeline rank, in order; ``add`` appends some and numbers their micro-batches.
 
     Args:
         stages: numbers of the rank's two stages, of which the first one comes earlier in the model.
@@ -58,7 +58,8 @@ def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action
     """Return the order in which a rank of ``pp`` runs its actions under DualPipeV.
 
     This is one half of DualPipe (DeepSeek-V3, section 3.2.1), which feeds micro-batches from both
-    ends.
+    ends. An entry has one action (kind, stage, micro-batch), or two that run at the same time.
+    Kinds: F forward, B backward, I and W backward for inputs or weights alone.
     """
     order = _Order((rank, 2 * pp - 1 - rank))
     later = pp - rank - 1
@@ -79,7 +80,9 @@ def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action
 def zero_bubble_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
     """Return the order in which a rank of ``pp`` runs its actions under ZBV (arXiv 2401.10241).
 
-    Fewer than ``2 pp - 1`` micro-batches run as ``2 pp - 1`` would, without the missing ones.
+    Fewer than ``2 pp - 1`` micro-batches run as ``2 pp - 1`` would, without the missing ones. Each
+    entry has one action (kind, stage, micro-batch). Kinds: F forward, I and W backward for inputs
+    or weights alone.
     """
     order = _Order((rank, 2 * pp - 1 - rank))
     count = max(2 * pp - 1, num_micro_batches)

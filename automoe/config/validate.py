@@ -104,7 +104,7 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """Return the first and last step to profile; None if ``text`` is empty.
 
     Raises:
-        ConfigError: ``text`` is not ``first-last`` with 1 <= first <= last.
+        ConfigError: ``text`` is not ``first-last`` with 1 <= first <= last, or one such number.
     """
     if not text:
         return None

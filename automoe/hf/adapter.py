@@ -1,4 +1,4 @@
-"""Adapters of ``peft`` that are read: trained further, or merged into their base."""
+"""Reading of ``peft`` adapters, to train them further or to merge them into their base model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ PeftAdapter = tuple[int, float, list[Param], list[tuple[str, Piece]]]
 
 
 def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
-    """Return the adapter in the folder ``path``, of which the numbers are not read yet.
+    """Return rank, alpha and tensors of the adapter in the folder ``path``, without its numbers.
+
+    Returns:
+        (rank, alpha, parameters of the model that it adapts, list of (our name of a factor A or B,
+        slice of it and stored tensor with its numbers)).
 
     Raises:
         CheckpointError: it cannot be read, is no plain LoRA, or adapts other matrices than adapters
@@ -109,9 +113,11 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
 
 
 def check_adapter(config: Config) -> None:
-    """Raise ``ConfigError`` if training cannot continue the adapter ``lora.path`` as ``lora`` says.
+    """Check that training can continue the adapter ``lora.path``, if one is set.
 
-    It also raises what ``read_adapter`` does.
+    Raises:
+        ConfigError: rank, alpha or targets of ``lora`` are not those of the adapter.
+        CheckpointError: the adapter cannot be read or is no plain LoRA for this model.
     """
     lora, model = config.lora, config.model
     if lora.path is None:
@@ -132,13 +138,13 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
     """Fill the adapters of this rank's stages from the folder ``path``, or merge them. Collective.
 
     Args:
-        merge: add the products of the adapters to the weights instead.
+        merge: add the products B A of the adapters to the weights instead.
 
     Returns:
-        A line for the user.
+        A sentence for the user: rank, alpha and number of matrices, and if they were merged.
 
     Raises:
-        CheckpointError: on every rank alike: the adapter cannot be read.
+        CheckpointError, on every rank: the adapter cannot be read.
     """
 
     def fill() -> str:
@@ -173,9 +179,13 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
 
 
 def _check_blocks(file: Any, table: list[tuple[str, Piece]]) -> None:
-    """Raise ``CheckpointError`` if a stored tensor has numbers that no adapter of ours holds.
+    """Raise ``CheckpointError`` if a stored tensor has numbers that no adapter of ours can hold.
 
-    Gate and up of one module have a block of its B each, and the rest of it must be zeros.
+    If gate and up are one module in peft, its B may be nonzero in one block for each alone.
+
+    Args:
+        file: open safetensors file.
+        table: (our name of a factor A or B, slice of it and stored tensor with its numbers).
     """
     read: dict[str, list[Piece]] = {}
     for _, piece in table:
@@ -192,7 +202,16 @@ def _check_blocks(file: Any, table: list[tuple[str, Piece]]) -> None:
 
 
 def _whole(file: Any, pieces: list[Piece], shape: tuple[int, ...]) -> Tensor:
-    """Return an adapter's A or B in float64."""
+    """Return a whole factor A or B of our adapters in float64, joined from stored tensors.
+
+    Args:
+        file: open safetensors file.
+        pieces: slices of the factor, each with the stored tensor that has its numbers.
+        shape: shape of the factor.
+
+    Raises:
+        CheckpointError: numbers are not finite or not floats, or two stored copies differ.
+    """
     made = torch.full(shape, torch.nan, dtype=torch.float64)
     for piece in pieces:
         stored = file.get_tensor(piece.key)

@@ -100,13 +100,16 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
 def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
     """Read all headers in this process, check them against the model, and return the catalog.
 
-    Keys, shapes and dtypes are compared. Not collective: ``open_catalog`` calls this function on
-    rank 0 and raises the same errors.
+    Keys, shapes and dtypes are compared. Not collective (``open_catalog`` is).
 
     Args:
         config: configuration of the full model.
         keys: map of tensor names for the dense checkpoint that ``config`` upcycles; default: that
             of the model's family.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, tensors are missing, unexpected or of another
+            shape or dtype, or the quantization cannot be read.
     """
     folder = local_folder(path)
     tensors = read_headers(folder)

@@ -102,7 +102,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
 
 
 def _of_blocks(stored: StoredTensor) -> StoredTensor:
-    """Return scales as a [1, 1] matrix if they are one number, the scale of a whole matrix."""
+    """Return the header of scales, as [1, 1] if they are one number, the scale of a whole matrix."""
     return stored._replace(shape=(1, 1)) if math.prod(stored.shape) == 1 else stored
 
 

@@ -241,7 +241,10 @@ def unread_adapter(folder: Path) -> list[str]:
 
 
 def base_of(folder: Path) -> str | None:
-    """Return the base of a folder that is an adapter of peft and no model; else None."""
+    """Return the base model, a path or Hub id, that the peft adapter in ``folder`` names.
+
+    Return the text ``nothing`` if it names none, and None if the folder holds a model or no adapter.
+    """
     if is_there(folder, "config.json") or not is_there(folder, ADAPTER):
         return None
     with suppress(OSError, ValueError):

@@ -53,7 +53,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
             it. If there are several, boxes span all but the first. The box has size 1 on dims of
             our tensor that are in no entry.
         offset: start of the box in the HuggingFace tensor.
-        file: shape in the file, if rows that lie there in turn are taken as one long row each.
+        file: shape in the file if it differs from ``shape``, else (). Rows of several of our
+            tensors may alternate in a file; ``shape`` then joins one row of each to a long row.
     """
 
     key: str
@@ -132,7 +133,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return a slice of the HuggingFace tensor as a view with the dims of our tensor."""
+        """Return ``tensor``, a slice of the HuggingFace tensor, viewed with the dims of ours."""
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
             units = [self.size[dim] for dim in inner]

@@ -169,9 +169,9 @@ def open_adapter(folder: Path) -> Iterator[Any]:
 
 
 def belongs_to(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
-    """Return a line that identifies an adapter's base weights and LoRA settings.
+    """Return text that identifies an adapter's base weights and LoRA settings.
 
-    The line is saved with the adapter, and loading compares it. Collective over ``ranks``.
+    The text is saved with the adapter, and loading compares it. Collective over ``ranks``.
     """
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
@@ -259,9 +259,9 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
 
 
 def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
-    """List the slices of our factors A and B that make up adapter_model.safetensors.
+    """Return (our name of A or B, piece) for each slice of our factors that peft's file stores.
 
-    Each is (our name of A or B; slice, and the file's tensor that stores it).
+    A piece describes the slice, and its place in a tensor of adapter_model.safetensors.
 
     Args:
         keys, names: layout and names of the parameters that peft adapts.
@@ -298,9 +298,9 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 
 
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
-    """Return modules of peft that join several of our matrices, each with their number.
+    """Return the number of our matrices in each module of peft that joins several, by its name.
 
-    Keys are as in ``rank_pattern``, such as ``shared_mlp.input_linear``; ranks are added up.
+    Names are those of ``rank_pattern``, e.g. ``shared_mlp.input_linear``; each matrix has ``rank``.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}
@@ -322,7 +322,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
 
     Args:
         folder: directory that holds the stages' files.
-        belongs: line that identifies base weights and settings, written to the file's metadata.
+        belongs: text that identifies base weights and settings, written to the file's metadata.
 
     Returns:
         A phrase with the number of values written and of adapted matrices by kind, such as

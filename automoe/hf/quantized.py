@@ -106,9 +106,10 @@ def _widened(encoding: Encoding, codes: Tensor) -> tuple[Tensor, int]:
 
 
 def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
-    """Split [0, size) at block boundaries: end of a block, whole blocks, start of a block.
+    """Split ``size`` columns of a matrix, from column ``start`` on, at the borders of blocks.
 
-    Returns half-open ranges; empty ones are left out.
+    Returns up to three half-open ranges, counted from ``start``: the end of a block, whole blocks,
+    and the beginning of a block. Empty ones are left out.
     """
     head = min(size, -start % block)
     tail = head + (size - head) // block * block

@@ -249,7 +249,7 @@ class ReadItem(NamedTuple):
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
     def num_bytes(self, place: Tensor) -> int:
-        """Return how many bytes of the file fill ``place``, a slice of this read's target; no scales."""
+        """Return the bytes in the file, without scales, that fill ``place``, a slice of ``self.place``."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
@@ -272,7 +272,8 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     Args:
         shard: this rank's shard of one of the model's tensors.
         piece: slice of that tensor, and where the HuggingFace tensor stores it.
-        source: the stored HuggingFace tensor.
+        source: the stored HuggingFace tensor. ``CheckpointError`` if it is not block-FP8 and the
+            shard keeps packed FP8 codes.
     """
     overlap = piece.overlap(shard.start, shard.extent)
     if overlap is None:

@@ -129,7 +129,10 @@ class LocalShard:
 
 
 def as_parts(parts: Parts | CausalLM) -> Parts:
-    """Return a model's pipeline stages; reshard weights that a forward pass left unsharded."""
+    """Return a model's pipeline stages by number; a whole model becomes stage 0.
+
+    Weights that a forward pass left unsharded are resharded.
+    """
     parts = {0: parts} if isinstance(parts, CausalLM) else parts
     reshard(parts.values())
     return parts

@@ -113,10 +113,10 @@ def plan_export(
     """Plan the checkpoint tensors of an export of this rank's pipeline stages.
 
     Args:
-        dtype: ``keep``, ``bfloat16`` or ``float32``, as in ``to_hf``.
+        dtype: ``bfloat16``, ``float32``, or ``keep`` for the dtypes of ``source``, else the model's.
         encoding: quantization of the files; ``plain`` for none.
         source: checkpoint that the model started from, or None (``source_of``).
-        fused: True for the layout that a model of transformers has in memory.
+        fused: True to fuse a layer's experts, as models of transformers do in memory.
     """
     config = config_of(parts)
     keys = family_of(config).keys
@@ -150,7 +150,8 @@ def convert_hf(
     Args:
         dtype: dtype of parameters: ``keep`` (quantized parameters become bfloat16), ``bfloat16`` or
             ``float32``.
-        encoding: as in ``to_hf``.
+        encoding: ``plain``, or a quantization that the family has: ``fp8`` (block-FP8 matrices),
+            ``mxfp4`` or ``int4`` (experts alone).
         layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         overwrite: replace an existing checkpoint directory.
@@ -211,7 +212,8 @@ def upcycle_hf(
     Raises:
         ConfigError: the family has no mixture counterpart, or with these sizes the mixture would
             not compute the same function.
-        CheckpointError: as ``convert_hf``.
+        CheckpointError: files are missing or damaged, ``out`` exists or cannot be written, or the
+            two models' logits differ.
     """
     mixture = upcycled(source, num_experts, num_experts_per_token, granularity, seed=seed)
     return convert_hf(source, out, mixture=mixture, **options)

@@ -87,8 +87,7 @@ def _release(installed: str) -> tuple[int, ...]:
 def runs_halves_of_backward(torch_version: str) -> bool:
     """Return True if this torch can compute the weight gradients of a backward pass by themselves.
 
-    Zero-bubble schedules need that. torch 2.11 cannot begin there at an operation with a custom
-    backward.
+    Zero-bubble schedules need that. torch 2.11 fails at operations with a custom backward.
     """
     return _release(torch_version) >= HALVES_SINCE_TORCH
 
@@ -132,9 +131,9 @@ def default_num_ranks(config: Config, device: str) -> int | None:
     """Return the number of ranks of a run whose mesh has axes that are -1.
 
     The number is ``launch.num_ranks`` if that is set. Else ``mesh.preset`` gives one rank per GPU
-    or core. Else it is the largest multiple of the product of the axes that are set which this
-    machine has GPUs or cores for, at least that product. None if an axis of the mesh is invalid, or
-    a preset finds no GPU.
+    or core. Else it is the fewest ranks that the axes which are set allow, times the largest number
+    for which this machine has enough GPUs or cores, at least 1. None if an axis of the mesh is
+    invalid, or a preset finds no GPU.
     """
     if config.launch.num_ranks is not None:
         return config.launch.num_ranks

@@ -100,9 +100,13 @@ def compose(args: Arguments) -> Config:
 
 
 def _with_base(config: Config) -> Config:
-    """Return ``config`` with the base of an adapter of peft that ``model.hf_path`` names.
+    """Replace a peft adapter in ``model.hf_path`` by its base model; return the new configuration.
 
-    ``lora.path`` becomes the adapter's folder.
+    ``lora.path`` becomes the adapter's folder. ``config`` is returned unchanged if ``hf_path`` is
+    no adapter, or its base is not on this machine.
+
+    Raises:
+        ConfigError: ``lora.path`` names another adapter.
     """
     path = config.model.hf_path
     base = path and base_of(local_folder(path))
@@ -207,7 +211,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
 
 def _check_ranks(config: Config, overrides: list[str]) -> None:
-    """Refuse a number of ranks that the mesh does not hold."""
+    """Raise ``ConfigError`` if an override sets another ``launch.num_ranks`` than the mesh holds."""
     if config.launch.num_ranks is None:
         return
     mesh = expand_preset(config.mesh, config.launch.num_ranks)
@@ -291,7 +295,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 def check_data(config: Config) -> None:
     """Raise ``ConfigError`` if a model with random weights lacks data.
 
-    A model of ``LARGE`` parameters or more needs a tokenizer, and other text than the demonstration
+    A model of 1e9 parameters or more needs a tokenizer, and other text than the demonstration
     corpus (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:

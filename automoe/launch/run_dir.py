@@ -98,8 +98,8 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
 
     Raises:
-        ConfigError: a setting differs that may not (the message has both values), or the earlier
-            run's files cannot be read.
+        ConfigError: a setting differs that may not (the message has both values), the earlier run's
+            files cannot be read, or the directory holds a sweep.
     """
     if (run_dir / SWEEP_FILE).exists():
         raise ConfigError(

@@ -115,7 +115,8 @@ class StuckWatch:
     Attributes:
         run_dir: run directory, which all ranks can read and write.
         terminal: text stream that shows warnings; it must not raise ``OSError``.
-        tells_errors: True under torchrun and srun, without automoe's launcher.
+        tells_errors: True to print the error too, under torchrun and srun; automoe's launcher does
+            so itself.
         timeout_s: timeout of a step's collectives; None until the configuration is read.
         device: this rank's torch.device, once it has one.
     """

@@ -425,7 +425,7 @@ class Sweep:
         return jobs
 
     def _end_others(self) -> int:
-        """Ask jobs of this start in other local processes to stop, and return their number."""
+        """Send SIGTERM to this sweep's running jobs in other local processes; return how many."""
         here, asked = socket.gethostname(), 0
         for job in _records(self.directory):
             host, process = job["process"]

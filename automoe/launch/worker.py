@@ -113,7 +113,7 @@ def run_rank(
         run_dir: folder of logs, status and all files that the recipe writes.
         local_rank: rank on this machine; default: ``rank``.
         config: resolved configuration; None reads ``run_dir/config.yaml``.
-        store: store where ranks meet, as in ``init_ranks``.
+        store: store where ranks meet, or the file of a ``FileStore``; None uses torch's ``env://``.
         launcher: process id of automoe's launcher; None under torchrun and srun.
         run_dir_lost: function that returns an error message if the run directory was removed or
             replaced, else None.

@@ -173,7 +173,8 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
 
     Raises:
         DataError: the class of transformers takes too long or too much memory.
-        ConfigError, CheckpointError: as ``model_config_from_hf``.
+        ConfigError: config.json is missing, or describes a model that automoe does not compute.
+        CheckpointError: a file of the weights is damaged, or in a form that is not read.
     """
     if str(text_config(read_hf_config(path)).get("model_type")) in known_families():
         return model_config_from_hf(path)
