@@ -155,7 +155,8 @@ class Run:
 
         Args:
             stats: loss, routing statistics and other sums of the step.
-            update: result of ``optimizer_step``, called with ``report``.
+            update: result of ``optimizer_step``; ``update.over_ranks`` holds the maximum over ranks
+                of each number in ``report``.
         """
         config = self.config
         train = self.config.train
