@@ -425,7 +425,7 @@ class Session:
     def _inputs(
         self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
     ) -> tuple[Packed, MicroBatch, Counts]:
-        """Check and pack samples, which need values ``reads``; return rows, inputs of the step, divisors. Collective."""
+        """Check and pack samples that need values ``reads``; return rows, step inputs and loss divisors. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
         temperature = at_least(1e-6, "temperature", temperature)
