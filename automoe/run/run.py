@@ -362,7 +362,7 @@ class Run:
             )
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:
-        """Close the record and print the run's summary.
+        """Call the plugin functions of ``run.finish``, close the record and print the run's summary.
 
         Args:
             paths: name -> path of each result, to print in the summary.
