@@ -134,10 +134,13 @@ def show_step(console: Console) -> bool:
 
 
 def broken_trajectory(*args: Any, **options: Any) -> Trajectory:
-    """Train some steps by ``run_trajectory``, with gradients of rank ``FAULTY_RANK`` set to 0.
+    """Train some steps with broken reduce-scatters, which get zeros as gradients of ``FAULTY_RANK``.
 
-    Arguments and result are those of ``run_trajectory``. The demo then shows that the difference is
-    found.
+    Args:
+        args, options: arguments of ``automoe.verify.trajectory.run_trajectory``, which trains.
+
+    Returns:
+        This rank's losses, gradients and other results of the steps.
     """
     from automoe.verify.trajectory import run_trajectory
 

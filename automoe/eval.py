@@ -350,7 +350,8 @@ def _claimed(where: Path, out: str | None) -> Path:
     """Create an empty results file and return its path, so that no other evaluation takes the path.
 
     Args:
-        where, out: arguments of ``_free``, which chooses the path.
+        where: the run or checkpoint directory that is evaluated.
+        out: the path to use; None: ``eval.json`` in ``where``, or the next free ``eval.N.json``.
 
     Raises:
         ConfigError: ``out`` exists, or its folder cannot be written.

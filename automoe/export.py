@@ -76,8 +76,10 @@ def export_run(
         max_shard_bytes: size of the largest safetensors file.
         overwrite: replace a checkpoint directory at ``out``.
         encoding: ``plain``, or the quantization to write: ``fp8``, ``mxfp4`` or ``int4``.
-        adapter: write only the LoRA adapter, in this layout of ``automoe.hf.peft``: ``auto``,
-            ``published`` or ``fused``. None: write the model with the adapter merged.
+        adapter: write only the LoRA adapter: ``published`` (one for each expert and projection),
+            ``fused`` (one for all experts of a tensor), or ``auto`` (that of the family's
+            checkpoints if peft can load it, else fused). None: write the model with the adapter
+            merged.
         ema: write the averaged weights (``optim.ema_decay``) of the training checkpoint.
 
     Returns:

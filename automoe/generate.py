@@ -282,6 +282,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
 def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any) -> None:
     """Raise ``CheckpointError`` if a loaded model lacks parameters, or has NaN or infinite numbers.
 
+    Print a note if the checkpoint has tensors that the model did not read.
+
     Args:
         loaded: transformers' loading info, with missing and unexpected keys.
         logits: logits of a first forward pass.

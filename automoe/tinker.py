@@ -166,7 +166,12 @@ class TrainingClient(_Client):
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Return a future of the loss of each token, as ``forward_backward`` does, without gradients."""
+        """Return a future of each token's loss and log-probability, without computing gradients.
+
+        Args:
+            loss_fn: ``cross_entropy``, ``importance_sampling``, ``ppo`` or ``cispo``; see ``forward_backward``.
+            loss_fn_config: bounds of the clipped ratio: ``clip_low_threshold`` and ``clip_high_threshold``.
+        """
         return self.forward_backward(data, loss_fn, loss_fn_config, backward=False)
 
     def forward_backward(
@@ -177,7 +182,7 @@ class TrainingClient(_Client):
         *,
         backward: bool = True,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Accumulate the gradients of a loss, summed over all tokens; return a future of its terms.
+        """Accumulate gradients of a loss summed over tokens; return a future of each token's loss and log-probability.
 
         ``loss_fn_inputs`` of a datum are ``target_tokens``, the inputs that the loss names below, and optionally
         ``routes`` [n, L, K], expert ids to use for n tokens, L MoE layers and top-k K (-1: the router chooses).
@@ -262,7 +267,7 @@ class TrainingClient(_Client):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Save a checkpoint, which ``automoe export`` can convert, in ``run_dir/sampler_weights/NAME``."""
+        """Save a checkpoint for ``automoe export`` in ``run_dir/sampler_weights/NAME``; ``ttl_seconds`` is ignored."""
         path = self._save("sampler_weights", name, False)
         return _done(types.SaveWeightsForSamplerResponse(path=path))
 

@@ -46,6 +46,11 @@ class _CallableModule(ModuleType):
             config: a ``Config``, a dictionary, or overrides such as ``"mesh.ep=4"``.
             config_name: primary configuration file to which overrides apply.
             config_dir: further directory of configuration files, besides the built-in one.
+
+        Raises:
+            ConfigError, DataError, BackendError, LaunchError: the run could not be started.
+            TrainingError: a rank failed, or a signal ended the run before its last step.
+            KeyboardInterrupt: Ctrl-C stopped the run after it saved; the same call continues it.
         """
         from automoe.launch.from_python import train
 

@@ -69,7 +69,10 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
     num_local = max(1, model.num_experts // ep)
 
     def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
-        """Replace a token dispatcher, for shapes only: local experts get ``expert_rows`` rows."""
+        """Call ``experts`` with ``expert_rows`` rows, in place of a token dispatcher; return [T, H].
+
+        Only the shapes of its tensors have a meaning.
+        """
         token_R = topk_ids_TK.new_zeros(expert_rows)
         received_RH = x_TH.index_select(0, token_R)
         probs_R = probs_TK.flatten().index_select(0, token_R)

@@ -255,6 +255,9 @@ class Head(NamedTuple):
 def inner_model(model: Any, path: str) -> tuple[str, nn.Module]:
     """Return name and module of the submodule that runs before the output head (base model).
 
+    Args:
+        path: checkpoint folder, for the error.
+
     Raises:
         ConfigError: the class names no base model, and no direct child has the decoder layers.
     """

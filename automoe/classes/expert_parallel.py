@@ -31,11 +31,22 @@ class ExpertParallel(ExpertStyle):
     become DTensors on the mesh, and the module's own code computes this rank's experts. Gradients
     of experts are summed over the tokens of all ranks. Those of all other parameters are not:
     reduce them as for data parallelism. Every rank applies the style, and makes every call, even
-    without tokens. Constructor arguments and mesh axes are those of ``ExpertStyle``.
+    without tokens. The mesh has one axis; for ``GroupedExperts`` it may have the axes ep and etp, and
+    etp shards the width of the experts.
+
+    Args:
+        dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
+            deepep, or the name of a plugin.
+        gpus_per_node: consecutive ranks that the hierarchical dispatcher counts as one node.
+        timeout: timeout of the process groups that the hierarchical dispatcher makes.
+        overlap: run another micro-batch's pass while all-to-alls travel.
+        in_8_bits: send tokens to their experts in 8 bits.
 
     Raises:
-        ConfigError: when the style is applied to a module or mesh that it cannot shard, and for the
-            reasons of ``ExpertStyle``.
+        BackendError: the dispatcher does not exist, is not available on this machine, or is a
+            plugin's and gets ``in_8_bits``.
+        ConfigError: ``gpus_per_node`` is below 1; or, when the style is applied, the module or the
+            mesh cannot be sharded.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

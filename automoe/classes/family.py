@@ -217,9 +217,10 @@ class _Release(NamedTuple):
     """What transformers reads in published files of a class and does not write.
 
     Attributes:
-        names: (pattern, replacement) pairs that turn tensor names it writes into published ones.
-        keys: function of its configuration of the text model that returns further ``config.json``
-            keys.
+        names: (regular expression, replacement) pairs that turn the tensor names that transformers
+            writes into the published ones.
+        keys: function of the text model's transformers configuration that returns further
+            ``config.json`` keys.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -256,11 +257,11 @@ _RELEASES = {
 
 
 class _View(Tensor):
-    """Meta tensor that keeps track of where its numbers lie in a parameter.
+    """Meta tensor that is a view of a parameter: its strides tell where in it its numbers lie.
 
-    Each slice of it is a view of the parameter. If its numbers cannot be a view, ``origin`` is the
-    view before rows were interleaved (with one dim more), or before rows of no parameter were
-    appended.
+    transformers slices, reshapes and concatenates it to make a published tensor. A result that
+    cannot be a view has an attribute ``origin``: the view from which it was made by interleaving
+    rows (``origin`` has one dim more), or by appending rows that are in no parameter.
     """
 
     def contiguous(self, *_, **__) -> Tensor:
@@ -378,10 +379,12 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
 
 
 def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that the published tensor ``key`` holds, or [None].
+    """Return the slices of ``tensor`` that a published tensor holds; [None] if it holds other numbers.
 
     Args:
-        view: the published tensor as a ``_View``.
+        key: key of the published tensor in the checkpoint.
+        view: the published tensor, as transformers' conversion made it from ``tensor``.
+        tensor: the parameter, on meta.
     """
     origin = getattr(view, "origin", view)
     if origin.dim() == view.dim():  # rows may be appended

@@ -108,7 +108,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether tensor ``key`` of ``module`` is a saved int64 table of each token id's experts (hash routing)."""
+    """Return whether ``vars(module)[kind][key]`` is a saved int64 buffer: experts of each token id (hash routing)."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -227,7 +227,7 @@ class _Probe(NamedTuple):
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of blocks, windows, strides and compression rates in ``config``, found at key ``name``."""
+    """Yield (key, number) of blocks, windows, strides and compression rates in ``config``, the value of ``name``."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)

@@ -75,7 +75,7 @@ class Source:
 
 
 def source_of(kind: str) -> Source:
-    """Return the source that ``data.kind`` names: one of automoe's own, or a plugin's."""
+    """Return how to find and read the files of a ``data.kind``, automoe's own or a plugin's."""
     return _SOURCES[kind] if kind in _SOURCES else registered("data.kind")[kind]
 
 

@@ -214,8 +214,13 @@ class SampleRows(PackedRows):
     depends on their lengths and, among samples of equal length, on (seed, epoch).
 
     Args:
-        tokens, starts, lengths, seq_len, seed, pad_id, document_mask, trained: as for
-            ``PackedRows``; no length exceeds seq_len.
+        tokens: every token of the corpus, any integer dtype (a memory map).
+        starts, lengths: [N] index of each sample's first token in ``tokens``, and its number of
+            tokens, at most ``seq_len``.
+        seq_len, seed: row length S, and seed of the order.
+        pad_id: token of padding.
+        document_mask: False treats a row as one document; it then needs ``pack=False``.
+        trained: [sum of lengths] True for a token that a model has to generate; None: every token.
         firsts: [N] length of the first sequence of each preference pair; a pair's row holds both
             sequences, as two documents. None: a sample is one sequence.
         pack: True packs several samples into a row (``best_fit``); False gives each its own row.

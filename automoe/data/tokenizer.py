@@ -312,9 +312,13 @@ def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
 
 
 def pieces_of_new(config: Config) -> dict[int, list[int]]:
-    """Return the ids that the tokenizer of ``model.hf_path`` lacks -> its ids of their texts.
+    """Return new id -> ids into which the tokenizer of ``model.hf_path`` splits its text.
 
-    It is empty unless ``model.new_rows=pieces``. Raises ``ConfigError`` without that tokenizer.
+    An id is new if that tokenizer lacks it, or decodes it to another text. The result is {} unless
+    ``model.new_rows=pieces``.
+
+    Raises:
+        ConfigError: a tokenizer cannot be loaded.
     """
     if config.model.new_rows != "pieces":
         return {}
@@ -374,7 +378,8 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
 def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> int | None:
     """Return the id of a special token from the files of a tokenizer's directory; None if unnamed.
 
-    Files and keys are searched in the order of transformers.
+    The token's text comes from tokenizer_config.json, else from special_tokens_map.json. If neither
+    names an end of text, its id comes from generation_config.json, else from config.json.
 
     Args:
         backend: the tokenizer, which maps the token's text to an id.
@@ -399,7 +404,7 @@ def _by_transformers(folder: Path, tokenizer: str, rule: str, remedy: str) -> An
     """Load a tokenizer from a folder by ``transformers``, without the Hub.
 
     Args:
-        tokenizer: the setting that names the folder.
+        tokenizer: value of ``data.tokenizer``, for the error.
         rule, remedy: texts of the error: what must hold, and what to do.
 
     Raises:

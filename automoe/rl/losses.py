@@ -177,13 +177,13 @@ def finish(
     """Apply the options that all losses share to per-token losses; return this rank's share of the loss.
 
     Args:
+        loss_BS, nll_BS: loss of each token, multiplied here by the samples' ``weights`` if given; and -log pi.
         mean: ``tokens``: over trained tokens of the global batch; ``samples``: over the tokens of a sample, then
             over samples; ``length``: the sum divided by samples * ``length``; ``sum``: no division.
         correction: importance weight for the mismatch of trainer and inference engine.
         max_drift: drop answers with advantage < 0 whose mean of log mu - log pi exceeds it; mu is the engine's
-            probability, or if missing that by the weights before the update (DeepSeek-V3.2, arXiv 2512.02556, eq.
-            9).
-        kl_coef: weight of the KL divergence ``kl`` to the reference model (``ref_log_probs``).
+            probability, or if missing that by the weights before the update (arXiv 2512.02556, eq. 9).
+        kl_coef, kl_kind: weight and estimator of the divergence ``kl`` to the reference model (``ref_log_probs``).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
     """
     if correction is not None:

@@ -123,6 +123,9 @@ class Rollouts:
             name: first part of the file's name, such as ``answers``.
             make: function that computes the value; every rank calls it, and rank 0's result is
                 used.
+
+        Raises:
+            DataError: the stored file is damaged.
         """
         file = self._folder / f"{name}-{rollout + 1:08d}.json"
         facts = f"{self._drawn_by} {self._history.get(str(rollout), '')}"

@@ -72,6 +72,7 @@ class ServedEngine(ABC):
         Raises:
             BackendError: the server cannot be reached, refuses the request, or its reply is
                 incomplete.
+            DataError: the expert ids in its reply are invalid.
         """
         try:
             answers = self.answers(prompt, how)

@@ -95,8 +95,7 @@ class Outcome:
         loss: the loss over the whole batch.
         metrics: name -> metric that the loss reports; also balance losses if they are on.
         counts: the divisors of the loss.
-        log_probs: for each sample [n] log-probabilities of its tokens before the update, 0 for tokens that are not
-            trained.
+        log_probs: for each sample [n] log-probabilities of its tokens before the update, 0 for untrained tokens.
         stats: statistics of the forward and backward pass, for the step's record in a run's log.
     """
 
@@ -112,7 +111,8 @@ class _Recorded:
     """Wrapper of ``loss``, called with ``options``, that also stores log-probability and entropy of trained tokens.
 
     ``log_probs`` and ``entropies`` have an entry for each token of the whole batch, at the index in
-    ``LossInputs.given["places"]``. With ``loss`` None, a call returns the sum of ``nll_BS``.
+    ``LossInputs.given["places"]``. With ``loss`` None, a call returns the sum of ``nll_BS``. ``uses_entropy`` requests
+    entropies in ``LossInputs.entropy``; ``metrics`` names the metrics that the loss reports.
     """
 
     loss: Callable[..., torch.Tensor] | None
@@ -340,8 +340,8 @@ class Session:
     def weights(self, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, full tensor) of the current weights, in the same order on all ranks. Collective.
 
-        A tensor is valid until the next one is requested. ``options`` are those of ``WeightStream``, such as
-        ``dtype``.
+        A tensor is valid until the next one is requested. ``options`` are keyword arguments of ``WeightStream``:
+        ``dtype``, ``encoding``, ``layout`` and ``bucket_bytes``.
         """
         for bucket in WeightStream(self.state.model_parts, **options):
             yield from bucket.items()
@@ -425,7 +425,7 @@ class Session:
     def _inputs(
         self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
     ) -> tuple[Packed, MicroBatch, Counts]:
-        """Check and pack a batch; return packed rows, inputs of the step, and divisors of the loss. Collective."""
+        """Check and pack samples that need values ``reads``; return rows, step inputs and loss divisors. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
         temperature = at_least(1e-6, "temperature", temperature)
@@ -461,7 +461,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum ``numbers``, one per token of the batch, over ranks; return them split by sample. Collective."""
+        """Sum ``numbers`` [tokens of the batch] over ranks, in place; return a CPU tensor per sample. Collective."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:

@@ -85,7 +85,11 @@ class LocalVLLM:
         self._reply()
 
     def _asked(self, **content: Any) -> Any:
-        """Send one JSON request to the child process and return its JSON reply."""
+        """Send one JSON request to the child process and return its JSON reply.
+
+        Raises:
+            BackendError: the child process has ended.
+        """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the reply is then its last words
             self._process.stdin.write(json.dumps(content) + "\n")

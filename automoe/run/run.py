@@ -155,7 +155,8 @@ class Run:
 
         Args:
             stats: loss, routing statistics and other sums of the step.
-            update: result of ``optimizer_step``, called with ``report``.
+            update: result of ``optimizer_step``; ``update.over_ranks`` holds the maximum over ranks
+                of each number in ``report``.
         """
         config = self.config
         train = self.config.train
@@ -361,7 +362,7 @@ class Run:
             )
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:
-        """Close the record and print the run's summary.
+        """Call the plugin functions of ``run.finish``, close the record and print the run's summary.
 
         Args:
             paths: name -> path of each result, to print in the summary.

@@ -28,7 +28,8 @@ IN_A_ROW = 3  # slow timings in a row after which a rank is named
 class SlowRanks:
     """Detector of slow ranks: all ranks time the same matrix product every ``every`` steps.
 
-    The maximum over ranks that each step computes gives every rank all times.
+    No collective is added: a rank learns the times of all others from the maximum over ranks of
+    ``report``, which the caller computes with other numbers of the step.
 
     Args:
         every: steps between timings; 0 disables them, as does a run of one rank.
@@ -69,10 +70,11 @@ class SlowRanks:
         self._marks.append(self._now())
 
     def report(self) -> dict[str, float]:
-        """Return each rank's key -> seconds of its matrix product; 0 for ranks but this one.
+        """Return ``probe_seconds.RANK`` -> seconds, for every rank of the run; 0 for all but this one.
 
-        A maximum over ranks then gives all times. The result is empty in a step without a timing.
-        Call this method after the host has waited for the device since ``begin_step``.
+        The seconds are those of one matrix product. A maximum over ranks gives all times. The
+        result is empty in a step without a timing. Call this method after the host has waited for
+        the device since ``begin_step``.
         """
         if not self._marks:
             return {}
@@ -84,7 +86,9 @@ class SlowRanks:
         return seconds
 
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
-        """Return timing statistics for the step's record; print a line if a rank stays slow.
+        """Return the least, median and greatest time, and the slowest rank and its host, by metric name.
+
+        If a rank is the slowest, by a margin, several times in a row, print a line that names it.
 
         Args:
             over_ranks: maximum over all ranks of each value that ``report`` returned; other keys

@@ -27,7 +27,10 @@ from automoe.parallel.parallelize import allocate, materialize
 def load_or_initialize(
     model_parts: dict[int, CausalLM], config: Config, device: torch.device
 ) -> Loaded | None:
-    """Give the stages of ``build_parts`` memory on ``device`` and their first weights. Collective.
+    """Allocate a model on ``device``; read its weights or draw them at random. Collective.
+
+    Args:
+        model_parts: this rank's pipeline stages by number, on the meta device; filled in place.
 
     Returns:
         The report of reading ``model.hf_path``; None if no path is set and the weights are random.
@@ -57,7 +60,14 @@ def load_or_initialize(
 
 @torch.no_grad()
 def fill_new_rows(parts: dict[int, CausalLM], config: Config) -> list[str]:
-    """Fill rows of the vocabulary as ``model.new_rows`` says. Collective. Return lines for the user."""
+    """Fill the rows of new tokens in embedding and output head under ``model.new_rows=pieces``. Collective.
+
+    A token is new if the tokenizer of ``model.hf_path`` lacks it. Its row becomes the mean of the
+    rows of the tokens into which that tokenizer splits its text.
+
+    Returns:
+        Lines to print for the user; [] if there are no new tokens, or under other settings.
+    """
     pieces = pieces_of_new(config)
     for part in parts.values():
         for name, parameter in part.named_parameters():
