@@ -183,10 +183,16 @@ def stretch(
 ) -> float:
     """Return a pipeline step's time relative to the work of its busiest rank; 1: no rank waits.
 
-    With many micro-batches, only the first rounds of the schedule are simulated, and the time of
-    the others is extrapolated, unless the order does not repeat. Stage times are rounded to
-    1/``GRAIN`` of the largest, so that similar stages share a cached simulation. The arguments are
-    those of ``simulate``.
+    With many micro-batches, only the first ones are simulated, and the time of the others is
+    extrapolated, unless the order of passes does not repeat. Stage times are rounded to 1/``GRAIN``
+    of the largest, so that similar stages share a cached simulation.
+
+    Args:
+        schedule: name of the schedule, such as ``1F1B``.
+        stages: times of all stages, in the order of the model.
+        pp: number of pipeline ranks.
+        border: seconds to send one hidden state or its gradient between two ranks.
+        overlap: paired actions hide their all-to-alls behind each other.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(
