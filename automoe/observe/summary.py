@@ -337,7 +337,8 @@ def print_sweep(jobs: Records) -> None:
     """Print a sweep as a table with one line per job, and why jobs were skipped or failed.
 
     Args:
-        jobs: one record per job, as ``automoe.launch.sweep`` writes them.
+        jobs: one record per job, with ``label``, ``state`` and, where known, ``objective``,
+            ``tokens_per_second``, ``seconds``, ``reason``, and the meshes ``default`` and ``moe``.
     """
     from rich.console import Console
 
