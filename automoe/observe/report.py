@@ -38,7 +38,7 @@ WIDE = ("loss", "expert_load", "expert_balance")  # plots that take the whole wi
 
 
 def write_report(run_dir: StrPath) -> Path | None:
-    """Write the report of ``run_dir`` and return its path; on any error print it and return None.
+    """Write the report of ``run_dir`` and return its path; on an error print that and return None.
 
     So a report that fails after training does not hide the run's own error or exit status.
     ``build_report`` raises its errors instead.

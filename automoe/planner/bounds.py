@@ -81,7 +81,7 @@ class Family(NamedTuple):
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings, on its own mesh.
+        """Return ``config`` with this family's settings; the mesh of ``config`` stays.
 
         Args:
             parallel: values of other keys of ``parallel``.

@@ -128,9 +128,10 @@ def _steps(
 
     Returns:
         For each entry (rank, entry of one or two actions, input of its first action, input of its
-        second one or None). An input is a tuple: the position in this list, from 1, of the entry
-        that computes it, 0 if there is none; the later of the two stages between which it is sent;
-        the index of the consuming action in a list of seconds by kind (``KINDS``) and stage.
+        second one or None). An input is a tuple: the number, from 1 in the order of this list, of
+        the action that computes it, 0 if there is none; the later of the two stages between which
+        it is sent; the index of the consuming action in a list of seconds by kind (``KINDS``) and
+        stage.
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank

@@ -354,8 +354,8 @@ def _on(config: Config, shape: MeshShape) -> Config:
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     """Return the values of ``key`` to try in a search: the configured one, then ``LEVERS[key]``.
 
-    Only the configured one is tried if the user chose it. In models without routed experts, and in
-    those that transformers computes, this holds for every key but ``parallel.context``.
+    Only the configured one is returned if the user chose the key, and, except for
+    ``parallel.context``, in models without routed experts or computed by transformers.
 
     Args:
         fixed: keys that the user chose.

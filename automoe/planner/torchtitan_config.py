@@ -244,7 +244,7 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _stages(config: Config, mesh: MeshShape) -> str:
-    """Return the module names of every pipeline stage as Python source, a list of lists."""
+    """Return a list of every pipeline stage's module names, as Python source; None without pp."""
     if mesh.pp == 1:
         return "None"
     held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]
