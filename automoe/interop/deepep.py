@@ -79,8 +79,9 @@ def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> Token
     Its first call allocates buffers.
 
     Args:
-        finish: function that gets a function which makes the current stream wait for an exchange,
-            and calls it when the results are needed; None: every call waits.
+        finish: function that is called after each exchange was started. Its argument is a function
+            that makes the current stream wait for the exchange; it must be called before the
+            results are used. None: every exchange waits at once.
 
     Raises:
         BackendError: DeepEP is not installed, or does not support this group; the message names
@@ -142,7 +143,11 @@ class TokenExchange:
         return self._buffer
 
     def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Call a ``function`` of DeepEP, wait for its event and return its other results."""
+        """Call ``function`` of DeepEP, and return its results without the last one, an event.
+
+        With a ``finish`` function the call is asynchronous, and ``finish`` decides when the current
+        stream waits for the event. Without one the call itself waits.
+        """
         if self._finish is None:
             return function(*args, **named)[:-1]
         *results, event = function(*args, **named, **{self._later: True})
@@ -326,7 +331,9 @@ class DeepEPDispatcher:
         """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
         Args:
-            experts: function that runs this rank's experts.
+            topk_ids_TK: chosen experts; an id of ``num_experts`` or more is a dropped choice.
+            probs_TK: routing weights.
+            experts: function that runs this rank's experts on rows sorted by expert.
             rows_per_expert: unused; DeepEP exchanges sizes itself.
 
         Raises:

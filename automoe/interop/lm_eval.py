@@ -30,6 +30,9 @@ _CODE_KEYS = {"class", "hf_evaluate", "custom_generate", "unsafe_code", "use_pro
 def guard_harness(trusted: bool) -> None:
     """Make lm-evaluation-harness check each task file before reading, and sandbox its templates.
 
+    Files within the harness itself are not checked. Unless ``trusted``, pandas refuses to read
+    pickles as well. All this lasts until the process ends.
+
     Args:
         trusted: allow task files to name code.
     """
@@ -144,10 +147,10 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
 def in_time(work_name: str, work: Callable[..., T]) -> Callable[..., T]:
     """Return ``work`` wrapped with limits of time and memory, in this process.
 
-    Only Python code is interrupted; native code runs on.
+    Beyond a limit a call raises ``DataError``. Only Python code is interrupted; native code runs on.
 
     Args:
-        work_name: what the error calls the work.
+        work_name: subject of the error's sentence "... takes more than N seconds".
     """
 
     def stop(signum: int, frame: object) -> None:

@@ -24,9 +24,14 @@ NEED_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 class AliveBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of operators' results from creation until they are freed.
 
-    Torch's own tracker counts by module. Fake tensors have no values: if code reads a number, it
-    gets 0; a condition is False; every expert gets the same number of tokens. The private parts are
-    those of torch 2.13: fake tensors, the operator that reads a number, and the key of a storage.
+    ``now`` is the current number of bytes, ``most`` its peak. Torch's own tracker counts by module.
+    Fake tensors have no values: if code reads a number, it gets 0; a condition is False; every
+    expert gets the same number of tokens. The private parts are those of torch 2.13: fake tensors,
+    the operator that reads a number, and the key of a storage.
+
+    Args:
+        num_experts: number of experts of an MoE layer.
+        before: tensors that are not counted.
     """
 
     def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:

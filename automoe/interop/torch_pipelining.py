@@ -76,10 +76,10 @@ def starts_sends_one_by_one(schedule: Any) -> bool:
 
 
 def wait_as_schedules_do(works: Works) -> None:
-    """Wait for sends or receives as torch's schedules do, or as ``replaced_waits`` makes them.
+    """Wait for sends or receives by the function that torch's schedules call.
 
-    Torch 2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. The function is looked up at every
-    call, since ``replaced_waits`` replaces it.
+    Torch 2.11 to 2.15: ``schedules._wait_batch_p2p(works)``, which waits for each of ``works``. It
+    is looked up at every call, since ``replaced_waits`` replaces it.
     """
     schedules._wait_batch_p2p(works)
 
@@ -123,9 +123,12 @@ def ordered_schedule(
     the function for ``OVERLAP_F_B``, an action that merges two others.
 
     Args:
-        order: for each rank its actions (forward or backward of a micro-batch) in order; an entry
-            may merge a forward and a backward.
+        stages: stages of this rank.
+        order: for each rank its entries in order. An entry has one action, or a forward and a
+            backward that are merged; an action is (kind, stage, micro-batch), with torch's kinds F,
+            B (backward), I and W (backward for inputs, for weights).
         run_both: function of a backward and a forward pass that runs both.
+        options: further arguments of torch's schedule, such as ``n_microbatches``.
     """
     kinds = schedules._ComputationType
     schedule = schedules._PipelineScheduleRuntime(stages, **options)

@@ -35,9 +35,10 @@ from automoe.moe.grouped_mm import grouped_mm_experts
 
 
 def attention() -> AttentionFn:
-    """Return causal attention by transformer-engine, as a function of q, k and v.
+    """Return a function (q, k, v, mask, scale, sinks=None): causal attention by transformer-engine.
 
-    The returned function raises ``BackendError`` for a mask or sinks.
+    The function raises ``BackendError`` for a mask or sinks. For this process, transformer-engine's
+    unfused attention is switched off by ``NVTE_UNFUSED_ATTN=0``.
     """
     te = _load("kernels.attention=te", "kernels.attention=sdpa")
     # Without this, its unfused attention, which keeps every score, would replace a missing kernel.
@@ -132,7 +133,7 @@ def experts() -> ExpertBackend:
 
 
 def norm() -> Callable[..., RMSNorm]:
-    """Return a constructor of norms by transformer-engine, with the arguments of ``RMSNorm``."""
+    """Return a constructor (dim, eps, zero_centered=False) of RMS norms by transformer-engine."""
     return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"))
 
 
@@ -145,7 +146,7 @@ def _load(choice: str, instead: str) -> Any:
 
 
 class _Norm(RMSNorm):
-    """Norm of x [..., D] by transformer-engine; the result has the shape and dtype of x."""
+    """RMS norm over the last dim of x by transformer-engine; the result has x's shape and dtype."""
 
     def __init__(self, te: Any, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__(dim, eps, zero_centered)

@@ -281,7 +281,8 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
 
     Args:
         directory: the sweep's directory; each job has a folder in it, called by its ``name``.
-        jobs: one record per job, as ``automoe.launch.sweep`` writes them.
+        jobs: one record per job, with its ``name``, its ``label`` in the plot, and results by name
+            in ``measured`` and ``predicted``.
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
     measured = [

@@ -38,10 +38,10 @@ WIDE = ("loss", "expert_load", "expert_balance")  # plots that take the whole wi
 
 
 def write_report(run_dir: StrPath) -> Path | None:
-    """Write the report of ``run_dir``; return its path, or on any error print a line, return None.
+    """Write the report of ``run_dir`` and return its path; on an error print that and return None.
 
-    It is called when training has ended; an error here must not hide the run's own error or exit
-    status. ``build_report`` raises its errors instead.
+    So a report that fails after training does not hide the run's own error or exit status.
+    ``build_report`` raises its errors instead.
     """
     try:
         return build_report(run_dir)

@@ -28,7 +28,9 @@ def describe_row(
     A line is either all trained or all untrained. Line ends in the text are shown as ``⏎``.
 
     Args:
-        tokens, labels, doc_ids: [S] of the row, as in ``StepBatch``.
+        tokens: [S] token ids of the row.
+        labels: [S] next token of each position, or ``IGNORE`` where none is trained.
+        doc_ids: [S] number of each token's document within the row; -1: padding.
         width: largest number of columns of a line.
     """
     trained = np.zeros(len(tokens), dtype=bool)

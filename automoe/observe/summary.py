@@ -245,7 +245,7 @@ def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True)
 
     The grid has a column of ranks for each position on the inner axes, which is written above it,
     and a row for each position on the outer axes, which is written at its left. Meshes of more than
-    64 ranks get only the table.
+    64 ranks, or with too many columns for a terminal, get only the table.
 
     Args:
         grid: False omits the grid.
@@ -337,7 +337,8 @@ def print_sweep(jobs: Records) -> None:
     """Print a sweep as a table with one line per job, and why jobs were skipped or failed.
 
     Args:
-        jobs: one record per job, as ``automoe.launch.sweep`` writes them.
+        jobs: one record per job, with ``label``, ``state`` and, where known, ``objective``,
+            ``tokens_per_second``, ``seconds``, ``reason``, and the meshes ``default`` and ``moe``.
     """
     from rich.console import Console
 

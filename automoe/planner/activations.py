@@ -99,13 +99,14 @@ class TokenLoad:
             tensor) and for sliding windows.
         number_bytes: bytes of an activation element.
         dispatched: experts read a buffer of received rows, not local tokens.
-        on_cpu, copies_groups: attention keeps padded values, or keys and values copied to all
+        on_cpu: attention keeps values and outputs padded to the width of keys.
+        copies_groups: attention with a mask, or in float32, keeps keys and values copied to all
             heads.
         tp, etp: ranks of these mesh axes; ``head_ranks``: ranks that share the heads of the same
             tokens.
         read_rows: rows that experts read: local tokens, or received ones.
-        loop, scores, flex, wgrad: from ``moe.experts``, ``kernels.attention`` (math keeps scores,
-            or flex) and ``parallel.expert_wgrad``.
+        loop: ``moe.experts`` is loop; ``wgrad``: value of ``parallel.expert_wgrad``.
+        scores, flex: ``kernels.attention`` is math, which keeps all scores, or is flex.
         in_8_bits: experts keep the rows that they read in 8 bits.
     """
 
@@ -402,8 +403,10 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
     the output that is projected is kept in the activation dtype.
 
     Args:
+        heads: attention heads of the layer, before tp.
         qk: width of a head's queries and keys.
         value: width of a head's values.
+        sinks: attention has sinks, which add a key per row and pad widths to a multiple of 8.
     """
     tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
     scores, output = score_numbers(load, heads), heads * tokens * value

@@ -72,17 +72,20 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """The same settings with fixed values for routed experts.
+        """This family with fixed values of all settings that only routed experts depend on.
 
-        Families that differ only in routed experts share the times of the rest of a layer under
-        these.
+        Families with an equal result have equal times of a layer without its routed experts.
         """
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with these settings, and with other keys of ``parallel`` as given."""
+        """Return ``config`` with this family's settings; the mesh of ``config`` stays.
+
+        Args:
+            parallel: values of other keys of ``parallel``.
+        """
         return changed(
             config,
             moe={"dispatcher": self.dispatcher, "dispatch_dtype": self.dispatch_dtype},
@@ -132,10 +135,13 @@ class Space:
         return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
 
     def columns(self, families: Sequence[Family], timed: Array) -> Array:
-        """Return the records that ``timed`` made of ``families``, with fields for bounds added.
+        """Return the records ``timed`` with further fields, which the search fills in.
 
-        The fields (``WAITING``) are an upper bound of tokens/s, the least bytes, and the pipeline
-        layout; the search fills them in.
+        The fields (``WAITING``) are an upper bound of tokens/s, the least bytes, the number of the
+        pipeline layout, and ``item``, which is here set to the record's family.
+
+        Args:
+            families: the argument of ``Space.timed``, which returned ``timed``.
         """
         each = len(timed) // max(len(families), 1)
         fields = [field for field in timed.dtype.descr if field[0] != "rung"]
@@ -160,7 +166,11 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return ``layer``'s times and bytes, the fields ``LAYER``, per choice of recomputation.
+        """Return ``layer``'s times and bytes with each value of ``parallel.recompute``.
+
+        A result has seconds of the forward pass, of the backward pass, of all-to-alls and of the
+        output head; bytes that FSDP gathers; trained elements on a rank, and on all ranks of its
+        pipeline rank; and bytes of activations.
 
         Args:
             family: mesh axes and settings.
@@ -280,7 +290,8 @@ class Layout:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
         It is 0 if ``ranks`` (of the whole run) or the global batch is not divisible by the record's
-        mesh.
+        mesh. With ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if
+        there is no all-to-all.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
         unit = np.maximum(dp, 1) * columns["micro"]
@@ -343,11 +354,13 @@ class Layout:
     def _pipeline(self, count: int) -> tuple[Array, ...]:
         """Return what the schedule overlaps and keeps, in a step of ``count`` micro-batches.
 
+        Only the first micro-batches are looked at if the order of passes then repeats.
+
         Returns:
-            Arrays: the number of micro-batches that were looked at, since the order then repeats;
-            for each pipeline rank, the pairs of forward and backward passes that overlap; and, at
-            the moment when it holds the most activations, by kind of layer, the number of layers
-            with activations and with gradients.
+            Arrays: the number of micro-batches that were looked at; [pp, 1] pairs of forward and
+            backward passes that overlap, per stage of each pipeline rank; and, at the moment when
+            a rank holds the most activations, [pp, kinds of layers] layers that hold activations,
+            once for each micro-batch, and layers that hold gradients.
         """
         schedule = self.parallel.schedule
         if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:

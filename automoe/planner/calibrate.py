@@ -476,7 +476,10 @@ def _rounded(value: float, digits: int = 3) -> float:
 
 
 def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
-    """Return the text of the cluster file: a comment on hardware and versions, then ``values``."""
+    """Return a cluster file: a comment on hardware and versions, then ``values`` as YAML.
+
+    ``gpu`` is the GPU's name, or cpu.
+    """
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
     if gpu == "cpu":

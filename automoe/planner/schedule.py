@@ -128,9 +128,10 @@ def _steps(
 
     Returns:
         For each entry (rank, entry of one or two actions, input of its first action, input of its
-        second one or None). An input is a tuple: the position in this list, from 1, of the entry
-        that computes it, 0 if there is none; the later of the two stages between which it is sent;
-        the index of the consuming action in a list of seconds by kind (``KINDS``) and stage.
+        second one or None). An input is a tuple: the number, from 1 in the order of this list, of
+        the action that computes it, 0 if there is none; the later of the two stages between which
+        it is sent; the index of the consuming action in a list of seconds by kind (``KINDS``) and
+        stage.
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank
@@ -183,10 +184,16 @@ def stretch(
 ) -> float:
     """Return a pipeline step's time relative to the work of its busiest rank; 1: no rank waits.
 
-    With many micro-batches, only the first rounds of the schedule are simulated, and the time of
-    the others is extrapolated, unless the order does not repeat. Stage times are rounded to
-    1/``GRAIN`` of the largest, so that similar stages share a cached simulation. The arguments are
-    those of ``simulate``.
+    With many micro-batches, only the first ones are simulated, and the time of the others is
+    extrapolated, unless the order of passes does not repeat. Stage times are rounded to 1/``GRAIN``
+    of the largest, so that similar stages share a cached simulation.
+
+    Args:
+        schedule: name of the schedule, such as ``1F1B``.
+        stages: times of all stages, in the order of the model.
+        pp: number of pipeline ranks.
+        border: seconds to send one hidden state or its gradient between two ranks.
+        overlap: paired actions hide their all-to-alls behind each other.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(

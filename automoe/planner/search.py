@@ -99,6 +99,7 @@ def search(
 
     Args:
         config: valid except for its mesh; cluster and batch size are taken from it.
+        device: cpu or cuda; what is valid depends on it.
         fixed: keys that keep the value of ``config``, such as ``mesh.tp`` or
             ``parallel.recompute``.
         tell: progress callback with the phase's name, the number of items done, and the total.
@@ -132,7 +133,7 @@ class Queue:
     Args:
         config: configuration that the search varies.
         world_size: number of ranks.
-        device: cpu or cuda, for the rules.
+        device: cpu or cuda; what is valid depends on it.
         fixed: keys that keep the value of ``config``.
         result: receives the best candidates and the counts.
     """
@@ -205,8 +206,9 @@ class Queue:
     def look(self) -> bool:
         """Take a step of the best-first search; return False if nothing is left.
 
-        The entries with the highest bounds are replaced by the next kind: meshes by columns, those
-        by candidates, those by timed candidates, and these become results.
+        The entries with the highest bounds are replaced by more detailed ones: meshes by meshes
+        with settings of experts and recomputation, those by candidates with a pipeline schedule
+        too, those by timed candidates, and these become results.
         """
         highest = self.highest()
         # Of equal bounds the last kind comes first: it is closest to a result.
@@ -260,7 +262,11 @@ class Queue:
         return [self._spread(families, None, HIDDEN)]
 
     def _candidates(self, columns: Array) -> Iterator[Array]:
-        """Yield records for ``columns`` with every pipeline that may fit in memory, and bounds."""
+        """Yield records of candidates with bounds, for every pipeline that may fit in memory.
+
+        Args:
+            columns: records of a mesh with settings of experts and recomputation.
+        """
         config = self.config
         limit = config.cluster.memory_bytes or np.inf
         tokens = config.train.global_batch_size * config.train.seq_len
@@ -348,8 +354,11 @@ def _on(config: Config, shape: MeshShape) -> Config:
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     """Return the values of ``key`` to try in a search: the configured one, then ``LEVERS[key]``.
 
+    Only the configured one is returned if the user chose the key, and, except for
+    ``parallel.context``, in models without routed experts or computed by transformers.
+
     Args:
-        fixed: keys that the user chose: they keep the configured value.
+        fixed: keys that the user chose.
     """
     setting = attrgetter(key)(config)
     routed = config.model.num_moe_layers and tier_of(config.model).resizable
@@ -360,7 +369,11 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the settings of ``parallel`` to try on ``pp`` pipeline ranks.
 
-    They are the schedule, its stages, FSDP's policies, and overlapped all-to-alls.
+    They are the schedule, its stages per rank, when FSDP reshards and reduces, and whether
+    all-to-alls overlap.
+
+    Args:
+        fixed: keys that the user chose, such as ``parallel.schedule``: they keep their value.
     """
     names = [("1F1B", 1)]
     if pp > 1:
@@ -392,8 +405,8 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
     A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
 
     Args:
-        device: cpu or cuda, for the rules.
-        fixed: keys that the user chose; nothing moves if the pipeline's are among them.
+        device: cpu or cuda; what is valid depends on it.
+        fixed: keys that the user chose; no layer moves if a key of the pipeline is among them.
     """
     shape = candidate.mesh
     if shape.pp == 1 or PIPELINE_KEYS & set(fixed):

@@ -58,13 +58,19 @@ class Question:
 
 
 def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split words of ``automoe plan`` into the planner's own ``key=value`` and all others."""
+    """Split a command line into keys of the planner itself, with their values, and other words.
+
+    The keys are ``search``, ``world``, ``out``, ``export``, ``html`` and ``calibrate``.
+    """
     typed = [word for word in argv if "=" in word and word.partition("=")[0] in OWN]
     return dict(word.split("=", 1) for word in typed), [word for word in argv if word not in typed]
 
 
 def question_of(words: dict[str, str]) -> Question | None:
-    """Check the planner's own keys; return the search or calibration that they request, if any.
+    """Return the search or calibration that a command line requests; None if it requests none.
+
+    Args:
+        words: value of each key of the planner itself, such as ``search`` or ``calibrate``.
 
     Raises:
         ConfigError: a value is invalid, or two keys exclude each other.
@@ -100,8 +106,12 @@ def question_of(words: dict[str, str]) -> Question | None:
 def answer(question: Question, args: Arguments, as_json: bool) -> int:
     """Search or calibrate, print the result and write the best preset.
 
+    Args:
+        args: command line, with the configuration's name and overrides.
+        as_json: print the best candidates as JSON.
+
     Returns:
-        The exit status: 1 if nothing fits.
+        The exit status: 1 if no mesh fits, else 0.
     """
     check_writable(str(question.folder), "out")
     if question.kind == CALIBRATE:
@@ -164,7 +174,8 @@ def _find(
         look: function of a configuration and a number of ranks, which searches for meshes.
 
     Returns:
-        The last configuration for which a mesh was found, and the result of its search.
+        The last configuration for which a mesh was found, or ``config`` if none was, and the
+        result of its search.
     """
     if question.kind == "fewest_gpus":
         least = min(least_ranks(config), MAX_GPUS)

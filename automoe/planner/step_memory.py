@@ -46,13 +46,14 @@ class RankMemory:
 
     Attributes:
         moment: a backward pass, a loss, a reduction or the optimizer's update.
-        pp_rank, layers, params: the rank, its layers, and its parameters before sharding.
+        pp_rank, layers, params: the rank, its layers' numbers, its parameters before sharding.
         weights, moments, averages, gradients: sharded weights, optimizer moments, weight averages
             (``optim.ema_decay``) and reduced gradients.
-        gathered_weights, unsharded_gradients: what FSDP has gathered, or not yet reduced.
+        gathered_weights: weights gathered by FSDP; ``unsharded_gradients``: not yet reduced.
         inputs: token ids, labels and positions of the step.
-        receive_buffers: buffers of the pipeline.
-        activations: of all ``micro_batches_in_flight``, counted for each stage of the rank.
+        receive_buffers: buffers into which pipeline stages receive.
+        activations: those of all micro-batches between forward and backward pass;
+            ``micro_batches_in_flight`` has their number for each stage of the rank.
         head: workspace of the cross-entropy.
         recompute: activations of the module that is being recomputed.
         widened: the largest matrix of ``lora.base``, unpacked.

@@ -378,7 +378,12 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
 
 
 def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool) -> None:
-    """Add the embedding to ``stage`` if it ``embeds``, and head and loss if it is the ``last``."""
+    """Add bytes, elements and times of the embedding and the output head to a stage that has them.
+
+    Args:
+        first, last: ``stage`` is the first or the last one; the last has the head and the loss.
+        embeds: ``stage`` stores the embedding.
+    """
     model = place.config.model
     numel = model.vocab_size * model.hidden_size // place.mesh.tp
     trained = place.config.lora.rank == 0

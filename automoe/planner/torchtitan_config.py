@@ -80,9 +80,9 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 
 # fmt: off
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
-    """Yield (key, whether broken, rule, remedy) of the rules of an export.
+    """Yield (key, whether broken, rule, remedy) for each rule of an export to torchtitan.
 
-    They refuse what torchtitan cannot train as this configuration says.
+    A rule is broken if torchtitan cannot train with this value of the key.
     """
     model = config.model
     train = config.train
@@ -244,7 +244,7 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _stages(config: Config, mesh: MeshShape) -> str:
-    """Return the module names of every pipeline stage as Python source, a list of lists."""
+    """Return a list of every pipeline stage's module names, as Python source; None without pp."""
     if mesh.pp == 1:
         return "None"
     held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]
@@ -257,6 +257,7 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
     """Write the torchtitan module; return its path and the command that trains with it.
 
     Args:
+        config_name: name for the module's function, and for its file unless ``out`` names one.
         out: path of a file that ends in .py, or of a folder; empty: the folder ``plans``.
 
     Raises:

@@ -107,7 +107,7 @@ def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file as UTF-8. An ``OSError`` names the file (``named``)."""
+    """Write a file as UTF-8; an ``OSError`` names it, and on a full disk the bytes needed and free."""
     with named(path, len(text)):
         path.write_text(text, encoding="utf-8")
 

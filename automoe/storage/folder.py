@@ -21,7 +21,8 @@ def flush_folder(folder: Path) -> None:
 def name_folder(working: Path, path: Path) -> None:
     """Rename a flushed folder to ``path`` atomically, and flush the new name to the disk.
 
-    An older folder of this name is replaced, and deleted last.
+    An older folder of this name exchanges names with the new one, so that the caller can delete it
+    as ``working``. Where the system cannot exchange names, it is renamed first and deleted last.
     """
     old = _old(path)
     if not path.exists():
@@ -65,7 +66,10 @@ def exchange(first: Path, other: Path) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder with its content, or a link to a folder, if it exists."""
+    """Delete a folder with its content, or a link to a folder, if it exists.
+
+    Files that cannot be deleted are left without an error.
+    """
     if path.is_symlink():
         path.unlink()
     elif path.exists():

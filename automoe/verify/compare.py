@@ -43,8 +43,8 @@ def run_reference(
 
     Args:
         config, shape: configuration of the one rank, and its mesh.
-        dp: data-parallel ranks of the compared mesh. The rows are ordered so that a micro-batch of
-            the reference has those that all ranks of the mesh have in one.
+        dp: data-parallel ranks of the compared mesh. Rows are reordered, so that the first
+            micro-batch here has the rows of these ranks' first micro-batches, and so on.
         record: True to return the routing of the step, pickled; else None is returned.
         device: cpu or cuda.
     """

@@ -244,6 +244,8 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
 def leave_world(imported_caches: list[Any]) -> None:
     """Destroy every process group of this process, and clear the caches that hold a mesh.
 
+    On a GPU, cached memory is freed too.
+
     Args:
         imported_caches: result of ``torch_private.cached_functions()`` before a ``gc.freeze()``,
             which hides these caches from a later search.

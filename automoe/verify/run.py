@@ -272,9 +272,10 @@ def make_runnable(
 
 
 def _without_checkpoint(config: Config, device: Device) -> Config:
-    """Return ``config`` on ``device`` with random weights, and without stored or repeated routing.
+    """Return ``config`` on ``device`` with random weights, so that a run needs no checkpoint.
 
-    Preference pairs become plain conversations, whose cross-entropy can be compared.
+    The run exports none, and neither records nor replays routing. Preference pairs become plain
+    conversations, whose cross-entropy can be compared.
     """
     # Verification compares the cross-entropy of rows, so conversations stand for preference pairs.
     if config.data.is_preference:

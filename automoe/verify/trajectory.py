@@ -51,9 +51,10 @@ class Trajectory:
         dropped_share: share of dropped (token, expert) pairs in each MoE layer.
         metrics: further values that losses report.
         grad_norms, gradients: gradient norm of a step, and gradients by parameter.
-        expert_counts: tokens per expert.
+        expert_counts: [L, E] tokens per expert of each MoE layer.
         parameters, biases: by name, parameters and routers' expert biases after the last step.
-        choices: experts chosen for each token, if they are recorded.
+        choices: [rows, tokens, L, 2, K] ids of the experts chosen for each token, and of the K with
+            the highest scores (without bias and groups), if routing is recorded.
     """
 
     losses: list[float] = _steps()
@@ -103,19 +104,19 @@ def run_trajectory(
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
 
-    The process group must be initialised.
+    The process group must be initialised. The learning rate is constant.
 
     Args:
         batches: function of (config, step, data-parallel rank, number of such ranks) that returns
             the rank's rows of a step.
         record: keep every step's routing (one rank and one stage only).
-        forced: routing to repeat, as ``record`` keeps it: expert ids of a step, [global rows,
-            tokens, MoE layers, 1 or 2, K]; None: the model's own.
+        forced: ``Trajectory.choices`` of a run with ``record``, whose routing is repeated; None:
+            routers choose, or repeat ``moe.replay_routing``.
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function that is called after every step, such as a validation.
-        options: of every ``optimizer_step``.
+        options: what differs from a pretraining step, in every step; None: nothing.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)

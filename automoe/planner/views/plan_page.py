@@ -35,7 +35,10 @@ def check_page(path: Path) -> None:
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
-    """Write a plan's HTML page to ``path``, which ``check_page`` has checked.
+    """Write a plan's HTML page to ``path``, and replace any file there.
+
+    Args:
+        args: command line of the plan, which the page shows.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -180,10 +180,15 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 
 
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
-    """Return the seconds between which a long step's plot is cut: (end of start, start of end).
+    """Return the seconds between which the plot of a long step has a gap: (start, end of the gap).
 
-    The first part ends once every rank has run a backward pass; the last part starts once a rank
-    has run its last forward pass. Returns (``end``, 0) if the whole step is drawn.
+    The gap starts after every rank's first backward pass and ends before any rank's last forward
+    pass, but both drawn parts have a largest length. (``end``, 0) if the whole step is drawn.
+
+    Args:
+        spans: actions of all pipeline ranks.
+        pp: number of pipeline ranks.
+        end: seconds of the step.
     """
     if len(spans) <= WHOLE * pp:
         return end, 0.0
