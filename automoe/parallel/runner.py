@@ -135,11 +135,12 @@ class StepRunner(ABC):
         """
         for part in self.model_parts.values():
             part.eval().reported.clear()
-        outputs = self._outputs(inputs)
-        for part in self.model_parts.values():
-            part.train()
-        reshard(self.model_parts.values())
-        return outputs
+        try:
+            return self._outputs(inputs)
+        finally:  # whoever catches an error goes on with a model that trains
+            for part in self.model_parts.values():
+                part.train()
+            reshard(self.model_parts.values())
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:

@@ -268,7 +268,9 @@ class Run:
         checkpoint = self.config.checkpoint
         if not checkpoint.saves:
             return False
-        self._save_is_due |= checkpoint.every > 0 and state.step % checkpoint.every == 0
+        # a step that a fall-back returned to was saved before
+        if checkpoint.every > 0 and state.step > self._first_step:
+            self._save_is_due |= state.step % checkpoint.every == 0
         if not self._took_a_step():
             return False
         last = state.step >= self.config.train.steps or self.stopping

@@ -108,8 +108,9 @@ def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file as UTF-8; an ``OSError`` names it, and on a full disk the bytes needed and free."""
-    with named(path, len(text)):
-        path.write_text(text, encoding="utf-8")
+    data = text.encode()
+    with named(path, len(data)):
+        path.write_bytes(data)
 
 
 def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
