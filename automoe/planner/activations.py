@@ -265,7 +265,7 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
 
 
 def _norm_input(width: int, size: int) -> int:
-    """Return the bytes per token that a norm over ``width`` elements keeps for its input.
+    """Return the bytes that a norm over ``width`` elements keeps per token: input and float32 scale.
 
     The norm's output is excluded: the next matmul keeps and counts it.
 
@@ -392,7 +392,11 @@ def _latent_bytes(
 
 
 def score_numbers(load: TokenLoad, heads: int) -> float:
-    """Return the number of attention scores of ``heads`` heads: queries of a rank times their keys."""
+    """Return the number of attention scores of one layer and micro-batch on a rank.
+
+    Args:
+        heads: attention heads of the layer, before tp.
+    """
     return heads * load.window_numbers / load.head_ranks
 
 

@@ -127,8 +127,8 @@ class Space:
 
         Returns:
             Array with one record per family and choice, family by family: index of the choice
-            (``rung``), sizes (named in ``COLUMN``), and times and bytes of each kind of layer
-            (``LAYER``).
+            (``rung``); rows of a micro-batch, cp * tp and ep * etp (``COLUMN``); and, for each kind
+            of layer, its times and bytes (``LAYER``).
         """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]

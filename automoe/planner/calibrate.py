@@ -114,10 +114,7 @@ class Bench:
         return median(self.once(work, number) for _ in range(rounds)) / number
 
     def once(self, work: Callable[[], object], number: int = 1) -> float:
-        """Return the seconds of ``number`` calls of ``work``.
-
-        Seconds are CUDA event time, or CPU time per thread.
-        """
+        """Return the seconds of ``number`` calls of ``work``: CUDA event time, or CPU time per thread."""
         import torch
 
         if self.device == "cuda":
@@ -168,12 +165,17 @@ def calibrate(folder: Path, args: Arguments) -> int:
 
 
 def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
-    """Return the speeds, in FLOP/s, bytes/s and seconds, that a single rank reaches, by name.
+    """Measure what a single rank reaches, and return it by name.
 
     Args:
         model: model whose layer kinds are timed, at small sizes.
-        peak: FLOP/s of the device if the configuration has them. With 0 the peak is looked up by
-            the GPU's name; else it is the speed of the fastest measured matmul.
+        peak: FLOP/s of the device; 0: looked up by the GPU's name, else those of the fastest matmul.
+
+    Returns:
+        ``gpu`` (a name, or cpu); ``memory_bytes`` (0 for a CPU); ``peak`` and ``attention`` in FLOP/s;
+        ``curve``, shares of the peak that matmuls reach as their FLOPs per byte double; ``memory`` in
+        bytes/s; and seconds: ``experts`` (``_experts``), ``layer`` (both passes of an MoE layer),
+        ``host_layer`` (one pass of a tiny layer) and ``step`` (fixed part of a step).
     """
     import torch
 
@@ -259,7 +261,6 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
     Args:
         model: model whose kinds of layers and attention are used.
-        layers: number of layers.
     """
     from automoe.verify.proxy import make_proxy
 
@@ -269,7 +270,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
 
 def usual(bench: Bench, layers: int) -> Config:
-    """Return a configuration whose matmuls are as large as those that ``measure_alone`` times."""
+    """Return a configuration with 8 experts of width ``bench.expert``, and hidden size twice that."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     model = ModelConfig(
@@ -290,11 +291,11 @@ def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Time training steps of several configurations on one sequence, taking turns.
+    """Time training steps of several configurations, in turn, on one row of tokens.
 
     Returns:
         Median seconds of the forward and backward pass of each configuration, then median seconds
-        of the rest of the first configuration's step.
+        of the optimizer's update of the first one.
     """
     import torch
 
@@ -370,7 +371,10 @@ def measure_links(bench: Bench) -> Links:
 def _collectives(
     group: dist.ProcessGroup, device: torch.device, num_bytes: int
 ) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return {collective: (bytes that a rank sends, function that runs it on ``num_bytes``)}."""
+    """Return {collective: (bytes that a rank sends, function that runs it once and waits)}.
+
+    ``num_bytes`` is the size of the whole tensor, which is gathered, reduced, exchanged or sent.
+    """
     import torch
     import torch.distributed as dist
 
@@ -422,7 +426,6 @@ def cluster_values(
     Args:
         alone: result of ``measure_alone``.
         links: result of ``measure_links`` of every rank; empty for one rank.
-        name: name of the cluster.
         gpus: GPUs of this machine; 0 for a CPU.
     """
     cpu = bench.device == "cpu"
@@ -476,10 +479,7 @@ def _rounded(value: float, digits: int = 3) -> float:
 
 
 def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
-    """Return a cluster file: a comment on hardware and versions, then ``values`` as YAML.
-
-    ``gpu`` is the GPU's name, or cpu.
-    """
+    """Return a cluster file: a comment on ``gpu`` (a name, or cpu) and versions, then ``values``."""
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
     if gpu == "cpu":

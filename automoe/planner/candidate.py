@@ -96,7 +96,7 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
-    """Return the legal values of ``parallel.recompute``, in the order of the memory that they free.
+    """Return the legal values of ``parallel.recompute``, from the least memory freed to the most.
 
     Args:
         fixed: keys that the user chose. If they include ``parallel.recompute`` or

@@ -72,7 +72,9 @@ def link_name(kind: str, size: int, stride: int) -> str:
 
 
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
-    """Return a collective's cost from ``cluster.links``; None if that has no group of this shape.
+    """Return a collective's cost by the measurements in ``cluster.links``.
+
+    None if they lack a group of this size and stride, or if the group spans several nodes.
 
     Args:
         kind: name of the collective, such as ``all_gather``.
@@ -162,12 +164,15 @@ def exchange_sizes(machine: Machine, together: bool = False) -> Cost:
 
 
 def distinct(top_k: int, places: int) -> float:
-    """Return how many of ``places`` are hit, on average, by ``top_k`` uniform independent draws."""
+    """Return how many different ``places`` are hit, on average, by ``top_k`` independent draws.
+
+    Each draw is uniform over all places.
+    """
     return places * (1 - (1 - 1 / places) ** top_k)
 
 
 def send(machine: Machine, group: Group, num_bytes: float) -> Cost:
-    """Return the cost of sending ``num_bytes`` from one pipeline rank to the next."""
+    """Return the cost of sending ``num_bytes`` to the next rank of ``group``, the pipeline ranks."""
     if group.size == 1:
         return NOTHING
     if (cost := measured(machine, group, "send", num_bytes)) is not None:

@@ -240,7 +240,7 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _index(place: Place, layer: int, passes: Passes) -> None:
-    """Add the time of the sparse-attention indexer, which scores all keys and selects some.
+    """Add to ``passes`` the time of the sparse-attention indexer: it scores all keys, selects some.
 
     If the indexer is trained, its forward pass also computes its gradients, and the attention
     probabilities that it learns from, all in float32.
@@ -262,9 +262,10 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
-    """Add the two all-to-alls over cp that exchange positions for heads, the same in both passes.
+    """Add to ``passes`` the two all-to-alls over cp that exchange positions for heads, and back.
 
-    The bytes sent are copied into the order of ranks, those received into the order of positions.
+    Both passes have the same ones. The bytes sent are copied into the order of ranks, those
+    received into the order of positions.
     """
     attention = place.config.model.attention
     mesh = place.mesh
@@ -283,7 +284,7 @@ def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
-    """Add the cp collectives of keys and values, and of their gradients in the backward pass.
+    """Add to ``passes`` the cp collectives of keys and values, and those of their gradients.
 
     Args:
         attending: seconds of attention, which hide a part of the transfers of ring attention.
@@ -315,7 +316,7 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
 
 
 def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
-    """Add the tp collectives of sequence parallelism.
+    """Add to ``passes`` the tp collectives of sequence parallelism.
 
     Each sharded block needs an all-gather before it and a reduce-scatter after it, in both passes.
     """

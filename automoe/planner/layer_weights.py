@@ -37,7 +37,10 @@ T = TypeVar("T")
 
 
 def cached(key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return the result of ``make()``, called once for each ``key`` in this process."""
+    """Return the result of ``make()``, from a cache of this process if it has one for ``key``.
+
+    The cache is emptied when it holds more than 10,000 results.
+    """
     if key not in _CACHE:
         if len(_CACHE) > 10_000:
             _CACHE.clear()

@@ -244,11 +244,13 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield a rank's actions as (kind, stage, stage of a simultaneous forward pass or None).
+    """Yield each action of a rank as (kind, stage, stage of a simultaneous forward pass or None).
+
+    The kind is F (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
 
     Args:
-        order: the rank's entries of one or two actions.
-        local: the number to yield for each stage, by its number in the model.
+        order: the rank's entries of one or two actions; two run at the same time.
+        local: what to yield as stage: its index among the rank's stages, by its number in the model.
     """
     for entry in order:
         for kind, stage, _ in reversed(entry):

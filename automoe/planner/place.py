@@ -110,7 +110,7 @@ class Place:
         machine: speeds of the GPU and its links.
         batch: sizes of a step.
         fused: matmuls add weight gradients to FSDP's float32 gradients themselves.
-        gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
+        gradient_bytes: bytes per gradient element in FSDP's reduction; 0: 4, or 8 in float64.
         read_key: value of ``key``, to save computing it; empty: unknown.
     """
 
@@ -153,7 +153,7 @@ class Place:
         return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
 
     def group(self, axis: str) -> Group:
-        """Return the process group of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
+        """Return the placement of the ranks of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
         return _group(self.mesh, axis, self.machine.gpus_per_node)
 
 

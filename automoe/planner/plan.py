@@ -109,7 +109,7 @@ class Plan:
 
 
 def make_plan(config: Config, mesh: MeshShape) -> Plan:
-    """Plan a validated configuration on its resolved mesh."""
+    """Return the predicted memory, time and costs of a valid ``config`` on its resolved ``mesh``."""
     batch = plan_batch(config, mesh)
     time = step_time(config, mesh, batch)
     ranks = plan_memory(config, mesh, batch)
@@ -223,6 +223,7 @@ def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
     """Return the cluster keys of a GPU's speeds that are unset, such as ``peak_flops``.
 
     Without them the planner assumes a CPU's speeds, and predicted times are far too long.
+    A single rank needs no bandwidth between GPUs.
     """
     keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
     return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]

@@ -126,6 +126,9 @@ def _steps(
 ) -> list[tuple[int, Entry, Input, Input | None]]:
     """Return the entries of all ranks, each after those whose results it needs.
 
+    An entry is one action, or two that run at the same time: with ``overlap``, a forward and a
+    backward pass.
+
     Returns:
         For each entry (rank, entry of one or two actions, input of its first action, input of its
         second one or None). An input is a tuple: the number, from 1 in the order of this list, of

@@ -154,7 +154,10 @@ class Queue:
             micros = [config.train.micro_batch_size]
 
         def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
-            """Return the meshes that break no rule, with their axes, and the broken rules by key."""
+            """Return ([(axes, mesh)] that break no rule, number of broken rules by key).
+
+            The axes are tp, cp, ep, etp and a value of ``parallel.context`` that is tried.
+            """
             passed, result.refused = [], Counter()
             for shape in shapes:
                 on_mesh = _on(config, shape)
@@ -225,7 +228,7 @@ class Queue:
         return most > 0
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:
-        """Return True if ``config`` breaks no rule on ``shape``; else count the broken rule."""
+        """Return True if ``config`` breaks no rule on ``shape``; else count it in ``result.refused``."""
         for key, broken, _, _ in mesh_rows(config, shape, self.device):
             if broken:
                 self.result.refused[key] += 1
@@ -250,7 +253,10 @@ class Queue:
         return columns
 
     def _columns(self, meshes: Array) -> list[Array]:
-        """Return records for ``meshes`` with every dispatcher, dispatch dtype and recomputation."""
+        """Return [array]: the ``meshes`` with every dispatcher, dispatch dtype and recomputation.
+
+        Each record gets an upper bound of tokens/s. Settings that the user chose are not varied.
+        """
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
         families = [
@@ -352,7 +358,7 @@ def _on(config: Config, shape: MeshShape) -> Config:
 
 
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
-    """Return the values of ``key`` to try in a search: the configured one, then ``LEVERS[key]``.
+    """Return the values of ``key`` to try in a search: the configured one, then those in ``LEVERS``.
 
     Only the configured one is returned if the user chose the key, and, except for
     ``parallel.context``, in models without routed experts or computed by transformers.

@@ -168,7 +168,10 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 def _find(
     question: Question, config: Config, look: Callable[[Config, int], Search]
 ) -> tuple[Config, Search]:
-    """Repeat a search with more ranks, or with larger values, until ``question`` is answered.
+    """Search for meshes, once or repeatedly, until ``question`` is answered.
+
+    For the fewest GPUs the number of ranks doubles until a mesh fits. For the longest rows or the
+    largest micro-batch, these double as long as a mesh fits.
 
     Args:
         look: function of a configuration and a number of ranks, which searches for meshes.
@@ -201,6 +204,7 @@ def least_ranks(config: Config) -> float:
     """Return a lower bound of the number of ranks: enough for weights, moments and averages alone.
 
     They are counted as sharded over all ranks. A search with fewer ranks would find nothing.
+    The bound is 1 if the memory of a GPU is unknown.
     """
     if not config.cluster.memory_bytes:
         return 1
@@ -240,7 +244,10 @@ def preset_text(best: Candidate) -> str:
 
 
 def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
-    """Write ``OUT/mesh/NAME.yaml`` and return the ``automoe train`` command that uses it.
+    """Write a preset of ``best`` and return the ``automoe train`` command that uses it.
+
+    The file is ``mesh/found_CONFIG_RANKS.yaml`` in the question's folder, with the configuration's
+    name and the number of ranks.
 
     Raises:
         ConfigError: a different file exists at the path.
@@ -283,7 +290,10 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], Any]]:
-    """Show a progress bar on stderr if it is a terminal; yield the callback that updates it."""
+    """Show a progress bar on stderr if it is a terminal; yield the function that updates it.
+
+    The function takes the name of the phase, the number of items done, and their total.
+    """
     from rich.console import Console
     from rich.progress import Progress
 

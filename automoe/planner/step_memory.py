@@ -46,7 +46,8 @@ class RankMemory:
 
     Attributes:
         moment: a backward pass, a loss, a reduction or the optimizer's update.
-        pp_rank, layers, params: the rank, its layers' numbers, its parameters before sharding.
+        pp_rank, layers, params: pipeline rank, numbers of its layers, and number of its parameters
+            before sharding.
         weights, moments, averages, gradients: sharded weights, optimizer moments, weight averages
             (``optim.ema_decay``) and reduced gradients.
         gathered_weights: weights gathered by FSDP; ``unsharded_gradients``: not yet reduced.

@@ -130,7 +130,7 @@ class Stage:
 
     @cached_property
     def times(self) -> StageTimes:
-        """Seconds of the stage, as the pipeline simulation takes them."""
+        """Seconds of one micro-batch in the stage, for the simulation of the pipeline."""
         sent = sum(half.communication.get("ep", NOTHING).seconds for half in self.passes)
         forward, backward = (
             half.seconds + cost.seconds for half, cost in zip(self.passes, self.each, strict=True)
@@ -161,7 +161,7 @@ def step_time(
             pairs (1F1B, Interleaved1F1B, DualPipeV).
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
             afterwards.
-        gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
+        gradient_bytes: bytes per gradient element in FSDP's reduction; 0: 4, or 8 in float64.
     """
     batch = batch or plan_batch(config, mesh)
     overlap = overlap or hides_all_to_alls(config)
@@ -399,7 +399,10 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
 
 
 def _fsdp(place: Place, stage: Stage) -> None:
-    """Set the stage's FSDP collectives that compute does not hide, per step and per micro-batch."""
+    """Set the cost of FSDP's collectives that computation does not hide, in place.
+
+    It is ``stage.once`` per step, and ``stage.each`` (forward, backward) per micro-batch.
+    """
     config = place.config
     mesh = place.mesh
     machine = place.machine
