@@ -184,8 +184,8 @@ class _Reader:
         """Return a conversation for each answer of a record, and the length of their common prompt.
 
         The prompt is the messages before the answer. It comes from the record's key ``prompt``,
-        where plain text is a user's question. If a preference pair has no such key, the prompt is
-        the messages with which both answers begin.
+        where plain text is a user's question. If both answers of a preference pair begin with
+        another role than assistant, the prompt is instead the messages with which both begin.
 
         Args:
             names: keys of the answers, e.g. ``("chosen", "rejected")``.
@@ -228,7 +228,8 @@ class _Reader:
         """Return the messages at a key of a record; plain text becomes one message.
 
         Args:
-            role: role of that message, e.g. ``assistant``.
+            key: automoe's name of the key, e.g. ``prompt``; ``data.chat.keys`` may map it to another.
+            role: role of the message that plain text becomes, e.g. ``assistant``.
         """
         value = self._value(record, key)
         name = self.keys[key]
@@ -403,10 +404,11 @@ def _question(question: str, answer: str) -> list[Message]:
 
 
 def _docstring_records(path: Path, pairs: bool) -> NumberedRecords:
-    """Yield (line, record) for each documented public function and class of a Python module.
+    """Yield (line, record) for public functions and classes of a Python module with docstrings.
 
-    The record asks what the function is for; the answer is the first paragraph of its docstring. In
-    a preference pair the rejected answer is the same text in capitals.
+    The record asks what the function is for; the answer is the first paragraph of its docstring,
+    which must have 20 to 160 characters. In a preference pair the rejected answer is the same text
+    in capitals.
     """
     tree = ast.parse(path.read_bytes())
     for node in tree.body:

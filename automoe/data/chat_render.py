@@ -54,7 +54,7 @@ class ChatRenderer:
             used.
 
     Args:
-        tokenizer: ``byte`` or a directory.
+        tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
         ConfigError: there is no template, or the tokenizer cannot be loaded.

@@ -57,7 +57,7 @@ class ChatTemplate(ChatRenderer):
         first: for each key of ``counts``, file index and line of the first conversation counted.
 
     Args:
-        tokenizer: ``byte`` or a directory.
+        tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
         ConfigError: there is no template, or the tokenizer cannot be loaded.
@@ -99,7 +99,8 @@ class ChatTemplate(ChatRenderer):
         A conversation is one sequence if the rendered text through each answer is the beginning of
         the text through the next answer. If the template rewrites earlier turns (it drops
         reasoning, or ends the last answer differently), the conversation becomes several.
-        ``data.chat.turns=last`` trains only the last answer.
+        ``data.chat.turns=last`` trains only the last answer. An answer with weight 0 in its record,
+        or before all other messages, is never trained.
 
         Raises:
             DataError: a conversation has no answer to train, or the template refuses it. The

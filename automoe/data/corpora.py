@@ -140,7 +140,11 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
 
     Args:
         kind: value of ``data.kind``. For ``text``, ``jsonl`` and the like, which automoe reads itself,
-            compressed files (``.gz``, ``.zst``) match too.
+            compressed files (``.gz``, ``.zst``) match too. For conversations, JSON lines and parquet
+            match, whatever ``pattern`` is.
+
+    Raises:
+        DataError: records have several formats, or a link is broken or leads to a folder elsewhere.
     """
     visible = sorted(
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
@@ -341,8 +345,8 @@ def parquet_records(
         columns: columns to read; None: all.
 
     Raises:
-        DataError: the file is damaged, lacks a column, or has text that is not UTF-8, or a value of
-            a JSON column is not valid JSON.
+        DataError: the file is damaged, lacks a column or has two of one name, a row is too large, a
+            text is not UTF-8, or a value of a JSON column is not valid JSON.
     """
     import pyarrow.ipc
     import pyarrow.parquet
@@ -418,8 +422,8 @@ def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str
     """Yield (line, text) for each record of a file.
 
     Args:
-        read: function of ``path`` that yields (line, record).
-        text_key: key of the text in a record.
+        read: function of ``path`` and ``text_key`` that yields (line, record); a record is a text, or
+            a dict with the text at ``text_key``.
 
     Raises:
         DataError: a record has no text.

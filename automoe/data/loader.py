@@ -117,7 +117,7 @@ class Loader:
         return self._batch(self.split, first, *self._mixture.rows(first, rows_per_rank))
 
     def row(self, index: int) -> StepBatch:
-        """Return training row ``index`` as a batch [1, S]; the loader's position stays."""
+        """Return row ``index`` of the loader's split as a batch [1, S]; the loader's position stays."""
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
@@ -194,7 +194,8 @@ class Loader:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ``DataError`` if the data changed since the ``state_dict`` was saved.
 
-        The message lists what differs.
+        The message lists what differs. The states of sessions and of ``recipe=grpo``, which name no
+        data, are refused too.
         """
         if "fingerprint" not in (state or ()):
             raise DataError(

@@ -96,7 +96,7 @@ class PackedRows:
         """Write one row of the endless sequence into arrays.
 
         Args:
-            rows: the arrays.
+            rows: arrays [R, S] to write into.
             row: index in ``rows`` of a row that holds only padding so far.
             index: index in the endless sequence of the row to write.
         """

@@ -193,7 +193,10 @@ def prepare_data(
 
 
 def with_steps(config: Config) -> Config:
-    """Return ``config`` with ``train.steps`` computed from ``train.epochs``, if epochs are set.
+    """Tokenise the data, and return ``config`` with ``train.steps`` computed from ``train.epochs``.
+
+    Without epochs, ``config`` is returned unchanged. For a recipe that reads no data, the function
+    does nothing.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded, or the computed number of steps violates a rule

@@ -312,7 +312,7 @@ def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
 
 
 def pieces_of_new(config: Config) -> dict[int, list[int]]:
-    """Return new id -> ids into which the tokenizer of ``model.hf_path`` splits its text.
+    """Return {id of a new token: ids into which ``model.hf_path``'s tokenizer splits its text}.
 
     An id is new if that tokenizer lacks it, or decodes it to another text. The result is {} unless
     ``model.new_rows=pieces``.
@@ -441,7 +441,7 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
     """Return the text of the chat template: ``data.chat.template``, or the tokenizer's own.
 
     Args:
-        tokenizer: ``byte`` or a directory.
+        tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
         ConfigError: there is no template, or it cannot be read.
@@ -484,7 +484,7 @@ def load_for_templates(tokenizer: str) -> Any:
     """Return the tokenizer as ``transformers`` loads it.
 
     Args:
-        tokenizer: ``byte`` or a directory.
+        tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
         ConfigError: ``transformers`` cannot load it.

@@ -38,7 +38,11 @@ def unreadable(path: Path, why: str) -> ConfigError:
 
 
 def settings_of(directory: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in file ``name`` of a tokenizer's directory; {} if it is missing."""
+    """Return the JSON object in file ``name`` of a tokenizer's directory; {} if it is missing.
+
+    Raises:
+        ConfigError, CheckpointError: the file cannot be read, or a value has a wrong type.
+    """
     try:
         return read_settings(directory, name)
     except (OSError, ValueError) as error:

@@ -45,15 +45,16 @@ def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[int, int]:
-    """Return where an answer begins in ``head``, and how many characters of ``before`` to keep.
+    """Return (begin, end), by which an answer is joined to the prompt that inference has.
 
-    The two numbers differ, because a template may write earlier messages, or the text between
-    messages, differently once the answer follows, and may leave out the end of its generation
-    prompt.
+    What is trained is ``before[:end]``, then the text through the answer from index ``begin`` on.
+    The two differ, because a template may write earlier messages, or the text between messages,
+    differently once the answer follows, and may leave out the end of its generation prompt.
 
     Args:
-        head: rendered text through the answer, up to the answer's own text.
-        before: rendered text that ends in the generation prompt.
+        head: rendered text of the conversation through the answer, cut where the answer's own text
+            begins.
+        before: rendered text of the messages before the answer, with the generation prompt.
         plain: ``before`` without the generation prompt.
         shared: length of the common prefix of ``before`` and the text through the answer.
     """
