@@ -12,7 +12,12 @@ MESH_CAPTION = (
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the HTML of a Jinja template in this folder, filled in with escaped ``values``."""
+    """Return the HTML of a Jinja template, filled in with escaped ``values``.
+
+    Args:
+        template: name of a file in the folder of this module.
+        values: the template's variables.
+    """
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(Path(__file__).parent, encoding="utf-8")

@@ -24,7 +24,7 @@ def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) ->
     """Profile this rank in a ``with`` block, during the steps of ``observe.profile_steps``.
 
     Step numbers are those of the whole run, so a resumed run profiles only the steps that remain of
-    the range. A run that fails within the range still writes its trace.
+    the range. The trace is written to ``run_dir/profile``, also if the run fails within the range.
     """
     window = parse_profile_steps(config.observe.profile_steps)
     if window is None:

@@ -107,10 +107,10 @@ def build_report(run_dir: StrPath) -> Path:
 
 
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the generated answers to show: (prompt, its (step, answer) pairs, newest first).
+    """Return the generated answers to show: (prompt, [(``step 1,000``, answer)]).
 
-    At most ``MAX_SAMPLES`` evenly spaced steps are shown, and only prompts that the newest samples
-    still have. The source is ``samples.jsonl``.
+    At most ``MAX_SAMPLES`` evenly spaced steps are shown, newest first, and only prompts that the
+    newest samples still have. The source is ``samples.jsonl``.
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     answers = [

@@ -23,9 +23,11 @@ def describe_row(
     tokenizer: Tokenizer,
     width: int = 80,
 ) -> list[Line]:
-    """Return the first documents of a packed row as lines (text, whether its tokens are trained).
+    """Show the first documents of a packed row as lines (text, whether its tokens are trained).
 
-    A line is either all trained or all untrained. Line ends in the text are shown as ``⏎``.
+    The first line counts documents and tokens. Each other line is either all trained or all
+    untrained, and says so at its beginning. Line ends in the text are shown as ``⏎``; of long
+    passages only the first and the last line are shown.
 
     Args:
         tokens: [S] token ids of the row.

@@ -188,7 +188,7 @@ class RankPool:
         return [answers[rank] for rank in range(len(pipes))]
 
     def _raise_death(self, world_size: int, patience_s: float) -> None:
-        """Raise ``RankError`` if one of the ranks is dead, or dies within ``patience_s``."""
+        """Raise ``RankError`` if one of ranks 0 to ``world_size - 1`` is dead or dies in ``patience_s``."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             for number, rank in enumerate(self._ranks[:world_size]):

@@ -47,7 +47,9 @@ class Trackers:
         self._each(lambda tracker: tracker.log(record["step"], _numbers(record)))
 
     def catch_up(self, run_dir: Path) -> None:
-        """Send to each tracker the recorded steps and samples that it lacks, e.g. after a kill.
+        """Send to each tracker the recorded steps that it lacks, e.g. after a kill, with samples.
+
+        A step that it has with another loss is sent again.
 
         Args:
             run_dir: run directory with ``metrics.jsonl`` and ``samples.jsonl``.
@@ -165,7 +167,7 @@ def make_trackers(
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step's record as floats; "NaN" and "Infinity" are converted."""
+    """Return {key: float} of the numbers in a step's record but ``step``; "NaN" is a number too."""
     names = ("NaN", "Infinity", "-Infinity")
     return {
         key: float(value)
