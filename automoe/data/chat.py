@@ -185,7 +185,8 @@ class _Reader:
 
         The prompt is the messages before the answer. It comes from the record's key ``prompt``,
         where plain text is a user's question. If both answers of a preference pair begin with
-        another role than assistant, the prompt is instead the messages with which both begin.
+        another role than assistant, the prompt is instead the messages with which both begin; a
+        text at ``prompt`` must then stand in one of them.
 
         Args:
             names: keys of the answers, e.g. ``("chosen", "rejected")``.
@@ -196,15 +197,19 @@ class _Reader:
         answers = [self._turns(record, key, "assistant") for key in names]
         where = ""
         if self.pairs and all(answer[0]["role"] != "assistant" for answer in answers):
-            if not isinstance(record.get(self.keys["prompt"], ""), str):
-                raise self._wrong(
-                    "there is a prompt, and the messages after it do not begin with an answer",
-                    "Leave one of them out",
-                )
             shortest = min(map(len, answers)) - 1
             differing = (n for n in range(shortest) if answers[0][n] != answers[1][n])
             shared = next(differing, shortest)
             prompt = answers[0][:shared]
+            stated = record.get(self.keys["prompt"]) or ""
+            repeats = (str(message.get("content")) for message in prompt)
+            if not isinstance(stated, str) or (
+                stated and not any(stated.strip() in text for text in repeats)
+            ):
+                raise self._wrong(
+                    "there is a prompt that no message repeats, and the messages after it do not begin with an answer",
+                    "Leave one of them out",
+                )
             answers = [answer[shared:] for answer in answers]
             where = f"after the {shared} messages that both share "
         else:

@@ -74,6 +74,7 @@ def test_what_trl_documents_and_what_people_have_says_the_same(tmp_path: Path) -
             {"prompt": ASKED, "chosen": PAIR[0], "rejected": PAIR[1]},
             "the messages after it do not begin with an answer",
         ),
+        ({"prompt": "3+3?", "chosen": PAIR[0], "rejected": PAIR[1]}, "there is a prompt that no message repeats"),
         ({"prompt": ASKED, "chosen": [], "rejected": BAD}, r"'chosen' is \[\] where text or messages are needed"),
         ({"prompt": ASKED, "chosen": 4, "rejected": BAD}, "'chosen' is 4 where"),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": ASKED}, "'rejected' is not an answer: .* 'user'"),
