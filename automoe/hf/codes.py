@@ -57,6 +57,10 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
 
     Returns:
         All tensors by name; a tensor of scales is now a field of the entry that it scales.
+
+    Raises:
+        CheckpointError: a tensor is stored both as it is and as codes, or its zero points or the
+            divisor of its scales are missing.
     """
     encoding = scheme.encoding
     if encoding == "plain":
@@ -102,7 +106,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
 
 
 def _of_blocks(stored: StoredTensor) -> StoredTensor:
-    """Return the header of scales, as [1, 1] if they are one number, the scale of a whole matrix."""
+    """Return ``stored``, with the shape [1, 1] if it holds one number: the scale of a whole matrix."""
     return stored._replace(shape=(1, 1)) if math.prod(stored.shape) == 1 else stored
 
 
@@ -169,6 +173,7 @@ def split(
     Args:
         tensors: stored tensors by name in the files.
         names: map from names in the files to plain names, which lack a wrapper's prefix.
+        keys: layout of the family's tensors; those that it lists as ``unread`` are others.
 
     Returns:
         (the model's tensors by plain name, other tensors by name in the files).

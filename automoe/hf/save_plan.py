@@ -244,7 +244,7 @@ class Transfer:
         return replace(done, num_copied=len(beside))
 
     def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what a file stores for ``tensor``: itself in the file's dtype, or its codes.
+        """Return what a file stores for ``tensor``, in the file's dtypes: itself, or codes and scales.
 
         Exports, and streams of weights to inference engines, both call this.
 
