@@ -172,6 +172,10 @@ def _written_out(
         known: results by ``id`` of a node.
         depth: levels above ``node``.
         key: dotted key of ``node``, for an error.
+
+    Raises:
+        ValueError: a number has too many digits.
+        RecursionError: the nesting is deeper than ``MAX_DEPTH``, or a node contains itself.
     """
     if depth > MAX_DEPTH:  # also for an alias of a node that contains it
         raise RecursionError
@@ -212,7 +216,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: object) -> str:
-    """Shorten a value from a file to at most 80 characters, for a message."""
+    """Return the ``repr`` of a value from a file, cut after 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
