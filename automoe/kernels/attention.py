@@ -46,7 +46,7 @@ cudnn_first: bool | None = None  # on this machine's GPU; None until attention h
 
 
 def prepare_cuda() -> None:
-    """Find out, once, whether this GPU should try cuDNN's attention before the other kernels.
+    """Set ``cudnn_first``, once: whether attention on this GPU tries cuDNN before other kernels.
 
     Call this before attention on CUDA, outside compiled code. It runs SDPA once: torch sets up its
     default order of kernels at the first call, which must not happen inside ``sdpa_kernel``. It is
@@ -87,7 +87,10 @@ def cudnn_serves(mask: Tensor | None) -> bool:
 
 
 def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> list[SDPBackend]:
-    """Return the SDPA backends to try on CUDA for these head dims and mask, the best first."""
+    """Return the SDPA backends to try on CUDA for these head dims and mask, the best first.
+
+    cuDNN is the first if ``cudnn_first`` is set and it supports dims and mask, else it is left out.
+    """
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
     ) and cudnn_serves(mask)

@@ -60,7 +60,11 @@ def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexp
 
 
 def row_sums(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's largest logit, and its sum of exp(logit - largest): float32 [T, 1]."""
+    """Return each token's largest logit, and its sum of exp(logit - largest): float32 [T, 1].
+
+    Raises:
+        BackendError: the logits are on the CPU, or not bfloat16, float16 or float32.
+    """
     check_served(logits_TV, "kernels.loss")
     num_tokens, vocabulary = logits_TV.shape
     largest_T1, sum_T1 = (

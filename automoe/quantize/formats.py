@@ -77,7 +77,9 @@ def scales_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode(x: Tensor, scales: Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
-    """Quantize ``x`` [..., R, C] with given scales; numbers out of range become the largest code.
+    """Quantize ``x`` [..., R, C]: divide each number by its tile's scale and round it to ``dtype``.
+
+    Numbers out of range become the largest code of their sign.
 
     Infinite numbers become NaN instead, so the failure of the step that produced them stays
     visible. Codes are row-major for every layout of ``x``.
