@@ -440,7 +440,7 @@ class CheckpointStore:
         return self._found
 
     def _readable(self) -> AbstractContextManager[None]:
-        """Return a context that turns a disk error into a ``CheckpointError`` with advice."""
+        """Return a context that turns an ``OSError`` into a ``CheckpointError`` naming the folder."""
         remedy = "Its content is left as it is. Check the disk, or its permissions"
         return explained(self.folder, remedy, "cannot be used")
 

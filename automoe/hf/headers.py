@@ -344,7 +344,10 @@ def check_numbers(folder: Path, params: int, tensors: Contents) -> None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """List the weight files that do not exist or are broken links."""
+    """List the weight files of a checkpoint that do not exist or are broken links.
+
+    Its files are those of the index or, without one, ``model.safetensors``.
+    """
     return [name for name in _files_of(_read_index(folder)) if not (folder / name).exists()]
 
 

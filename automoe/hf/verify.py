@@ -142,7 +142,11 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """Check that ``transformers`` builds the same model, with the same logits if it is small.
+    """Check that ``transformers`` builds the model of ``config`` from an export, with our logits.
+
+    Args:
+        config: configuration of the exported model.
+        catalog: catalog of the export.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -172,7 +176,11 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
-    """Check that transformers' model of the exported config has our tensors and no others."""
+    """Check that transformers builds the tensors of ``config`` from config.json in ``folder``.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape.
+    """
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -185,9 +185,10 @@ def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: Tensor | None, scale: float, si
     """Return q, k, v and mask with the attention sinks as one more key, for kernels without sinks.
 
     The new key comes first and has a value of zeros. Queries and keys get one more dim, which holds
-    the head's sink in queries, 1 in the new key, and 0 in all other keys. Without a mask, a query
-    of zeros also comes first, so that causality lets each query see the new key and the keys that
-    it saw before; the caller drops its output.
+    the head's sink over ``scale`` (the later factor of the scores) in queries, 1 in the new key,
+    and 0 in all other keys. Zeros then pad all head dims, also of values, to one multiple of 8.
+    Without a mask, a query of zeros also comes first, so that causality lets each query see the new
+    key and the keys that it saw before; the caller drops its output and the values' extra dims.
     """
     dim = k_BRGD.shape[-1]
     extra = 8 - dim % 8  # at least one dim, padded to a multiple of 8 for fused kernels

@@ -23,7 +23,8 @@ WARPS = 8
 def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
     """Triton kernel: store each token's largest logit, and its sum of exp(logit - largest).
 
-    One program handles one token, and reads its ``vocabulary`` logits BLOCK at a time.
+    Results go to ``largests`` and ``sums``, one entry per token. One program handles one token, and
+    reads its ``vocabulary`` logits BLOCK at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full([BLOCK], -float("inf"), tl.float32)

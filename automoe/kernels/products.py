@@ -353,7 +353,7 @@ def grad_down_activate(
     columns). ``pre`` is gate and up; the activation is SwiGLU, or with CLAMPED the clamped SwiGLU
     with ``alpha`` and ``limit``. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
     divides all row lengths; with TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is that of
-    ``tl.dot``.
+    ``tl.dot``; the activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -388,7 +388,7 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: run the backward pass of the gated activation for COLUMNS columns.
+    """Triton function: run the backward pass of SwiGLU (with CLAMPED, clamped) for COLUMNS columns.
 
     ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns,
     from ``first_col`` on; ``row`` are the rows' numbers and ``real`` is the mask of those that

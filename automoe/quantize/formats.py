@@ -83,6 +83,11 @@ def encode(x: Tensor, scales: Tensor, dtype: torch.dtype, tile: Tile) -> Quantiz
 
     Infinite numbers become NaN instead, so the failure of the step that produced them stays
     visible. Codes are row-major for every layout of ``x``.
+
+    Args:
+        scales: [..., tiles down, tiles across] float32.
+        dtype: float8 dtype of the codes.
+        tile: rows and columns that share a scale; ``WHOLE`` if the entire matrix shares one.
     """
     if x.is_cuda:
         return _in_one_pass(x, scales, dtype, tile)

@@ -51,7 +51,10 @@ class _Weights(nn.Module):
     cached: dict[str, Any] | None = None
 
     def weight_scales(self, weight: Tensor) -> Any:
-        """Return the scales of the weight [..., N, K]. Collective, unless they are cached."""
+        """Return the scales of the weight [..., N, K]; ``Blockwise`` returns None.
+
+        Collective, unless they are cached.
+        """
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:

@@ -109,7 +109,12 @@ def read_bytes(folder: Path, name: str) -> bytes:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse UTF-8 JSON and refuse objects with a repeated key. Raises ``ValueError``."""
+    """Parse UTF-8 JSON.
+
+    Raises:
+        ValueError: the text is invalid, repeats a key of an object, or is nested deeper than
+            ``MAX_DEPTH``.
+    """
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
         if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
