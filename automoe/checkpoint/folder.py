@@ -56,10 +56,9 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def is_saved(step_dir: Path) -> bool:
-    """Return True if ``step_dir`` exists and its manifest states the step of the folder's name.
+    """Return True if ``step_dir`` exists, unless an intact manifest in it states another step.
 
-    A folder that holds another step (a copy under a wrong name) is renamed first, so that the step
-    can be saved.
+    Such a folder (a copy under a wrong name) is renamed, so that the step can be saved.
     """
     if step_dir.exists() and is_misnamed(step_dir):
         set_aside(step_dir, f"misnamed-{step_dir.name}")
@@ -96,7 +95,8 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
     written in a streak of skipped steps, because the cause of the streak may be in it. A copy of a
-    step under another step's name stays: a person put it there.
+    step under another step's name stays: a person put it there. So does a step that cannot be read
+    or that another version of automoe wrote.
 
     Args:
         folder: checkpoint folder of the run.
@@ -283,7 +283,9 @@ def step_to_resume(
 
 
 def check_writable(ranks: Ranks, folder: Path) -> None:
-    """Check on every rank that a file can be written to ``folder`` and that rank 0's file is there.
+    """Check that all ranks can write to one and the same ``folder``, made if missing. Collective.
+
+    Each rank writes a file, looks for rank 0's, and deletes its own.
 
     Raises:
         CheckpointError: a rank cannot write to the folder, or sees another directory under its
@@ -306,7 +308,13 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
 
 
 def give_up(step: int, temporary: Path, error: OSError) -> str:
-    """Delete a failed save's ``temporary`` folder; return a message that names the newest step."""
+    """Delete a failed save's folder; return a message for the user that names the newest step.
+
+    Args:
+        step: step of the failed save.
+        temporary: folder that the save wrote to.
+        error: error that ended the save.
+    """
     shutil.rmtree(temporary, ignore_errors=True)
     reason = error.strerror or str(error)
     if error.filename is not None:

@@ -123,7 +123,7 @@ def verify_step(
 ) -> tuple[dict[str, Any], str | None]:
     """Return a committed step's manifest, and a description of the step's damage or None.
 
-    Every listed file must exist, complete and unchanged. Ranks divide the files among them.
+    Every listed file must exist, complete and unchanged. Collective: ranks divide the files.
 
     Args:
         content: False compares sizes alone.

@@ -56,7 +56,7 @@ def _named(state: TrainState, frozen: bool = True) -> Iterator[tuple[str, torch.
 def not_finite(state: TrainState) -> list[str]:
     """Return the names of this rank's tensors that have a non-finite value.
 
-    Each tensor is read once, on its own device.
+    Each tensor is read once, on its own device. Integers and 8-bit codes are not checked.
     """
     names = []
     for name, tensor in tensors_of(state).items():
@@ -83,7 +83,7 @@ def optional_names(state: TrainState) -> set[str]:
 
 
 def begin_averages(state: TrainState, absent: Collection[str]) -> bool:
-    """Copy weights into the weight averages that a checkpoint lacks, where averaging then starts.
+    """Set each weight average that a checkpoint lacks to its weight, from which averaging starts.
 
     Args:
         absent: names of tensors that the loaded checkpoint lacks.
@@ -108,7 +108,10 @@ def _averages(state: TrainState) -> Iterator[tuple[str, torch.Tensor, torch.Tens
 
 
 def counters_of(state: TrainState) -> dict[str, Any]:
-    """Return the state's values other than tensors, as plain JSON, equal on every rank."""
+    """Return the state's values other than tensors, as plain JSON, equal on every rank.
+
+    These are the numbers of steps, tokens and skipped steps, recent losses, and the loader's state.
+    """
     return {
         "step": state.step,
         "tokens": state.tokens,

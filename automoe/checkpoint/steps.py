@@ -60,7 +60,8 @@ def misnamed(folder: Path, names: list[str]) -> list[str]:
 def committed_steps(folder: Path) -> list[str]:
     """Return the names of the committed step folders, oldest first by their manifests' numbers.
 
-    A link to a step counts as a step. Copies of a step under other names come before it.
+    The list is empty if ``folder`` does not exist. A link to a step counts as a step. Copies of a
+    step under other names come before it.
 
     Raises:
         OSError: the folder cannot be read, which does not mean that it is empty.

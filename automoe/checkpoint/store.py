@@ -103,7 +103,7 @@ class CheckpointStore:
     def check(self, loader: Loader | None = None) -> None:
         """Check, before weights are loaded, that saves and a resume with ``loader`` will work.
 
-        Without a loader only saves are checked.
+        Without a loader, only saves and the path ``checkpoint.resume`` are checked.
 
         Raises:
             CheckpointError: the folder differs between ranks, or a rank cannot write to it; torch
@@ -309,7 +309,8 @@ class CheckpointStore:
         """Write the files, commit the step, replace ``LATEST`` and delete old steps. Collective.
 
         If a rank fails in one of these stages, no rank begins the next. ``content`` goes to the
-        manifest.
+        manifest. Returns the step's folder, which is left as it is if it exists. Raises
+        ``SaveError`` if a file cannot be written.
         """
         step = content["step"]
         final = self.folder / f"step-{step}"
@@ -423,7 +424,7 @@ class CheckpointStore:
             return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
-        """Return the step to resume: (folder, manifest, True if this run wrote it), or None.
+        """Return the step to resume: (folder, manifest, True if in this run's directory), or None.
 
         The step is searched for and verified once; later calls return the same one. Collective.
         """
@@ -439,7 +440,7 @@ class CheckpointStore:
         return self._found
 
     def _readable(self) -> AbstractContextManager[None]:
-        """Return a context that turns a disk error into a ``CheckpointError`` with advice."""
+        """Return a context that turns an ``OSError`` into a ``CheckpointError`` naming the folder."""
         remedy = "Its content is left as it is. Check the disk, or its permissions"
         return explained(self.folder, remedy, "cannot be used")
 
@@ -484,7 +485,10 @@ class CheckpointStore:
 
 
 def _new_stager(pin_memory: bool) -> Any:
-    """Return torch's ``StateDictStager``: in torch 2.11 ``DefaultStager`` serves only one save."""
+    """Return torch's ``StateDictStager``, which copies to CPU memory (pinned if ``pin_memory``).
+
+    Raises ``CheckpointError`` if torch has none. torch 2.11's ``DefaultStager`` serves only one save.
+    """
     try:
         return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch

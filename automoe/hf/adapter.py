@@ -57,8 +57,8 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
     """Return rank, alpha and tensors of the adapter in the folder ``path``, without its numbers.
 
     Returns:
-        (rank, alpha, parameters of the model that it adapts, list of (our name of a factor A or B,
-        slice of it and stored tensor with its numbers)).
+        (rank, alpha, the model's parameters that it adapts, list of (our name of a factor A or B,
+        slice of that factor and the stored tensor that has the slice's numbers)).
 
     Raises:
         CheckpointError: it cannot be read, is no plain LoRA, or adapts other matrices than adapters
@@ -135,10 +135,12 @@ def check_adapter(config: Config) -> None:
 
 @torch.no_grad()
 def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) -> str:
-    """Fill the adapters of this rank's stages from the folder ``path``, or merge them. Collective.
+    """Fill this rank's adapters from a peft adapter, or merge it into the weights. Collective.
 
     Args:
-        merge: add the products B A of the adapters to the weights instead.
+        parts: this rank's pipeline stages by number.
+        path: folder of the peft adapter.
+        merge: True to add (alpha / rank) B A to each adapted weight; the stages need no adapters.
 
     Returns:
         A sentence for the user: rank, alpha and number of matrices, and if they were merged.
@@ -181,7 +183,8 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
 def _check_blocks(file: Any, table: list[tuple[str, Piece]]) -> None:
     """Raise ``CheckpointError`` if a stored tensor has numbers that no adapter of ours can hold.
 
-    If gate and up are one module in peft, its B may be nonzero in one block for each alone.
+    If gate and up are one module in peft, its B may be nonzero in two blocks only: gate's rows and
+    gate's ranks, and up's rows and up's ranks.
 
     Args:
         file: open safetensors file.
@@ -229,7 +232,8 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     """Fill the adapters of a whole model from a directory that ``to_peft`` wrote.
 
     Raises:
-        CheckpointError: the adapters belong to other weights or settings, or cannot be read.
+        CheckpointError: the adapters were trained on another checkpoint than that of ``model``, or
+            with other settings than ``lora``, or cannot be read.
     """
     with open_adapter(folder) as file:
         written = (file.metadata() or {}).get("belongs")

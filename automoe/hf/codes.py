@@ -55,8 +55,17 @@ def decodable(
 def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
     """Join each quantized tensor's codes with its scales, under the unquantized tensor's name.
 
+    Args:
+        folder: the checkpoint, for errors.
+        tensors: headers of the stored tensors by name.
+        scheme: quantization that config.json states; it tells how names of codes and scales end.
+
     Returns:
         All tensors by name; a tensor of scales is now a field of the entry that it scales.
+
+    Raises:
+        CheckpointError: a tensor is stored both as it is and as codes, or its zero points or the
+            divisor of its scales are missing.
     """
     encoding = scheme.encoding
     if encoding == "plain":
@@ -102,12 +111,18 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
 
 
 def _of_blocks(stored: StoredTensor) -> StoredTensor:
-    """Return the header of scales, as [1, 1] if they are one number, the scale of a whole matrix."""
+    """Return the header of a tensor of scales, with the shape [1, 1] if it is a single number."""
     return stored._replace(shape=(1, 1)) if math.prod(stored.shape) == 1 else stored
 
 
 def _check_encodings(folder: Path, sources: Contents, scheme: Scheme) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype, or scales that do not fit their codes."""
+    """Raise ``CheckpointError`` if codes have no scales, or scales of a wrong shape or dtype.
+
+    Args:
+        folder: the checkpoint, for the error.
+        sources: headers by name, those of scales within their codes' (``_pair_scales``).
+        scheme: quantization that config.json states.
+    """
     unscaled = [
         key
         for key, s in sources.items()
@@ -169,6 +184,7 @@ def split(
     Args:
         tensors: stored tensors by name in the files.
         names: map from names in the files to plain names, which lack a wrapper's prefix.
+        keys: layout of the family's tensors; those that it lists as ``unread`` are others.
 
     Returns:
         (the model's tensors by plain name, other tensors by name in the files).

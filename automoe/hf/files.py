@@ -46,7 +46,7 @@ class Written:
             run twice.
         dense_error: relative difference of an upcycled model's logits to the dense model's.
         averaged: True for the averaged weights of ``optim.ema_decay``.
-        notes: notes of the source's ``Catalog``, after a conversion.
+        notes: after a conversion, sentences for the user about the source (``Catalog.notes``).
         num_copied: number of tensors of other parts (``Catalog.beside``), copied bit for bit.
     """
 

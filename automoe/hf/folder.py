@@ -60,8 +60,11 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise ``CheckpointError`` if an export may not be written to ``path``; write nothing.
 
+    Refused are a path that exists, unless ``overwrite`` is set, and one that is not UTF-8.
+
     Args:
-        overwrite: True to allow a checkpoint directory at ``path``, which the export replaces.
+        overwrite: True to allow an empty folder, a checkpoint or an adapter at ``path``, which the
+            export replaces; anything else there is refused.
     """
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(

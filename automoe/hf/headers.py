@@ -178,10 +178,10 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
             numbers.
 
     Raises:
-        CheckpointError: the directory has no safetensors files; a file of the index is missing,
-            truncated, a Git LFS pointer, not safetensors, not a regular file or a link out of the
-            directory; tensors overlap, leave holes, differ in size from their shape or are in two
-            files of which the index names neither; or the index contradicts the headers.
+        CheckpointError: the directory is missing or has no safetensors files; a file of the index
+            is missing, truncated, a Git LFS pointer, not safetensors, not a regular file or a link
+            out of the directory; tensors overlap, leave holes, differ in size from their shape or
+            are in two files of which the index names neither; or the index contradicts the headers.
     """
     folder = local_folder(path)
     if not folder.is_dir():
@@ -255,8 +255,8 @@ def base_of(folder: Path) -> str | None:
 def has_own_head(folder: Path, tensors: Contents) -> bool:
     """Return True if the files hold an output head that differs from the embedding.
 
-    Both are compared byte by byte, up to the first difference. The result is also True if no tensor
-    has the embedding's usual name.
+    Both are compared byte by byte, up to the first difference. The result is also True if there is
+    a head and no tensor has the embedding's usual name.
 
     Args:
         tensors: the headers of ``folder``.
@@ -344,7 +344,10 @@ def check_numbers(folder: Path, params: int, tensors: Contents) -> None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """List the weight files that do not exist or are broken links."""
+    """List the weight files of a checkpoint that do not exist or are broken links.
+
+    Its files are those of the index or, without one, ``model.safetensors``.
+    """
     return [name for name in _files_of(_read_index(folder)) if not (folder / name).exists()]
 
 

@@ -1,11 +1,10 @@
 """Adapters in the format of ``peft``: adapter_config.json and adapter_model.safetensors.
 
-Routed experts have two layouts. ``published`` has an adapter for every expert and projection, like
-families that store experts one by one; gate and up get the same A. ``fused`` has one adapter for
-all experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as in transformers 5 and in published
-GPT-OSS. Both layouts represent the adapter exactly, at rank r. The adapter of a checkpoint with
-vision or audio uses the parameter names of the wrapper's class. Shapes: E experts, I input and O
-output features of a matrix, r rank.
+Routed experts have two layouts. ``published`` has an adapter for every expert and projection, like families that
+store experts one by one; gate and up get the same A. ``fused`` has one adapter for all experts of a tensor, lora_A
+[E r, I] and lora_B [O, r E], as in transformers 5 and in published GPT-OSS. Both layouts represent the adapter
+exactly, at rank r. The adapter of a checkpoint with vision or audio uses the parameter names of the wrapper's class.
+Shapes: E experts, I input and O output features of a matrix, r rank.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def to_peft(
     Raises:
         BackendError: peft is not installed.
         ConfigError: the layout is unknown or peft cannot load it, or the model started from random
-            weights or has modules for multi-token prediction.
+            weights, has new rows of the vocabulary, or has modules for multi-token prediction.
         CheckpointError, on every rank: the model has no adapter, the directory exists or cannot be
             written, or peft loads something else.
     """
@@ -155,7 +154,7 @@ def to_peft(
 
 @contextmanager
 def open_adapter(folder: Path) -> Iterator[Any]:
-    """Open the tensors of an adapter; raise ``CheckpointError`` if they cannot be read."""
+    """Yield the open safetensors file of a peft adapter; ``CheckpointError`` if it is unreadable."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -298,9 +297,9 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 
 
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
-    """Return the number of our matrices in each module of peft that joins several, by its name.
+    """Return how many of our matrices each module of peft joins, for modules that join several.
 
-    Names are those of ``rank_pattern``, e.g. ``shared_mlp.input_linear``; each matrix has ``rank``.
+    Keys are names of ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``rank`` is one matrix's rank.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}
@@ -322,6 +321,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
 
     Args:
         folder: directory that holds the stages' files.
+        keys: layout of the weights that get adapters.
         belongs: text that identifies base weights and settings, written to the file's metadata.
 
     Returns:
@@ -428,9 +428,9 @@ def verify_peft(
 
 
 def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (name, peft layer) of each parameter that peft adapts in a model on the meta device.
+    """Yield (name in the text model, peft's layer) of each parameter that the adapter adapts.
 
-    Names are plain: those of the text model alone.
+    No weights are read. Raises ``CheckpointError`` if peft does not load ``folder``.
     """
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper

@@ -57,7 +57,7 @@ class Loaded:
         seconds: time of the slowest rank.
         granularity: number of experts that share a copy of the dense FFN; 0 if not upcycled.
         not_finite: count of NaN and infinite values by tensor; tensors without any are left out.
-        notes: notes of the ``Catalog``.
+        notes: sentences for the user about the checkpoint (``Catalog.notes``).
     """
 
     path: Path
@@ -184,9 +184,9 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Count NaN and infinite numbers by position in the checkpoint: (key, matrices, rows, columns).
+    """Return the number of NaN and infinite values in each filled slice that has any.
 
-    Ranges of matrices, rows and columns are half-open. Slices without any are left out.
+    A key is (key of the stored tensor, its half-open ranges of matrices, of rows, of columns).
     """
     counts = {}
     for item in items:
@@ -232,7 +232,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Bytes to copy from each stored row: whole elements, which may hold several numbers each."""
+        """Range of the bytes that are needed of each stored row; it has only whole elements."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -249,13 +249,13 @@ class ReadItem(NamedTuple):
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
     def num_bytes(self, place: Tensor) -> int:
-        """Return the bytes in the file, without scales, that fill ``place``, a slice of ``self.place``."""
+        """Return how many bytes of the file, without scales, fill ``place``, a slice of ``self.place``."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Split the read into chunks of about ``max_bytes``.
+        """Split the read into chunks of about ``max_bytes`` of the file, each of rows of one matrix.
 
-        Yields (index of the matrix, first row, end row, slice of ``place`` to fill).
+        Yields (matrix, first row, end row, slice of ``place`` to fill), counted in the stored tensor.
         """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -304,11 +304,11 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
 
 
 class Reader:
-    """Reader of slices of a catalog's tensors, which keeps their files open.
+    """Context that reads slices of a catalog's tensors and keeps their files open until its end.
 
     Attributes:
         bytes_read: bytes read from files so far.
-        advance: callback that gets the stored bytes of each chunk once it is copied.
+        advance: callback that gets the number of stored bytes of each chunk, once it is copied.
     """
 
     def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None):
@@ -344,9 +344,9 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of the embedding or head ``key``, and (mean, number) of its stored rows.
+        """Return our name of ``key``, the stored embedding or head, and (mean row, number of rows).
 
-        The mean is float64. Rows are added in order, so that the result does not depend on threads.
+        The mean [H] is float64. Rows are added in order: the result does not depend on threads.
         """
         name, (rows, columns) = key.removeprefix("model."), self.catalog.sources[key].shape
         whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
@@ -398,9 +398,9 @@ class Reader:
                 self.advance(item.num_bytes(part))
 
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return rows of a stored matrix [rows, columns], dequantized.
+        """Return rows ``begin`` to ``end`` of matrix (expert) ``matrix``, dequantized: [rows, columns].
 
-        If the shard keeps FP8 codes, they are returned in its packed form, [rows, blocks, bytes].
+        They have the item's columns. A shard in packed FP8 gets its codes: [rows, blocks, bytes].
         """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
@@ -431,7 +431,7 @@ class Reader:
         return numbers[:, start : start + right - left]
 
     def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return the stored numbers or codes of rows of a matrix, [rows, columns]."""
+        """Return rows ``begin`` to ``end`` of a matrix as stored, numbers or codes: [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
         buffer = torch.empty(end - begin, last - first, dtype=torch.uint8)

@@ -152,6 +152,11 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
 
     Of a slice over several stored tensors the first one counts. A tensor that the checkpoint lacks
     has the dtype of another one.
+
+    Args:
+        catalog: catalog of the checkpoint.
+        shard: shard of a tensor of the model; only name and full shape are used.
+        piece: the slice of that tensor.
     """
     first = piece.start[0]
     pieces = catalog.keys.pieces(shard.name, shard.shape, range(first, first + 1))
@@ -244,7 +249,7 @@ class Transfer:
         return replace(done, num_copied=len(beside))
 
     def stored(self, item: WriteItem, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what a file stores for ``tensor``: itself in the file's dtype, or its codes.
+        """Return what a file stores for ``tensor``, in the file's dtypes: itself, or codes and scales.
 
         Exports, and streams of weights to inference engines, both call this.
 

@@ -79,7 +79,7 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
-    """Return the scheme that a ``quantization_config`` states.
+    """Return the scheme that a ``quantization_config`` states; None states an unquantized checkpoint.
 
     If automoe cannot read such a checkpoint, return a text that says why.
     """

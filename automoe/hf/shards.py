@@ -104,7 +104,7 @@ class LocalShard:
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
         """Return the numbers at ``index`` of this shard, unpacked, and with its adapter added.
 
-        ``index`` must leave the columns of a packed matrix whole.
+        ``index`` must leave the columns of a packed matrix whole. Collective if there is an adapter.
         """
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:

@@ -142,7 +142,11 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """Check that ``transformers`` builds the same model, with the same logits if it is small.
+    """Check that ``transformers`` builds the model of ``config`` from an export, with our logits.
+
+    Args:
+        config: configuration of the exported model.
+        catalog: catalog of the export.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -172,7 +176,11 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
-    """Check that transformers' model of the exported config has our tensors and no others."""
+    """Check that transformers builds the tensors of ``config`` from config.json in ``folder``.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape.
+    """
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -197,6 +205,9 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
 
 def _compare_logits(catalog: Catalog) -> float | None:
     """Run the export in float32 on the CPU by transformers and by our model; compare logits.
+
+    Returns:
+        Relative error of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: transformers does not use all tensors or initialises missing ones, chooses
@@ -247,6 +258,7 @@ def _relative_error(
 
     Args:
         wanted: logits of transformers.
+        folder: checkpoint directory, for the error.
         rule: what the error says is wrong, such as ``logits differ from transformers'``.
         remedy: sentence to append to the error.
     """
@@ -295,7 +307,7 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
     transformers runs both in float32.
 
     Args:
-        rounded: True if the mixture is written in a narrower dtype than the source's.
+        rounded: True if the mixture was rounded from float32 to bfloat16; the error then says so.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -324,7 +336,7 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
 
 @contextmanager
 def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
-    """Yield the directory, or a temporary float32 copy if it is quantized.
+    """Yield the directory of ``catalog``, or of a temporary float32 copy if it is quantized.
 
     transformers 5 derives the block size from the number of scales. This is wrong if rows or
     columns are no multiple of 128 (576 rows have five scales), and transformers then refuses or

@@ -102,8 +102,9 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
     """Return the ``config.json`` of an exported wrapper.
 
     Args:
-        base: config.json of the source, whose settings of other parts are kept.
-        text: configuration of the exported text model, put in place of the source's.
+        base: config.json of the wrapper that the model was loaded from; its settings are kept.
+        text: configuration of the exported text model; only its vocabulary's size, and whether head
+            and embedding are tied, replace those of ``base``.
     """
     outer, inner = (
         {key: value for key, value in part.items() if key not in _RESTATED}
@@ -143,7 +144,11 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
 
 
 def part_of(key: str) -> str:
-    """Return the name prefix of a tensor's module, such as ``visual.`` or ``model.layers.61.``."""
+    """Return the prefix of a tensor's name that names its part of the checkpoint.
+
+    It ends after the first module, or after the one below ``model.``, or after a layer's number:
+    ``visual.``, ``model.visual.``, ``model.layers.61.``.
+    """
     match = _PART.match(key)
     return match[0] if match else key
 

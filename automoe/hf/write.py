@@ -100,7 +100,10 @@ def to_hf(
 
 
 def source_of(config: ModelConfig) -> Catalog | None:
-    """Open the checkpoint that a model started from; None if its weights were random."""
+    """Return the catalog of the checkpoint that a model started from; None if it started at random.
+
+    Collective.
+    """
     if config.hf_path is None or config.random_weights:
         return None
     dense_keys = upcycled_model(config)[1] if config.upcycle else None

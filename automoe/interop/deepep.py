@@ -114,8 +114,9 @@ def hidden_size(rows: Rows) -> int:
 class TokenExchange:
     """Base of DeepEP's two versions: an exchange of tokens over a group, with shared buffers.
 
-    All layers share the buffers. A subclass has ``dispatch(x_TH, topk_ids_TK, probs_TK,
-    num_experts) -> Received``; topk_ids are int64 with -1 for no choice, weights float32.
+    All layers share the buffers. A subclass has ``_make_buffer(*sizes)``, which allocates them, and
+    ``dispatch(x_TH, topk_ids_TK, probs_TK, num_experts) -> Received``; topk_ids_TK are int64 with
+    -1 for no choice, probs_TK (routing weights) float32.
     """
 
     _later: str  # the version's name of the option for asynchronous calls

@@ -20,7 +20,10 @@ from automoe.interop.torch_private import Gloo, gloo_group, replace_gloo
 
 
 class _OneWorker(type):
-    """Metaclass by which ``OneWorkerGloo`` makes and recognises torch's own gloo groups."""
+    """Metaclass of ``OneWorkerGloo``: a call makes a gloo group of torch with one worker thread.
+
+    ``isinstance`` is True for every gloo group, and other attributes are torch's.
+    """
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

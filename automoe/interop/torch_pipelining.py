@@ -156,6 +156,10 @@ def _run_weight_half(action: Any, context: Any) -> None:
     ``accumulate_unsharded_grad_if_needed`` and ``to_accumulated_grad_if_needed`` of FSDP's
     parameters, in 2.11 in one group per state. 2.15 has none: gradients have the dtype of the
     reduction from the start.
+
+    Args:
+        action: torch's action: stage and micro-batch.
+        context: torch's record of the schedule that runs.
     """
     schedule = context.schedule_ref
     stage = next(
@@ -181,6 +185,9 @@ def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None
     Receives are waited for before, sends started after, as torch does around a single action.
 
     Args:
+        run_both: function of (backward pass, forward pass) that runs both and returns the forward
+            pass's result.
+        action: torch's action; its ``sub_actions`` are the forward and the backward.
         context: torch's record of the schedule that runs.
     """
     schedule = context.schedule_ref

@@ -318,6 +318,7 @@ def cpu_attention(
         q: [B, N, S, D].
         k, v: [B, N, R, D].
         mask: [B, 1, S, R] or broadcast to it, True where a query sees a key; None: all see all.
+        scale: factor of the products of queries and keys.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, attn_mask=_added(mask, q), scale=scale)
@@ -342,13 +343,17 @@ def cpu_attention_backward(
     Args:
         grad: gradient of ``out``.
         out, lse: results of ``cpu_attention``.
+        mask, scale: mask [B, 1, S, R] for these keys, and scale, of ``cpu_attention``.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return op(grad, q, k, v, out, lse, 0.0, False, attn_mask=_added(mask, q), scale=scale)
 
 
 def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Return the bool mask as numbers to add to scores, 0 or -inf, in the dtype of q."""
+    """Return the bool mask as numbers to add to scores [B, 1, S, R], 0 or -inf; None for no mask.
+
+    Their dtype and batch size B are those of q.
+    """
     if mask is None:
         return None
     added = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)

@@ -59,7 +59,7 @@ def attention() -> AttentionFn:
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
         """Return causal attention of q [B, S, N, D], k [B, S, G, D] and v [B, S, G, Dv].
 
-        The result is [B, S, N, Dv].
+        The result is [B, S, N, Dv]. ``scale`` is the factor of the products of queries and keys.
 
         Raises:
             BackendError: ``mask`` or ``sinks`` is given.

@@ -168,10 +168,11 @@ def activation_gradients(
 
 
 def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of rows to which the caller applies all element-wise operations, slice by slice.
+    """Yield slices of the rows of a matrix [num_rows, width], to be processed one after the other.
 
-    On a CPU, slices are small enough that an operation finds the previous result in the cache. On a
-    GPU each operation costs a kernel launch, so one slice holds all rows.
+    The caller applies all of its element-wise operations to a slice before the next. On a CPU,
+    slices are small enough that an operation finds the previous result in the cache. On a GPU each
+    operation costs a kernel launch, so one slice holds all rows.
     """
     step = max(1, BLOCK_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, step):

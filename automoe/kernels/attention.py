@@ -46,7 +46,7 @@ cudnn_first: bool | None = None  # on this machine's GPU; None until attention h
 
 
 def prepare_cuda() -> None:
-    """Find out, once, whether this GPU should try cuDNN's attention before the other kernels.
+    """Set ``cudnn_first``, once: whether attention on this GPU tries cuDNN before other kernels.
 
     Call this before attention on CUDA, outside compiled code. It runs SDPA once: torch sets up its
     default order of kernels at the first call, which must not happen inside ``sdpa_kernel``. It is
@@ -87,7 +87,10 @@ def cudnn_serves(mask: Tensor | None) -> bool:
 
 
 def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> list[SDPBackend]:
-    """Return the SDPA backends to try on CUDA for these head dims and mask, the best first."""
+    """Return the SDPA backends to try on CUDA for these head dims and mask, the best first.
+
+    cuDNN is the first if ``cudnn_first`` is set and it supports dims and mask, else it is left out.
+    """
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
     ) and cudnn_serves(mask)
@@ -182,9 +185,10 @@ def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: Tensor | None, scale: float, si
     """Return q, k, v and mask with the attention sinks as one more key, for kernels without sinks.
 
     The new key comes first and has a value of zeros. Queries and keys get one more dim, which holds
-    the head's sink in queries, 1 in the new key, and 0 in all other keys. Without a mask, a query
-    of zeros also comes first, so that causality lets each query see the new key and the keys that
-    it saw before; the caller drops its output.
+    the head's sink over ``scale`` (the later factor of the scores) in queries, 1 in the new key,
+    and 0 in all other keys. Zeros then pad all head dims, also of values, to one multiple of 8.
+    Without a mask, a query of zeros also comes first, so that causality lets each query see the new
+    key and the keys that it saw before; the caller drops its output and the values' extra dims.
     """
     dim = k_BRGD.shape[-1]
     extra = 8 - dim % 8  # at least one dim, padded to a multiple of 8 for fused kernels

@@ -23,7 +23,8 @@ WARPS = 8
 def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
     """Triton kernel: store each token's largest logit, and its sum of exp(logit - largest).
 
-    One program handles one token, and reads its ``vocabulary`` logits BLOCK at a time.
+    Results go to ``largests`` and ``sums``, one entry per token. One program handles one token, and
+    reads its ``vocabulary`` logits BLOCK at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -60,7 +61,11 @@ def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexp
 
 
 def row_sums(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's largest logit, and its sum of exp(logit - largest): float32 [T, 1]."""
+    """Return each token's largest logit, and its sum of exp(logit - largest): float32 [T, 1].
+
+    Raises:
+        BackendError: the logits are on the CPU, or not bfloat16, float16 or float32.
+    """
     check_served(logits_TV, "kernels.loss")
     num_tokens, vocabulary = logits_TV.shape
     largest_T1, sum_T1 = (

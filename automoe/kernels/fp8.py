@@ -92,6 +92,7 @@ def encode_tiles(
     """Triton kernel: quantize HEIGHT rows of 128 columns per program to float8 codes and scales.
 
     Args:
+        x: [batch, num_rows, num_cols], read by its three strides.
         largest: largest number of the float8 format.
         FIND: True computes and stores ``scales``, False reads them.
         BLOCK: True: one scale for all HEIGHT rows, else one per row.

@@ -40,6 +40,7 @@ def gather_up_activate(
         x: tokens [N, H].
         gather_idx: [R] token of each row.
         gate_up_proj: [E, 2, I, H] weights.
+        gate_up_proj_bias: [E, 2, I], added to gate and up; None: no bias.
         probs: [R] routing weight of each row.
         tiles: the rows cut into tiles of one expert.
         clamp: alpha and limit of the clamped SwiGLU; None: plain SwiGLU.

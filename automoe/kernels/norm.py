@@ -87,7 +87,10 @@ def _norm_grads(
 
 
 def _tile(dim: int) -> dict[str, int]:
-    """Return tile sizes and number of warps of both norm kernels for rows of ``dim`` numbers."""
+    """Return the arguments of both norm kernels for rows of ``dim`` numbers.
+
+    They are ROWS (rows of a tile), BLOCK_D (``dim`` rounded up to a power of two) and num_warps.
+    """
     width = triton.next_power_of_2(dim)
     rows = max(1, _TILE // width)
     return {"ROWS": rows, "BLOCK_D": width, "num_warps": min(16, max(4, width // 512))}
@@ -122,7 +125,7 @@ def norm_grads(
 
     Args:
         grad_TD: gradient of the output.
-        scales_T1: scales that ``norm_rows`` returned.
+        scales_T1: scales that ``norm_rows`` returned, 1 / sqrt(mean(x^2) + eps).
     """
     num_rows, dim = x_TD.shape
     grad_x_TD = torch.empty_like(grad_TD)

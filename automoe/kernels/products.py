@@ -79,7 +79,8 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
     """Triton function: cast ``value`` (float32) to dtype ``to``, rounded to nearest, ties to even.
 
-    GPUs round so themselves; Triton's interpreter would truncate to bfloat16.
+    GPUs round so themselves. Triton's interpreter, which has PRECISION ``ieee``, would truncate to
+    bfloat16.
     """
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
@@ -95,7 +96,10 @@ def _load(at, mask):
 
 @triton.jit
 def _store(at, value, mask, PRECISION: tl.constexpr):
-    """Triton function: store ``value`` (float32) at the pointers ``at``, rounded to their dtype."""
+    """Triton function: store ``value`` (float32) at the pointers ``at``, rounded to their dtype.
+
+    PRECISION is ``input_precision`` of the kernel's ``tl.dot``.
+    """
     tl.store(at, _narrow(value, at.dtype.element_ty, PRECISION), mask=mask)
 
 
@@ -158,7 +162,7 @@ def gather_up_activate(
     made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight ``probs`` * activation,
     which is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``).
     ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP divides all
-    row lengths; with TMA the weights are a tensor descriptor.
+    row lengths; with TMA the weights are a tensor descriptor. PRECISION is that of ``tl.dot``.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -229,7 +233,8 @@ def rows_times_weights(
     It computes the down projection, and in the backward pass the gradient of the experts' input
     rows. ``w`` is [E, N, K] with BY_COLUMNS, else [E, K, N]; ``bias`` is added times ``probs``, the
     routing weight. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``;
-    STEP divides all row lengths; with TMA ``a`` and ``w`` are tensor descriptors.
+    STEP divides all row lengths; with TMA ``a`` and ``w`` are tensor descriptors. PRECISION is that
+    of ``tl.dot``.
     """
     K = _known(K, STEP)
     N = _known(N, STEP)
@@ -347,7 +352,8 @@ def grad_down_activate(
     up), ``act`` (routing weight * activation) and ``grad_probs`` (one partial sum per block of
     columns). ``pre`` is gate and up; the activation is SwiGLU, or with CLAMPED the clamped SwiGLU
     with ``alpha`` and ``limit``. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
-    divides all row lengths; with TMA ``grad_out`` and ``down_proj`` are tensor descriptors.
+    divides all row lengths; with TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is that of
+    ``tl.dot``; the activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -382,7 +388,7 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: run the backward pass of the gated activation for COLUMNS columns.
+    """Triton function: run the backward pass of SwiGLU (with CLAMPED, clamped) for COLUMNS columns.
 
     ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns,
     from ``first_col`` on; ``row`` are the rows' numbers and ``real`` is the mask of those that
@@ -438,7 +444,7 @@ def grad_weights(
 
     This is the gradient of the experts' weights: ``left`` [R, M] and ``right`` [R, N] give [E, M,
     N]. ``offsets`` are the ends of the experts' rows; ``gather_idx`` gives the row of ``right`` for
-    each row of ``left``, or is None. STEP divides M and N.
+    each row of ``left``, or is None. STEP divides M and N. PRECISION is that of ``tl.dot``.
     """
     M = _known(M, STEP)
     N = _known(N, STEP)

@@ -53,7 +53,8 @@ def turn_heads(
     ``x`` [B, S, N, DIM] is read by its strides, ``out`` [B * S, N, DIM] written; ``cos`` and
     ``sin`` are [B * S, HALF]. Dims START ... START + 2 HALF - 1 are rotated, the others copied. The
     two dims of a rotation are adjacent in the input with FROM_PAIRS, and in the output with
-    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle.
+    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle. PRECISION ``ieee`` is
+    for float32 and for Triton's interpreter, which would not round to bfloat16 by itself.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -155,7 +156,8 @@ def part_heads(
 
     It splits the keys' gradient ``grad_k`` into each head's own KEEP dims, stored with the gradient
     of values (VALUES dims) in ``grad_kv``, and the TURN rotary dims, summed over heads in
-    ``grad_k_rope``. One program handles one token, HEADS heads at a time.
+    ``grad_k_rope``. One program handles one token, HEADS heads at a time. PRECISION ``ieee`` is for
+    float32 and for Triton's interpreter, which would not round to bfloat16 by itself.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len

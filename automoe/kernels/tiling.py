@@ -75,6 +75,7 @@ _INTERPRETED = Blocks(
 def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
     """Return the block sizes with which a product of the experts' kernels is launched.
 
+    They are those of ``HOPPER`` for aligned rows of a dtype other than float32, else ``SMALL``.
     Triton's interpreter gets the smallest blocks, since its time grows with their size.
 
     Args:

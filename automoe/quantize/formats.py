@@ -77,10 +77,17 @@ def scales_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode(x: Tensor, scales: Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
-    """Quantize ``x`` [..., R, C] with given scales; numbers out of range become the largest code.
+    """Quantize ``x`` [..., R, C]: divide each number by its tile's scale and round it to ``dtype``.
+
+    Numbers out of range become the largest code of their sign.
 
     Infinite numbers become NaN instead, so the failure of the step that produced them stays
     visible. Codes are row-major for every layout of ``x``.
+
+    Args:
+        scales: [..., tiles down, tiles across] float32.
+        dtype: float8 dtype of the codes.
+        tile: rows and columns that share a scale; ``WHOLE`` if the entire matrix shares one.
     """
     if x.is_cuda:
         return _in_one_pass(x, scales, dtype, tile)

@@ -26,9 +26,10 @@ _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function: float8 product that saves x and weight unquantized.
+    """Autograd function (x, weight, scaling) -> x @ weight.T in float8; it saves both unquantized.
 
-    Its backward quantizes both again, except a weight whose codes are in ``scaling.cached``. Other
+    ``scaling`` is the rule that quantizes the operands, such as ``Tensorwise``. The backward pass
+    quantizes x and weight again, except a weight whose codes are in ``scaling.cached``. Other
     operations save x anyway (other products with the same input, attention's backward, the router),
     so saved codes would be a second copy. FSDP owns the weight and may free it between forward and
     backward.

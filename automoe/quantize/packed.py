@@ -123,9 +123,9 @@ def _bitsandbytes() -> ModuleType:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """Autograd function: ``F.linear`` of a quantized weight, which it saves quantized.
+    """Autograd function (x, weight, bias): ``F.linear`` of a quantized, frozen weight.
 
-    The backward dequantizes the weight again.
+    The weight is saved quantized and gets no gradient. The backward pass dequantizes it again.
     """
 
     @staticmethod

@@ -51,7 +51,10 @@ class _Weights(nn.Module):
     cached: dict[str, Any] | None = None
 
     def weight_scales(self, weight: Tensor) -> Any:
-        """Return the scales of the weight [..., N, K]. Collective, unless they are cached."""
+        """Return the scales of the weight [..., N, K]; ``Blockwise`` returns None.
+
+        Collective, unless they are cached.
+        """
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:
@@ -100,10 +103,12 @@ class Tensorwise(_Weights):
         return scales_for(amax, self.formats[operand])
 
     def amax(self, local: Tensor, operand: int) -> Tensor:
-        """Return the largest number [..., 1, 1] that the scale of ``operand`` must represent.
+        """Return the largest magnitude [..., 1, 1] that the scale of ``operand`` must represent.
+
+        It is the maximum over the ranks that share the operand. Collective.
 
         Args:
-            local: [..., 1, 1] largest number of this rank's shard.
+            local: [..., 1, 1] largest magnitude in this rank's shard.
             operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         # A max-reduction over ranks may ignore NaN, so NaN becomes infinity.
@@ -145,6 +150,8 @@ class Delayed(Tensorwise):
         history: buffer [3, HISTORY], saved and equal on all ranks: largest numbers of past steps.
         seen: buffer [3], not saved: largest numbers of the step so far. It differs between ranks
             until it is reduced before ``end_step``.
+        known: for each operand, True if it has a history; None: not yet read from the device. The
+            indices of all three are ``X``, ``W``, ``GRAD``.
 
     Args:
         gradients: float8 dtype of gradients.

@@ -93,6 +93,8 @@ def named(path: Path, size: int = 0) -> Iterator[None]:
 def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
     """Turn an ``OSError`` of the block into a ``CheckpointError`` that ends with ``remedy``.
 
+    On a full disk it ends with "Make room there" instead.
+
     Args:
         place: file or folder for the message, if the error names none or ``fault`` is given.
         fault: what is wrong with ``place``, such as "cannot be written".
@@ -186,7 +188,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def free_name(path: Path, stem: str) -> Path:
-    """Return the first unused name of ``stem.1``, ``stem.2``, ... beside ``path``, with its suffix."""
+    """Return the first unused path of STEM.1, STEM.2, ... in the folder of ``path``.
+
+    The suffix of ``path`` is appended to each name.
+    """
     number = 1
     while os.path.lexists(free := path.with_name(f"{stem}.{number}{path.suffix}")):
         number += 1

@@ -21,8 +21,9 @@ def flush_folder(folder: Path) -> None:
 def name_folder(working: Path, path: Path) -> None:
     """Rename a flushed folder to ``path`` atomically, and flush the new name to the disk.
 
-    An older folder of this name exchanges names with the new one, so that the caller can delete it
-    as ``working``. Where the system cannot exchange names, it is renamed first and deleted last.
+    If ``path`` exists, the two folders exchange names, and the caller deletes the older one, now
+    called ``working``. Where the system cannot exchange names, the older folder is first renamed to
+    ``.NAME.old`` and deleted at the end.
     """
     old = _old(path)
     if not path.exists():

@@ -109,7 +109,12 @@ def read_bytes(folder: Path, name: str) -> bytes:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse UTF-8 JSON and refuse objects with a repeated key. Raises ``ValueError``."""
+    """Parse UTF-8 JSON.
+
+    Raises:
+        ValueError: the text is invalid, repeats a key of an object, or is nested deeper than
+            ``MAX_DEPTH``.
+    """
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
         if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
@@ -172,6 +177,10 @@ def _written_out(
         known: results by ``id`` of a node.
         depth: levels above ``node``.
         key: dotted key of ``node``, for an error.
+
+    Raises:
+        ValueError: a number has too many digits.
+        RecursionError: the nesting is deeper than ``MAX_DEPTH``, or a node contains itself.
     """
     if depth > MAX_DEPTH:  # also for an alias of a node that contains it
         raise RecursionError
@@ -212,7 +221,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: object) -> str:
-    """Shorten a value from a file to at most 80 characters, for a message."""
+    """Return the ``repr`` of a value from a file, cut after 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 

@@ -30,7 +30,8 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
             None: do not wait.
 
     Raises:
-        BlockingIOError: another process holds the lock; its id is the error's ``strerror``.
+        BlockingIOError: ``progress`` is None, and another process holds the lock; its id is the
+            error's ``strerror``.
         OSError: the file cannot be made or written, or is not a regular file; or it is a link,
             whose target would be overwritten, or has a hard link, so that two names would be
             locked; or the process that holds the lock makes no progress.
@@ -56,7 +57,10 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
 
 
 def _take(path: Path) -> int | str:
-    """Return a descriptor that holds the lock, or the id of the process that holds it."""
+    """Return a descriptor that holds the lock of ``path``, or the id (text) of the process that does.
+
+    This function does not wait. The id is ``unknown`` if the file does not state it.
+    """
     handle = _open_lock(path)
     opened = os.fstat(handle)
     try:

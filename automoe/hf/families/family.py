@@ -155,7 +155,8 @@ class Family(Tier):
         """Return the ``config.json`` of ``config``, the inverse of ``read_config``.
 
         Args:
-            base: config.json of the source; its keys that do not describe the model are kept.
+            base: config.json of the checkpoint that the model was loaded from, if any; its keys
+                that do not describe the model are kept.
 
         Raises:
             ConfigError: the model has a feature that the family lacks.

@@ -97,7 +97,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
         key: setting or option by which the user named the directory, for the message.
 
     Raises:
-        ConfigError: config.json is missing or is not a JSON object.
+        ConfigError: config.json is missing, unreadable or not a JSON object.
         CheckpointError: config.json is a link out of the directory, not a regular file, or larger
             than 100 MB.
     """
@@ -124,9 +124,10 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
 
 
 def check_model(folder: Path) -> None:
-    """Check a checkpoint as a training run does, before ``transformers`` loads it.
+    """Check config.json, headers and quantization of a checkpoint before ``transformers`` loads it.
 
-    Of a family that automoe does not know, the number of layers and the quantization are checked.
+    No weights are decoded. If automoe does not know the family, of config.json only the number of
+    layers and the quantization are checked.
 
     Raises:
         ConfigError: config.json is missing or wrong, or its model has other sizes than the files.
