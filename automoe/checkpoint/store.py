@@ -494,6 +494,6 @@ def _new_stager(pin_memory: bool) -> Any:
     except (ImportError, TypeError) as error:  # it is private to torch
         raise CheckpointError(
             "checkpoint.async_save=true copies the state with torch's StateDictStager, which torch "
-            f"{torch.__version__} does not have in its form of 2.11 to 2.13: {error}. Set "
+            f"{torch.__version__} does not have in its form of 2.11 to 2.15: {error}. Set "
             "checkpoint.async_save=false, or install one of those"
         ) from None
