@@ -171,7 +171,7 @@ class _Once(logging.Handler):
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
-    """Load tasks and groups of tasks of lm-eval-harness, with their data.
+    """Load and return tasks and groups of tasks of lm-eval-harness, with their data.
 
     Args:
         specs: task files (YAML), folders of task files, or names that the harness knows.

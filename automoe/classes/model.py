@@ -479,7 +479,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count its expert choices and attach balance losses."""
+        """Forward pre-hook of an experts module: count its choices; return its arguments with balance losses added."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -438,7 +438,7 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, with r = pi / pi_old and advantage A.
+    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi; r = pi / pi_old, advantage A (sg: stop-gradient).
 
     Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) are dropped.
     """
@@ -467,7 +467,7 @@ def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
     """On-policy distillation: policy gradient -r A' on sampled tokens, which lowers the reverse KL to the teacher.
 
-    A' = A - strength sg[log pi - log teacher], with A = ``advantages`` (0 if missing) and r = pi / pi_old.
+    A' = A - strength sg[log pi - log teacher]; A = ``advantages`` (0 if missing), r = pi / pi_old, sg: stop-gradient.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
