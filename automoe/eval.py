@@ -44,7 +44,7 @@ RESULTS = "eval.json"
 def main(argv: list[str] | None = None) -> int:
     """Run the lm-eval tasks that ``argv`` names; print their results and write them to a file.
 
-    Returns the exit status: 0 if all tasks ran and every number is finite.
+    Returns the exit status: 0 if all tasks ran and every number is finite; 2 after an error.
     """
     parser = argparse.ArgumentParser(
         prog="automoe eval", description="Run tasks of lm-eval-harness on a run or a checkpoint."
@@ -171,7 +171,7 @@ class _Once(logging.Handler):
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
-    """Load tasks and groups of tasks of lm-eval-harness, with their data.
+    """Load and return tasks and groups of tasks of lm-eval-harness, with their data.
 
     Args:
         specs: task files (YAML), folders of task files, or names that the harness knows.

@@ -202,8 +202,8 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
 def _wrote_a_model(run_dir: Path) -> bool:
     """Return True if, by its configuration, a run writes a HuggingFace checkpoint to ``hf/``.
 
-    The file is read without the schema, so the run's plugins and environment are not needed. If it
-    cannot be read, the result is True.
+    Its config.yaml is read without the schema, so the run's plugins and environment are not needed.
+    If it cannot be read, the result is True.
     """
     with suppress(OSError, ValueError):
         values = flat(read_mapping(read_file(run_dir / CONFIG_FILE)))
@@ -314,7 +314,11 @@ def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any)
 
 
 def _generation_config(folder: Path) -> Any:
-    """Return a checkpoint's generation settings; print a note on settings that are not applied."""
+    """Return a checkpoint's sampling settings that are followed, as transformers' GenerationConfig.
+
+    They are the keys ``FOLLOWED`` of generation_config.json, or of config.json if there is no such
+    file. Print a note on other settings in generation_config.json.
+    """
     from transformers import GenerationConfig
 
     name = "generation_config.json"
@@ -366,6 +370,8 @@ class Speaker:
 
     def answer(self, said: str | list[dict[str, Any]]) -> str:
         """Return the continuation of a text, or the answer to chat messages, without stop token.
+
+        Print a note if the answer to messages was cut off at its largest length.
 
         Args:
             said: a text to continue, or chat messages with ``role`` and ``content``.

@@ -339,7 +339,7 @@ class SamplingClient(_Client):
     def sample(
         self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams
     ) -> APIFuture[types.SampleResponse]:
-        """Return a future of sampled answers (``RoutedSequence``) with the log-probability of each token.
+        """Return a future of ``num_samples`` answers, each with tokens, log-probabilities and expert ids (``routes``).
 
         Raises:
             ConfigError: a sampling parameter is invalid or not supported.

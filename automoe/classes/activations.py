@@ -69,9 +69,10 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
     num_local = max(1, model.num_experts // ep)
 
     def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
-        """Call ``experts`` with ``expert_rows`` rows, in place of a token dispatcher; return [T, H].
+        """Stand in for a token dispatcher under ``FakeTensorMode``; return [T, H].
 
-        Only the shapes of its tensors have a meaning.
+        Call ``experts`` on ``expert_rows`` rows, as many as this rank's experts are counted with.
+        Only shapes are right: every row is token 0.
         """
         token_R = topk_ids_TK.new_zeros(expert_rows)
         received_RH = x_TH.index_select(0, token_R)

@@ -58,7 +58,7 @@ def refused(path: object, problem: str, remedy: str = "Choose another checkpoint
 def build_causal_lm(path: str, experts: str = "eager") -> Any:
     """Build a checkpoint's text model by its class of ``transformers``, on the meta device.
 
-    Parameters have torch's default dtype.
+    Parameters have torch's default dtype; those that are not trained become buffers.
 
     Args:
         path: checkpoint folder or Hub id.
@@ -335,7 +335,10 @@ def _as_stated(measured: float, stated: set[float]) -> float:
 
 
 class _Outputs:
-    """Stand-in for a base model's outputs: it has the given last hidden states; the rest is None."""
+    """Stand-in for a base model's outputs: ``last_hidden_state`` and every index give ``hidden``.
+
+    All other attributes are None.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -348,7 +351,11 @@ class _Outputs:
 
 
 class _Returns(nn.Module):
-    """Stand-in for a base model, whose forward returns the given hidden states."""
+    """Stand-in for a base model, whose forward ignores its arguments and returns ``hidden``.
+
+    Args:
+        hidden: last hidden states, returned as ``last_hidden_state`` of an object.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

@@ -153,7 +153,8 @@ class ClassFamily(Family):
         Its keys are those of ``base``, without the ones that describe the source's files.
 
         Args:
-            base: ``config.json`` to start from; None: the one of the model's checkpoint.
+            base: ``config.json`` to start from; that of the checkpoint's text model if None, or if
+                it has another ``model_type``.
 
         Raises:
             ConfigError: weights were initialised at random, and the text model of a multimodal
@@ -350,7 +351,8 @@ def _renamed(table: _Pieces, rename: Callable[[str], str]) -> _Pieces:
 def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
     """Return parameter name -> the slices of it that published files hold, with their keys.
 
-    The result is None if a published tensor is not a slice of one parameter.
+    The result is None if transformers' conversion cannot be reverted, or a published tensor is not
+    made of slices of one parameter.
 
     Args:
         tensors: the model's parameters and buffers by name, on meta.

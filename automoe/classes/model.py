@@ -52,10 +52,15 @@ _BLOCKS = re.compile("block_size|compress")
 
 @torch.no_grad()
 def _keep_own_values(model: Any, path: str, seed: int) -> None:
-    """Store the class's own initial values of buffers and small parameters, for ``initialize``.
+    """Store the class's own initial values of buffers and small parameters on its modules, for ``initialize``.
 
     The class initialises them twice, over zeros and over ones: a value that differs afterwards was not set. Large
     parameters stay on meta; ``automoe.model.init`` initialises them.
+
+    Args:
+        model: transformers model on meta; modules get ``first_values`` (of parameters) and ``reset_buffers``.
+        path: checkpoint folder, for error messages.
+        seed: seed of the class's random initial values.
 
     Raises:
         ConfigError: the class leaves a buffer or a small parameter unset.
@@ -221,13 +226,19 @@ class _Probe(NamedTuple):
     states: list[Tensor]
 
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
-        """Return the expert ids [T, K] to use: the first pass's for the first document, ``ids_TK`` for the rest."""
+        """Return the expert ids [T, K] that ``experts`` is to use, instead of the router's ``ids_TK``.
+
+        For the first document they are those of the first pass, which stores its ids; for the other one, ``ids_TK``.
+        """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of blocks, windows, strides and compression rates in ``config``, the value of ``name``."""
+    """Yield (key, number) of each whole number in ``config`` that is a block, window, stride, kernel or rate.
+
+    The key tells: it contains such a word. ``name`` is the key of ``config`` itself in the dictionary around it.
+    """
     if isinstance(config, dict):
         for key, value in config.items():
             yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)
@@ -239,12 +250,9 @@ def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def longest_span(config: Any) -> int:
-    """Return the largest number of positions that one block, window, stride or rate covers.
+    """Return the most positions that a block, window, stride or rate in ``config`` (nested dictionaries) covers.
 
     A top-k over blocks covers k blocks.
-
-    Args:
-        config: the model's configuration as nested dictionaries.
     """
     lengths = list(spans(config))
     chosen = max((number for name, number in lengths if "topk" in name), default=0)
@@ -397,13 +405,10 @@ class TransformersModel(CausalLM):
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return the length of a test row in which all attention windows and blocks of the model take effect.
+        """Return the length, at least ``seq_len``, of a test row in which all attention windows and blocks take effect.
 
         It holds two documents, each twice as long as the longest attention window, block or compression rate of the
         configuration, but at most 2,048 positions.
-
-        Args:
-            seq_len: smallest result.
         """
         return max(seq_len, min(4 * longest_span(self._class[0].config.to_dict()), _ROW))
 
@@ -462,10 +467,7 @@ class TransformersModel(CausalLM):
         return x_BsH
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return the ``forward`` of a layer's MoE module, wrapped to use ``forced_ids`` of a micro-batch.
-
-        These are expert ids to use instead of the router's choices.
-        """
+        """Return a MoE module's ``forward``, wrapped to use a micro-batch's ``forced_ids`` as the router's choices."""
 
         @wraps(forward)
         def repeating(*args, **kwargs):
@@ -477,7 +479,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count its expert choices and attach balance losses."""
+        """Forward pre-hook of an experts module: count its choices; return its arguments with balance losses added."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -24,7 +24,7 @@ class BatchPlan:
         num_micro_batches: micro-batches of a step on each data-parallel rank.
         tokens_per_micro_batch: tokens of one rank, after cp and tp have sharded its rows.
         expert_rows_per_rank: pairs that the experts of one rank compute in a micro-batch.
-        rows_per_expert: the same pairs, for one expert.
+        rows_per_expert: pairs that one expert computes in a micro-batch.
     """
 
     tokens_per_step: int  # over all ranks
@@ -37,7 +37,7 @@ class BatchPlan:
 
 
 def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
-    """Return the rows (sequences) of the step that begins after ``consumed_rows`` trained rows.
+    """Return the number of rows (sequences) of the step that begins after ``consumed_rows`` rows.
 
     With ``train.rampup_batch_size=[start, increment, ramp_rows]`` the batch grows from ``start``
     rows by ``increment`` at a time, in equal intervals over the first ``ramp_rows`` rows, as in
@@ -71,7 +71,7 @@ def steps_for(train: TrainConfig, rows: float) -> int:
 
 
 def _ramp(train: TrainConfig) -> Iterator[int]:
-    """Yield the rows of each step of the batch ramp-up, until the global batch has its full size."""
+    """Yield the number of rows of each step of the batch ramp-up, up to the first full-sized one."""
     taken = 0
     while (rows := rows_of_step(train, taken)) < train.global_batch_size:
         yield rows

@@ -284,9 +284,9 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
 
 
 def _check_files(config_dir: str) -> None:
-    """Raise ``ConfigError`` for a YAML file of ``config_dir`` that cannot be read.
+    """Raise ``ConfigError`` if ``config_dir`` is no directory, or a YAML file in it cannot be read.
 
-    Causes are text that is not UTF-8, and aliases that expand to too many values.
+    A file cannot be read if it is not UTF-8, or its aliases expand to too many values.
     """
     from yaml import YAMLError
 
@@ -327,7 +327,8 @@ def check_overrides(
         sweep: accept several values of a key (``optim.lr=1,2``), and settings of Hydra itself.
 
     Raises:
-        ConfigError: a malformed override, an unknown key or option.
+        ConfigError: a malformed override, an unknown key or option, a deleted key, or without
+            ``sweep`` several values or a setting of Hydra.
         BackendError: Hydra is not installed.
     """
     if missing := [name for name in ("hydra", "omegaconf") if find_spec(name) is None]:
@@ -482,7 +483,7 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the sorted (key, value) of each override, with ``mesh.ep`` cut to ``ep`` if unique."""
+    """Return sorted (key, value) pairs, the last of a key; ``mesh.ep`` becomes ``ep`` if unique."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     last = {key: key.rpartition(".")[2] for key in typed}

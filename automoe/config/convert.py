@@ -101,19 +101,20 @@ class FromEnvironment(str):
 
 
 def written(text: str) -> str:
-    """Return ``text`` in the form that may be shown: variables by name, not by content."""
+    """Return ``text``; if ``FromEnvironment``, with ``${oc.env:NAME}`` for a variable's content."""
     return text.written if isinstance(text, FromEnvironment) else text
 
 
 def named_variables(text: str) -> set[str]:
-    """Return the names of the environment variables in ``text``, written as ``${oc.env:NAME}``."""
+    """Return environment variables that ``text`` names: NAME of each ``${oc.env:NAME}`` in it."""
     return set(_VARIABLE.findall(text))
 
 
 def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
-    """Replace ``${oc.env:NAME}`` in nested values by the variable's content.
+    """Replace ``${oc.env:NAME}`` in nested dictionaries and lists by the variable's content.
 
-    This inverts ``config_to_dict``. A variable that ``environment`` lacks stays as written.
+    A changed text becomes ``FromEnvironment``, which ``config_to_dict`` writes as it was before. A
+    variable that ``environment`` lacks stays as written.
     """
 
     def content(value: Any) -> Any:

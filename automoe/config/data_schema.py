@@ -53,9 +53,10 @@ class SourceConfig(Shown):
 class ChatConfig:
     """How conversations are read, rendered by a chat template and trained (``docs/finetune.md``).
 
-    ``keys`` and ``roles`` give the records' own names of keys and roles, where they differ from
-    ``format``'s. ``turns`` says which answers are trained, ``special_text`` whether special tokens
-    spelled out in messages become tokens, and ``pack`` lets several samples share a row.
+    ``keys`` maps the format's names of keys to the records' own (``{role: speaker}``), ``roles``
+    the records' names of roles to their meaning (``{bot: assistant}``). ``date`` is the date that
+    the template writes. ``turns`` says which answers are trained, ``special_text`` whether special
+    tokens spelled out in messages become tokens, and ``pack`` lets several samples share a row.
     """
 
     # keys of a record. messages: messages with role and content; sharegpt: conversations with from

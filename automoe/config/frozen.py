@@ -167,7 +167,13 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
 
 
 def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections into one mapping with dotted keys; tuples become lists."""
+    """Flatten nested sections into one mapping with dotted keys; tuples become lists.
+
+    A mapping that is the value of a single setting, such as ``data.chat.keys``, stays whole.
+
+    Args:
+        prefix: text before each key.
+    """
     values: dict[str, Any] = {}
     for name, value in fields.items():
         key = f"{prefix}{name}"

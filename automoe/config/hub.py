@@ -49,7 +49,8 @@ def _cache_of(name: str) -> Path:
 def is_data_set(path: str) -> bool:
     """Return True if ``path`` is a directory that ``datasets`` saved, or the id of a Hub data set.
 
-    ``OWNER/NAME`` counts as an id only if neither that path nor a folder OWNER exists.
+    ``OWNER/NAME`` counts as an id only if neither that path nor a folder OWNER exists, and NAME
+    does not end like a data file (``.jsonl``).
     """
     folder = Path(path).expanduser()
     match = _ID.fullmatch(path)
@@ -84,7 +85,7 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
 
     Raises:
         ConfigError: the model is not cached and the Hub cannot be reached, or the Hub has no
-            such model or revision.
+            such model or revision, or it has neither config.json nor tokenizer_config.json.
     """
     match = _ID.fullmatch(spec)
     if match is None or user_path(key, spec).exists():

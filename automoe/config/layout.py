@@ -29,7 +29,8 @@ def parse_layout(text: str) -> list[str]:
 
     Raises:
         ConfigError: a foreign character, a parenthesis without its partner, a repetition of
-            nothing, or letters that are not one E, then any number of t, then of m, then one L.
+            nothing, more than 20,000 letters, or letters that are not one E, then any number of t,
+            then of m, then one L.
     """
     # A space between two digits stays, and is refused.
     expanded = re.sub(r"(?<![\d,\s])[,\s]+|[,\s]+(?![\d,\s])", "", text)

@@ -69,7 +69,7 @@ def pipeline_order(
             (Interleaved1F1B, DualPipeV, and any with ``pp`` 1).
 
     Raises:
-        ConfigError: the number of micro-batches does not fit the schedule.
+        ConfigError: the schedule cannot run this number of stages per rank or of micro-batches.
     """
     schedule = "Interleaved1F1B" if pp == 1 else schedule
     return _ordered(schedule, pp, stages_per_rank, num_micro_batches, merged)
@@ -117,9 +117,10 @@ def _in_turn(
     """Yield the actions of one rank for schedules in which rank r holds the stages r, r + pp, ...
 
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
-    Interleaved1F1B takes rounds of up to ``pp`` micro-batches through its stages in turn (arXiv
-    2104.04473, section 2.2). InterleavedZeroBubble does the same, but starts fewer forwards and
-    delays the weight gradients of each backward by ``rank`` backwards (ZB1P of arXiv 2401.10241).
+    Interleaved1F1B takes equal rounds of micro-batches, ``pp`` or more if there are as many,
+    through its stages in turn (arXiv 2104.04473, section 2.2). InterleavedZeroBubble does so too,
+    but starts fewer forwards and delays the weight gradients of each backward by ``rank`` backwards
+    (ZB1P of arXiv 2401.10241).
 
     Args:
         merged: let a forward and a backward pass run at the same time as one entry, where the

@@ -185,10 +185,11 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
     """Return values, by name, that the tables of rules on attention kernels read as ``facts.NAME``.
 
-    ``query``, ``value`` and ``widest`` are dims of a head; ``unfit`` (flex), ``wide`` and ``odd``
-    (cuDNN) are true if a kernel does not support them. ``masked``: attention masks more than the
-    future. ``wrong``: a number of keys for which cuDNN's gradient may be NaN, or 0; a row length
-    that ``unit`` divides avoids it.
+    ``query`` and ``value`` are the widths of a head, ``widest`` is the larger one. ``unfit`` is
+    true if flex attention does not support them, ``wide`` or ``odd`` if cuDNN does not, ``masked``
+    if attention masks more than the future. ``wrong`` is the smallest number of keys on a cp rank
+    for which cuDNN's gradient may be NaN, 0 if there is none; rows whose length ``unit`` divides
+    have none.
     """
     attention, seq_len = config.model.attention, config.train.seq_len
     sinks = attention.sinks and config.kernels.attention != "flex"

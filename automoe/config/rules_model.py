@@ -241,9 +241,10 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model, width = config.model, config.model.moe_intermediate_size
 
     def fewer_shards(size: int) -> str:
-        """Return mesh settings, for an error, with which FSDP splits a dim of ``size`` evenly.
+        """Return settings, for an error, with which FSDP splits an expert's dim of ``size`` evenly.
 
-        The dim is an expert's. Ranks move from ``ep_shard`` to ``ep``, or else to ``ep_replicate``.
+        Ranks move from ``ep_shard`` to ``ep``, such as ``mesh.ep=8 mesh.ep_shard=2``, or to
+        ``ep_replicate`` if the experts do not divide by so many.
         """
         shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
         times = shape.ep_shard // shards

@@ -179,7 +179,11 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield (key, whether broken, rule, remedy) of the rules on the layers of pipeline stages."""
+    """Yield (key, whether broken, rule, remedy) of the rules on the layers of pipeline stages.
+
+    Args:
+        see: values of ``config`` and ``shape`` that the tables of rules read.
+    """
     parallel, num_layers, sizes = config.parallel, config.model.num_layers, config.parallel.layers_per_stage
     num_stages = shape.pp * parallel.stages_per_rank
     rule, remedy = too_many_stages(num_stages)

@@ -78,8 +78,8 @@ class ClusterConfig:
     """The hardware that plan and MFU are computed for, in bytes, bytes/s and FLOP/s.
 
     ``gemm_curve`` has the shares of ``peak_flops`` that matmuls reach at 1, 2, 4, ... times
-    ``gemm_curve_from`` FLOPs per byte, ``links`` the measured [delay, bytes/s] of collectives, and
-    ``constants`` replace those of the planner's time model.
+    ``gemm_curve_from`` FLOPs per byte, ``links`` the measured [delay in s, bytes/s] of
+    collectives, and ``constants`` replace those of the planner's time model.
     """
 
     name: str = "laptop"  # shown in the plan

@@ -88,10 +88,11 @@ class RopeConfig:
 
 @dataclass
 class AttentionConfig:
-    """Attention: grouped-query (``gqa``) or multi-head latent (``mla``), and gated delta nets.
+    """Settings of attention, and of gated delta nets that replace it in some layers.
 
-    ``kind``, or the meaning of a key, says to which of the first two it applies; ``index_*`` are
-    for sparse attention (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next).
+    ``kind`` is grouped-query (``gqa``) or multi-head latent attention (``mla``); a key whose
+    comment begins with one of the two applies to it alone. ``index_*`` are for sparse attention
+    (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next).
     """
 
     kind: Literal["gqa", "mla"] = "gqa"
@@ -261,7 +262,7 @@ class ModelConfig:
 
     @property
     def shared_width(self) -> int:
-        """Width of the shared experts' FFN; 0 without shared experts."""
+        """FFN width of all shared experts together; 0 without shared experts."""
         return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
 
 

@@ -53,7 +53,7 @@ class ExternalLaunch:
     Attributes:
         launcher: torchrun or srun.
         rank, world_size: rank of this process, and number of all ranks.
-        local_rank, local_world_size: the same on this node.
+        local_rank, local_world_size: rank among the ranks of this node, and their number.
         master_addr, master_port: address of the store where ranks meet.
         agent_store: True if the launcher serves this store, False if rank 0 shall do so.
     """

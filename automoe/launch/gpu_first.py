@@ -100,8 +100,9 @@ def run_checks(
 ) -> Iterator[tuple[Check, dict[str, Any]]]:
     """Run ``checks`` in order, and yield each with its outcome.
 
-    An outcome has the records of the run's steps, its seconds, and under ``wrong`` why the check
-    failed, or ''.
+    Keys of an outcome: ``proves`` (from the check), ``command`` (overrides), ``records`` (of the
+    run's steps), ``worst`` (largest relative difference of a loss, if losses are compared),
+    ``wrong`` (why the check failed, or '') and ``seconds``.
 
     Args:
         folder: new folder for the runs and for ``results.json``, which has every outcome so far.
@@ -128,10 +129,14 @@ def run_checks(
 
 
 def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
-    """Return a check's outcome: the records of its steps, and in ``wrong`` why it failed, or ''.
+    """Compare a check's losses with those that it must reproduce, and return the outcome.
 
     Args:
-        records: records of training steps, by name of the check.
+        records: name of a check -> its records of training steps; this check's are among them.
+
+    Returns:
+        ``records``: the records of this check's steps; ``wrong``: why it failed, or ''; ``worst``:
+        largest relative difference of a loss, if losses are compared with a tolerance.
     """
     run = records[check.name]
     losses = [record["loss"] for record in run]

@@ -42,7 +42,8 @@ def torch_has_cuda() -> bool:
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that this process may use.
 
-    The number is that of the driver, limited by ``CUDA_VISIBLE_DEVICES``.
+    It is the driver's number of GPUs, or if ``CUDA_VISIBLE_DEVICES`` is set, the number of entries
+    before the first one that is empty or -1. Without a driver it is 0.
     """
     present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")

@@ -112,8 +112,9 @@ def train_here(
 
 
 def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResult:
-    """Run every rank of a ``resolved`` configuration as a fork of ``server``; wait for the end.
+    """Run every rank of a configuration as a fork of ``server``; wait for the end.
 
+    Nothing in ``config`` is left to derive (``automoe.config.frozen.resolved``).
     The function holds the run directory's lock, writes its ``config.yaml``, and forwards SIGTERM,
     SIGHUP and Ctrl-C to the ranks as a request to stop. The ranks are killed by a second Ctrl-C or
     after ``launch.grace_s`` seconds. A run that fails is started again from its newest checkpoint,
@@ -368,9 +369,12 @@ def _pass_on(reader: int) -> None:
 def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
     """Return why no attempt may follow the last of ``failures``; None if one may.
 
+    An attempt is refused after an error meant for users (except ``LaunchError``), after ``limit``
+    restarts, and after an attempt that got no further than an earlier one.
+
     Args:
-        failures: for each failed attempt its number, its last recorded step (None if it recorded no
-            steps) and its first error.
+        failures: of each failed attempt ``step``, its last recorded step (None if it recorded no
+            steps), and ``error``, the report of its first error (``error_report``).
         limit: ``launch.max_restarts``.
     """
     *before, last = failures

@@ -137,9 +137,12 @@ def keep_freed_memory() -> None:
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Return the CUDA device index of a rank that sees ``visible`` devices.
+    """Return a rank's CUDA device index: ``local_rank``, or 0 if it sees only one device.
 
     Under ``srun --gpus-per-task=1`` every task sees only its own GPU, always as device 0.
+
+    Args:
+        visible: number of devices that the process sees.
     """
     return 0 if visible == 1 else local_rank
 

@@ -150,7 +150,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
 
 
 def _check_source(config: Config) -> None:
-    """Raise ``ConfigError`` if the run in ``checkpoint.resume`` has data of another kind."""
+    """Raise ``ConfigError`` if the run at ``checkpoint.resume`` has another ``data.kind``."""
     source = Path(config.checkpoint.resume).expanduser()
     then = _newest_config(source.parent.parent if source.name.startswith("step-") else source)
     kind = flat(then or {}).get("data.kind", config.data.kind)

@@ -141,9 +141,11 @@ class StuckWatch:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
 
     def look(self) -> None:
-        """Write this rank's position in the code if another rank asks for it.
+        """Write this rank's position in the code to a file if another rank asks for it.
 
-        Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs.
+        Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs, wait
+        up to 10 s for the answers, and record the missing rank as the run's first error. A
+        collective whose own timeout is longer than a step's only causes a warning at the latter.
         """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context
@@ -166,7 +168,7 @@ class StuckWatch:
                     self._warn(call, message)
 
     def explain(self, error: BaseException) -> None:
-        """Record which rank is missing if ``error`` is the timeout of a collective.
+        """Record the missing rank as the run's first error if ``error`` is a collective's timeout.
 
         If a rank is already asking all ranks for their positions, wait up to 20 s for the outcome.
         """
@@ -181,14 +183,18 @@ class StuckWatch:
             time.sleep(0.1)  # a rank is asking, so this rank's error is a consequence
 
     def _asked(self) -> int | None:
-        """Return the id (mtime in ns) of the file by which a rank asks for positions; None if none."""
+        """Return the id (mtime in ns) of a rank's request for positions; None if no rank asks."""
         try:
             return (self.run_dir / runs.STUCK_FILE).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def _ask(self) -> bool:
-        """Ask all ranks for their positions; return False if another rank has asked first."""
+        """Ask all ranks for their positions in the code, without waiting for their answers.
+
+        The request is the file ``STUCK_FILE`` in the run directory. Return False if it exists
+        already, because another rank has asked.
+        """
         try:
             (self.run_dir / runs.STUCK_FILE).touch(exist_ok=False)
         except FileExistsError:
@@ -272,6 +278,9 @@ def who_is_missing(
 ) -> tuple[int, str]:
     """Return the rank to blame, and the sentences that say why.
 
+    It is the first rank that waits in no collective, those of the collective's process group before
+    others; if all wait, it is ``asking``.
+
     Args:
         standings: positions of the ranks that answered.
         num_ranks: number of all ranks.
@@ -314,9 +323,9 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     """Return the collectives that this process has begun and not ended, oldest first.
 
     Args:
-        first_seen: monotonic time (s) at which each collective was first found pending. The caller
-            keeps the dictionary between calls, and this function updates it. The recorder has only
-            wall clock times, which may jump.
+        first_seen: (flight recorder, record id) of a collective -> monotonic time in s at which it
+            was first found pending. The caller keeps the dictionary between calls, and this
+            function updates it. The recorder has only wall clock times, which may jump.
     """
     if "torch.distributed" not in sys.modules:  # no collective begins before torch is imported
         return []

@@ -75,7 +75,10 @@ class Outlet:
 
 
 def outlive_streams() -> None:
-    """Protect this process and its children against closed or failing standard streams."""
+    """Let this process and its children survive closed or failing standard streams.
+
+    Closed ones become /dev/null; writing to stdout and stderr no longer raises ``OSError``.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         # If a standard stream is closed, the next file that opens would take its number, and
         # children would inherit that file as their standard stream.
@@ -208,10 +211,12 @@ def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
 
 
 def _watch(watch: stuck.StuckWatch, report: bool) -> None:
-    """Watch the run directory, and end this process soon after any rank has failed.
+    """Call ``watch.look`` until any rank has failed, then end this process 5 s later with status 1.
 
-    This runs in a thread, so it also ends a rank whose collective its peers will never join. The
-    process writes ``report.html`` before it ends if ``report``.
+    This runs in a thread, so it also ends a rank whose collective its peers will never join.
+
+    Args:
+        report: write ``report.html`` before the process ends.
     """
     pause = look_every_s(watch.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", watch.num_ranks)))
     while not (watch.run_dir / runs.ERROR_FILE).exists():
@@ -253,13 +258,14 @@ def _leave(run_dir: Path, report: bool) -> None:
 def _fail(
     run_dir: Path, rank: int, error: BaseException, terminal: Outlet, tells: bool, report: bool
 ) -> None:
-    """Report the error and end this process with status 1.
+    """Record the error in ``run_dir`` unless another rank failed first; end with status 1.
 
     The process group stays open: closing a broken one can wait for the lost peer forever.
 
     Args:
         terminal: stream that shows the error if it is the run's first.
         tells: False if automoe's launcher shows the error that this rank records.
+        report: write ``report.html`` before the process ends.
     """
     failure = runs.error_report(in_words(error), rank)
     first = True

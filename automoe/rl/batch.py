@@ -213,7 +213,7 @@ def _require(holds: bool, name: str, rule: str) -> None:
 def check_batch(
     batch: Batch, model: ModelConfig, max_tokens: int, reads: Sequence[str] = ()
 ) -> list[Fields]:
-    """Check all samples of a batch on every rank; return the fields of each. Collective.
+    """Check all samples of a batch; return each one's fields as tensors by name. Collective.
 
     If any rank finds an error, every rank raises that error.
 
@@ -298,6 +298,9 @@ def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) 
     attention costs more in longer rows. A micro-batch has at most ``train.micro_batch_size *
     train.seq_len`` positions. The number of micro-batches is one that the pipeline schedule
     accepts.
+
+    Args:
+        samples: fields of every sample of the batch, from ``check_batch``.
     """
     train = config.train
     lengths = [len(fields["tokens"]) for fields in samples]

@@ -41,8 +41,7 @@ class Correction:
     Attributes:
         kind: ``truncate``: min(w, high); ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855);
             ``reject``: 1 within [low, high], else 0.
-        level: what w is: ``token``: the token's; ``sequence``: the product over the answer, whose spread grows with
-            the answer's length; ``mean``: the geometric mean over the answer.
+        level: w of the ``token``, its product over the answer (``sequence``), or its geometric mean there (``mean``).
     """
 
     kind: Literal["truncate", "mask", "reject"] = "truncate"
@@ -134,7 +133,10 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return each token's importance weight [B, S]; report how many answers have a token of weight 0."""
+    """Return each token's importance weight [B, S]: trainer's pre-update probability over the engine's, limited.
+
+    ``correction`` says how. ``mask`` and ``reject`` report, by length, how many answers have a token of weight 0.
+    """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
     if correction.level != "token":
@@ -406,7 +408,7 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """CISPO (arXiv 2506.13585): -sg[clip(pi / pi_old, 1 - clip_low, 1 + clip_high)] * advantage * log pi."""
+    """CISPO (arXiv 2506.13585): -sg[clip(pi / pi_old, 1 - clip_low, 1 + clip_high)] A log pi (sg: stop-gradient)."""
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
     _report_mean("clipped_share", weight_BS != r_BS, inputs)
@@ -436,7 +438,7 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi, with r = pi / pi_old and advantage A.
+    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi; r = pi / pi_old, advantage A (sg: stop-gradient).
 
     Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) are dropped.
     """
@@ -465,7 +467,7 @@ def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
     """On-policy distillation: policy gradient -r A' on sampled tokens, which lowers the reverse KL to the teacher.
 
-    A' = A - strength sg[log pi - log teacher], with A = ``advantages`` (0 if missing) and r = pi / pi_old.
+    A' = A - strength sg[log pi - log teacher]; A = ``advantages`` (0 if missing), r = pi / pi_old, sg: stop-gradient.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
@@ -485,8 +487,7 @@ def distill_top_k(
     Args:
         direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [n, K]) and
             pi the student's; ``reverse``: sum of pi log(pi / p).
-        tail: True treats all other ids as one more id, with the remaining probability. Without that id, the reverse
-            KL is lowest if the student gives the K ids no probability.
+        tail: treat all other ids as one more id; without it, the reverse KL is lowest if the K ids have probability 0.
     """
     ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
     assert ours_BSK is not None  # scored_ids are there

@@ -142,7 +142,8 @@ def check_replay(stats: StepStats, top_k: int, most: float = MAX_DIFFER) -> None
         most: largest allowed ratio of the two shares.
 
     Raises:
-        DataError: the ratio is larger, in one layer or over all layers together.
+        DataError: the ratio is larger in one layer, or over all layers together, with at least 64
+            ids there. Up to 10% of other choices, which rounding may cause, never raise.
     """
     repeated_L, differing_L = stats.replayed.unbind(1)
     counts_LE = stats.expert_counts

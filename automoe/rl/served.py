@@ -37,6 +37,10 @@ class ServedEngine(ABC):
         address: such as ``http://host:8000``.
         run_dir: run directory; the weights are written to its folder ``engine``, which the server
             must be able to read under the same path.
+
+    Attributes:
+        options: keyword arguments with which a caller must make the ``WeightStream`` that it passes
+            to ``update``; here none.
     """
 
     options: dict[str, Any] = {}
@@ -56,7 +60,7 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def reload(self) -> None:
-        """Make the server read the weights in ``folder`` and drop caches that older weights filled."""
+        """Make the server load the weights in ``run_dir/engine``; drop caches of older weights."""
 
     @abstractmethod
     def answers(self, prompt: list[int], how: Sampling) -> list[Answer]:

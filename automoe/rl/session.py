@@ -181,7 +181,7 @@ class Session:
                 follows the configuration.
 
         Raises:
-            ConfigError: attention would cross the samples of a row (``data.document_mask=false``).
+            ConfigError: ``data.document_mask`` is false, or ``moe.record_routing`` or ``moe.replay_routing`` is set.
         """
         if not config.data.document_mask:
             raise ConfigError(
@@ -309,7 +309,7 @@ class Session:
             report: name -> this rank's number; the result has the maximum of each over ranks.
 
         Returns:
-            Learning rate, gradient norm before clipping, and whether the update was skipped.
+            Learning rate, gradient norm before clipping, whether the update was skipped (gradients 0 or not finite).
 
         Raises:
             AutomoeError: ``forward_backward`` was not called since the last step.
@@ -353,8 +353,7 @@ class Session:
             extra: a JSON object of the caller, equal on every rank, which ``load`` returns.
 
         Returns:
-            The checkpoint's folder; None if it is still being written in the background
-            (``checkpoint.async_save``).
+            The checkpoint's folder; None while it is written in the background (``checkpoint.async_save``).
 
         Raises:
             SaveError: this checkpoint, or an earlier one in the background, could not be written.
@@ -425,7 +424,10 @@ class Session:
     def _inputs(
         self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
     ) -> tuple[Packed, MicroBatch, Counts]:
-        """Check and pack samples that need values ``reads``; return rows, step inputs and loss divisors. Collective."""
+        """Check a batch and pack it into this rank's rows; return rows, step inputs, loss divisors. Collective.
+
+        The logits are divided by ``temperature``. The loss needs the samples' values named in ``reads``.
+        """
         config, shape = self.config, self.meshes.shape
         train = config.train
         temperature = at_least(1e-6, "temperature", temperature)
@@ -461,7 +463,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum ``numbers`` [tokens of the batch] over ranks, in place; return a CPU tensor per sample. Collective."""
+        """All-reduce ``numbers``, one per token of the batch ``packed``; return a CPU tensor per sample. Collective."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
@@ -487,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return the sum of the statistics of two passes whose gradients accumulate for one update."""
+    """Return ``second`` with the summed loss and counts of two passes whose gradients accumulate for one update."""
     return replace(
         second,
         loss=first.loss + second.loss,

@@ -44,6 +44,10 @@ class LocalVLLM:
     Args:
         python: path of a Python interpreter that has vLLM; it runs ``automoe.rl.vllm_worker``.
         run_dir: run directory, whose file ``engine.log`` gets the child's output.
+
+    Attributes:
+        options: keyword arguments with which a caller must make the ``WeightStream`` that it passes
+            to ``update``.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again

@@ -182,7 +182,8 @@ def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
 class _Collector:
     """Loss function that stores the log-probabilities of each micro-batch's answer pairs.
 
-    Used in evaluation only; the loss that it returns has no meaning.
+    ``seen`` gets (indices of P pairs in the data, log-probabilities [P, 2]) of each micro-batch. It
+    is used in evaluation only; the loss that it returns has no meaning.
     """
 
     def __init__(self) -> None:
@@ -206,7 +207,7 @@ def _compute(
 ) -> torch.Tensor | None:
     """Run the model on all answer pairs; return log-probabilities [N, 2].
 
-    The result is None if the run was asked to stop meanwhile.
+    The result is None if the run was asked to stop meanwhile; ``context.preempted`` is then True.
 
     Args:
         splits: splits of the data to run. Pairs of other splits get zeros.

@@ -117,7 +117,7 @@ class Run:
             self.note(f"{key}={2 * more:g} continues; checkpoint.resume=never starts over")
 
     def describe_start(self, loaded: Loaded | None) -> None:
-        """Print where the initial weights came from and, for chat data, a row of the training data.
+        """Print the model's notes, the source of its weights and, for chat data, a training row.
 
         Args:
             loaded: result of reading ``model.hf_path``; None if the weights are random.
@@ -153,10 +153,13 @@ class Run:
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
         """Stop timing a step and return its record (name -> metric), without validation results.
 
+        Set ``stopping`` and ``objective``, and print a warning if the update was skipped. After
+        the run's first step, collectives get the shorter timeout ``launch.timeout_s``.
+
         Args:
             stats: loss, routing statistics and other sums of the step.
             update: result of ``optimizer_step``; ``update.over_ranks`` holds the maximum over ranks
-                of each number in ``report``.
+                of each number that the property ``report`` has.
         """
         config = self.config
         train = self.config.train

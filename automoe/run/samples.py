@@ -68,7 +68,7 @@ class Engine:
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """Return the likeliest next token of each row, by the index of the prompt. Collective.
+        """Return index of the prompt -> likeliest next token, -1 if the logits are NaN. Collective.
 
         Data-parallel ranks must run equally many rows, so some ranks repeat rows.
 
