@@ -43,7 +43,8 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that this process may use.
 
     It is the driver's number of GPUs, or if ``CUDA_VISIBLE_DEVICES`` is set, the number of entries
-    before the first one that is empty or -1. Without a driver it is 0.
+    before the first one that is empty, -1, or the number of a GPU that is not there. Without a
+    driver it is 0.
     """
     present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")
@@ -51,7 +52,10 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
         return present
     names = [name.strip() for name in chosen.split(",")]
     # CUDA ignores everything from the first invalid entry on.
-    return next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+    for position, name in enumerate(names):
+        if name in ("", "-1") or (name.isdecimal() and int(name) >= present):
+            return position
+    return len(names)
 
 
 def _present_gpus() -> int:
