@@ -52,13 +52,13 @@ class LayerCalls:
 
     Attributes:
         layer: wraps the whole layer.
-        attention: input norm, attention, the sum with its input, and the norm before the
+        run_attention: input norm, attention, the sum with its input, and the norm before the
             feed-forward.
         norm: each of the layer's two norms.
         gather: the all-gathers over tp before attention and feed-forward. If the outputs of norms
             are recomputed instead of kept, the gathered copies are too.
         project_up: latent attention's projections from latents to heads.
-        attend: softmax attention or the delta rule, without projections.
+        core_attention: softmax attention or the delta rule, without projections.
         mlp, shared_experts: a feed-forward that all tokens pass.
         router: each part of the router's arithmetic.
         run_experts: dispatch, experts and combine.
@@ -66,11 +66,11 @@ class LayerCalls:
     """
 
     layer: Wrap = as_it_is
-    attention: Wrap = as_it_is
+    run_attention: Wrap = as_it_is
     norm: Wrap = as_it_is
     gather: Wrap = as_it_is
     project_up: Wrap = as_it_is
-    attend: Wrap = as_it_is
+    core_attention: Wrap = as_it_is
     mlp: Wrap = as_it_is
     shared_experts: Wrap = as_it_is
     router: Wrap = as_it_is

@@ -75,7 +75,7 @@ class AttentionSetup:
         if attention.index_topk:
             docs_BS = document_ids(tokens, self.key_gather, backend.always_masked)
             self.seen = seen_keys(tokens, self.key_gather, docs_BS=docs_BS)
-        self._attend = backend.attend
+        self._kernel = backend.attention_kernel
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
 
@@ -97,10 +97,13 @@ class AttentionSetup:
             for block in self.blocks[window]
         ]
 
-    def attend(
+    def softmax_attention(
         self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None, chosen_BSR=None
     ) -> Tensor:
         """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
+
+        It calls ``BackendConfig.attention_kernel``. Modules call it through the layer's wrappers, as
+        their ``core_attention``.
 
         Args:
             scale: factor of the products of queries and keys.
@@ -112,9 +115,9 @@ class AttentionSetup:
         """
         blocks = self.query_blocks(window, chosen_BSR)
         if self.key_gather.num_ranks == 1:
-            return self._attend(q_BSND, k_BRGD, v_BRGD, blocks[0].mask, scale, sinks_N)
+            return self._kernel(q_BSND, k_BRGD, v_BRGD, blocks[0].mask, scale, sinks_N)
         out = [
-            self._attend(q_BSND[:, q], k_BRGD[:, kv], v_BRGD[:, kv], mask, scale, sinks_N)
+            self._kernel(q_BSND[:, q], k_BRGD[:, kv], v_BRGD[:, kv], mask, scale, sinks_N)
             for q, kv, mask in blocks
         ]
         return torch.cat(out, dim=1)
@@ -171,7 +174,7 @@ class GroupedQueryAttention(nn.Module):
             sizes, of_norm = sizes_of(config), (config.norm_eps, config.zero_centered_norms)
             self.q_norm = backend.norm(sizes["Yq"], *of_norm)
             self.k_norm = backend.norm(sizes["Yk"], *of_norm)
-        self.attend = calls.attend(AttentionSetup.attend)
+        self.core_attention = calls.core_attention(AttentionSetup.softmax_attention)
         self.scale = attention.multiplier or softmax_scale(config.rope, self.head_dim)
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
@@ -194,7 +197,7 @@ class GroupedQueryAttention(nn.Module):
         sinks_N = (
             None if self.sinks is None else own_heads(setup.head_exchange, local_shard(self.sinks))
         )
-        out_BSND = self.attend(setup, *exchanged, self.scale, self.window, sinks_N)
+        out_BSND = self.core_attention(setup, *exchanged, self.scale, self.window, sinks_N)
         out_BSND = exchange_positions(setup.head_exchange, out_BSND)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
@@ -244,7 +247,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = backend.norm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
-        self.attend = calls.attend(AttentionSetup.attend)
+        self.core_attention = calls.core_attention(AttentionSetup.softmax_attention)
         self.wrapped_project_up = bind(calls.project_up, self.project_up)
         self.scale = softmax_scale(config.rope, qk_dim)
         self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
@@ -271,7 +274,7 @@ class LatentAttention(nn.Module):
         sparse = self.sparse or self.indexer is not None
         chosen_BSR = save_for_recompute(self._choose, inputs, setup) if sparse else None
         mask_BSR = chosen_BSR if self.sparse else None
-        out_BSND = self.attend(setup, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
+        out_BSND = self.core_attention(setup, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
         out_BSND = exchange_positions(setup.head_exchange, out_BSND)
         out_BsH = self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
         if self.indexer is None:

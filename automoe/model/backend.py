@@ -31,8 +31,8 @@ class BackendConfig:
             backend, which multiplies by their weights; None: ``expert_backend(moe.experts)``.
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
-        attend: function that computes softmax attention.
-        masks: function that makes the masks that ``attend`` takes.
+        attention_kernel: function that computes softmax attention.
+        masks: function that makes the masks that ``attention_kernel`` takes.
         rope: functions that apply rotary embeddings.
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
         chunk_loss: function that computes the cross-entropy of a chunk of tokens.
@@ -49,7 +49,7 @@ class BackendConfig:
     make_expert_backend: MakeExpertBackend | None = None
     dispatcher: Dispatcher | None = None
     router_dtype: torch.dtype | None = None
-    attend: AttentionFn = attend
+    attention_kernel: AttentionFn = attend
     masks: MaskFn = dense_masks
     rope: Rope = field(default_factory=Rope)
     norm: Callable[..., RMSNorm] = RMSNorm

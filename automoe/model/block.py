@@ -65,7 +65,7 @@ class Block(nn.Module):
         calls = backend.calls(layer)
         more = backend.pg_collection.tp, calls.gather, config.hidden_act
         self.wrapped_run = bind(calls.layer, self.run)
-        self.wrapped_run_attention = bind(calls.attention, self.run_attention)
+        self.wrapped_run_attention = bind(calls.run_attention, self.run_attention)
         self.multiplier = config.residual_multiplier
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)

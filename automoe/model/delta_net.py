@@ -169,7 +169,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
         self.norm = backend.norm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
-        self.attend = calls.attend(gated_delta_rule)
+        self.core_attention = calls.core_attention(gated_delta_rule)
 
     def forward(self, x_BSH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the output for hidden states x, both [B, s, H] at this tp rank's s positions.
@@ -195,7 +195,7 @@ class GatedDeltaNet(nn.Module):
         if docs_BS is not None:  # a document's first token keeps nothing of the state before it
             starts_BS = F.pad(docs_BS[:, 1:] != docs_BS[:, :-1], (1, 0))
             log_decay_BSN = log_decay_BSN.masked_fill(starts_BS.unsqueeze(-1), float("-inf"))
-        out_BSNV = self.attend(
+        out_BSNV = self.core_attention(
             q.unflatten(-1, (heads, -1)),
             k.unflatten(-1, (heads, -1)),
             v.unflatten(-1, (heads * self.repeats, -1)),

@@ -26,14 +26,14 @@ CHUNK = 512  # queries whose logits are in memory at once
 
 
 class WatchedAttention:
-    """Wrapper of ``AttentionSetup.attend`` that records each head's largest logit, for QK-clip.
+    """``AttentionSetup.softmax_attention`` that records each head's largest logit, for QK-clip.
 
     Queries of padding do not count. The logits are computed a second time, since no attention
     kernel returns them.
     """
 
-    def __init__(self, attend: Any) -> None:
-        self.attend = attend
+    def __init__(self, attention: Any) -> None:
+        self.attention = attention
         self.largest: Tensor | None = None
         self.first = 0  # number, among this tp rank's heads, of the first one computed here
 
@@ -56,7 +56,7 @@ class WatchedAttention:
                 assert not isinstance(mask, BlockMask), "refused by the rules"
                 largest = largest_logits(*block, mask, scale, valid_BS[:, queries])
                 self.largest = largest if self.largest is None else self.largest.maximum(largest)
-        return self.attend(setup, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
+        return self.attention(setup, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
 
 
 @torch.no_grad()
@@ -112,13 +112,13 @@ def take_largest_logits(
     watched: list[Any] = [
         module
         for module in modules
-        if isinstance(attend := getattr(module, "attend", None), WatchedAttention)
-        and attend.largest is not None  # a module for multi-token prediction may sit out a step
+        if isinstance(core := getattr(module, "core_attention", None), WatchedAttention)
+        and core.largest is not None  # a module for multi-token prediction may sit out a step
     ]
     rows = []
     for module in watched:
-        largest, module.attend.largest = module.attend.largest, None
-        first = first_of_rank(module.tp, module.num_heads) + module.attend.first
+        largest, module.core_attention.largest = module.core_attention.largest, None
+        first = first_of_rank(module.tp, module.num_heads) + module.core_attention.first
         row = largest.new_full((module.num_heads,), -math.inf)
         row[first : first + len(largest)] = largest
         rows.append(row)

@@ -56,11 +56,11 @@ def layer_calls(config: Config, layer: int) -> LayerCalls:
     # compiler recomputes it. Experts are an FSDP unit of their own, so they run again to the end.
     return LayerCalls(
         layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), discards),
-        attention=compiles,
+        run_attention=compiles,
         norm=discards_norms,
         gather=discards_norms,  # of the norms' outputs: recomputing them repeats the all-gather
         project_up=if_named("mla_up_proj", discard_outputs),
-        attend=chain(if_named("core_attn", Recomputed), watches_logits),
+        core_attention=chain(if_named("core_attn", Recomputed), watches_logits),
         mlp=chain(compiles, if_named("mlp", Recomputed)),
         shared_experts=chain(compiles, if_named("shared_experts", Recomputed)),
         router=compiles,
@@ -89,7 +89,7 @@ def build_backend(
     pg_collection = ProcessGroupCollection()
     if meshes is not None:
         pg_collection = _build_communicators(meshes, config.parallel)
-    attend, masks = _attention(config, meshes, pg_collection.cp)
+    attention_kernel, masks = _attention_kernel(config, meshes, pg_collection.cp)
     loss = None
     if (named := config.train.loss) != "cross_entropy":
         loss = checked_loss(registered("train.loss")[named], named)
@@ -103,7 +103,7 @@ def build_backend(
         else None,
         dispatcher=dispatcher,
         router_dtype=MASTER_DTYPES[config.train.dtype],
-        attend=attend,
+        attention_kernel=attention_kernel,
         masks=masks,
         rope=rope_fns(kernels.rope),
         norm=look_up("kernels.norm", "te")() if kernels.norm == "te" else RMSNorm,
@@ -134,7 +134,7 @@ def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBa
     return lambda _: backend
 
 
-def _attention(
+def _attention_kernel(
     config: Config, meshes: Meshes | None, cp_ranks: Communicator
 ) -> tuple[AttentionFn, MaskFn]:
     """Return the function that computes attention, and the one that makes its masks.

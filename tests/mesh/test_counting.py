@@ -40,8 +40,8 @@ def counters(parts: dict[int, CausalLM]) -> dict[str, torch.Tensor]:
     for stage, part in parts.items():
         found |= {f"{stage}.{name}": buffer for name, buffer in part.named_buffers()}
         for name, module in part.named_modules():
-            if getattr(getattr(module, "attend", None), "largest", None) is not None:
-                found[f"{stage}.{name}.largest"] = module.attend.largest
+            if getattr(getattr(module, "core_attention", None), "largest", None) is not None:
+                found[f"{stage}.{name}.largest"] = module.core_attention.largest
     return {name: tensor.clone() for name, tensor in found.items()}
 
 

@@ -100,9 +100,11 @@ def test_ranks_that_share_rows_compute_what_is_seen(window: int, with_documents:
         keys = PartOfRows(rank, 3, docs)
         assert torch.equal(gather_row(docs[:, mine], keys), docs)
         tokens = Tokens(mine.expand(B, -1), mine.expand(B, -1), docs[:, mine] if with_documents else None, index.sum())
-        runtime = BackendConfig(pg_collection=ProcessGroupCollection(cp=keys, key_gather=keys), attend=counting)
+        runtime = BackendConfig(
+            pg_collection=ProcessGroupCollection(cp=keys, key_gather=keys), attention_kernel=counting
+        )
         context = AttentionSetup(ModelConfig(attention=attention), tokens, runtime, torch.float64)
-        got = context.attend(q[:, mine], k, v, 0.5, window, sinks)
+        got = context.softmax_attention(q[:, mine], k, v, 0.5, window, sinks)
         torch.testing.assert_close(got, wanted[:, mine], rtol=1e-11, atol=1e-12)
         pairs, chunk = sum(computed), length // 6
         assert pairs == 7 * chunk**2 if not window else pairs <= min(2 * chunk * (chunk + window - 1), 7 * chunk**2)

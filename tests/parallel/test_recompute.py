@@ -259,8 +259,8 @@ def regions(model: ModelConfig, **parallel: object) -> dict[str, list[str]]:
 
 
 def test_regions_are_where_the_configuration_says() -> None:
-    dense = ["call_mlp", "self_attn.attend"]
-    routed = ["self_attn.attend", "mlp.wrapped_run_experts", "mlp.call_shared_experts"]
+    dense = ["call_mlp", "self_attn.core_attention"]
+    routed = ["self_attn.core_attention", "mlp.wrapped_run_experts", "mlp.call_shared_experts"]
     assert regions(DEEPSEEK) == {"0": [], "1": [], "2": [], "3": []}
     assert regions(DEEPSEEK, recompute=EVERYTHING) == {"0": dense, "1": routed, "2": routed, "3": routed}
     assert regions(DEEPSEEK, recompute="full", recompute_layers="every 2") == {

@@ -50,7 +50,7 @@ def saved_bytes(
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
     config = replace(config, parallel=replace(config.parallel, recompute=recompute))
     runtime = BackendConfig(
-        attend=attention,
+        attention_kernel=attention,
         masks=block_masks if attention is attend_in_blocks else dense_masks,
         calls=partial(layer_calls, config),
     )
