@@ -1,7 +1,9 @@
 """Grouped-query attention (arXiv 2305.13245) and multi-head latent attention (DeepSeek-V2).
 
 Latent attention is section 2.1 of arXiv 2405.04434. Letters of dimensions:
-``automoe.model``; queries have S positions, keys R. Here L is the width of a latent.
+``automoe.model``; queries have S positions, keys R. Between the exchanges of Ulysses queries have R
+too. In ring attention keys have S: its kernel passes them from rank to rank. Here L is the width of
+a latent.
 """
 
 from __future__ import annotations
@@ -192,8 +194,8 @@ class GroupedQueryAttention(nn.Module):
                 x.clamp(-self.clip, self.clip) for x in (q_BSND, k_BSGD, v_BSGD)
             )
         q_BSND, k_BSGD = setup.rotate(q_BSND), setup.rotate(k_BSGD)
-        k_BRGD, v_BRGD = (gather_row(x, setup.key_gather) for x in (k_BSGD, v_BSGD))
-        exchanged = exchange_heads(setup.head_exchange, q_BSND, k_BRGD, v_BRGD)
+        keys_and_values = (gather_row(x, setup.key_gather) for x in (k_BSGD, v_BSGD))
+        exchanged = exchange_heads(setup.head_exchange, q_BSND, *keys_and_values)
         sinks_N = (
             None if self.sinks is None else own_heads(setup.head_exchange, local_shard(self.sinks))
         )
@@ -259,15 +261,14 @@ class LatentAttention(nn.Module):
         # than x. The projections up from the latents are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))
         query_BSL = self.gather(query)
-        latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split(
-            (self.kv_lora_rank, self.rope_dim), dim=-1
-        )
-        latent_BRL = self.gather(self.kv_a_layernorm(latent))
-        k_rope_BRD = setup.rotate(self.gather(k_rope).unsqueeze(2)).squeeze(2)
-        if setup.key_gather.num_ranks > 1 and self.gathers_latents(latent_BRL):
-            gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), setup.key_gather)
-            latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        projected = self.wrapped_project_up(query_BSL, latent_BRL, k_rope_BRD, setup)
+        widths = self.kv_lora_rank, self.rope_dim
+        latent_BsL, k_rope_BsD = self.kv_a_proj_with_mqa(x_BsH).split(widths, dim=-1)
+        latent = self.gather(self.kv_a_layernorm(latent_BsL))
+        k_rope = setup.rotate(self.gather(k_rope_BsD).unsqueeze(2)).squeeze(2)
+        if setup.key_gather.num_ranks > 1 and self.gathers_latents(latent):
+            row_BRL = gather_row(torch.cat((latent, k_rope), dim=-1), setup.key_gather)
+            latent, k_rope = row_BRL.split(widths, dim=-1)
+        projected = self.wrapped_project_up(query_BSL, latent, k_rope, setup)
         q_BSND, k_BRND, v_BRND = projected
         inputs = None if self.indexer is None else self.indexer(x_BsH, query, setup)
         # Compiled models have no indexers, and torch 2.11 cannot trace the call.
@@ -293,7 +294,7 @@ class LatentAttention(nn.Module):
         )
 
     def project_up(
-        self, query_BSL: Tensor, latent_BRL: Tensor, k_rope_BRD: Tensor, setup: AttentionSetup
+        self, query_BSL: Tensor, latent: Tensor, k_rope: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, S, N, D], k [B, R, N, D] and v [B, R, N, Dv] of this rank's N heads.
 
@@ -301,21 +302,21 @@ class LatentAttention(nn.Module):
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.
-            latent_BRL: the latent of keys and values; this rank's positions only, if keys and
-                values are gathered after their expansion.
-            k_rope_BRD: the rotary dims of keys, already rotated.
+            latent: [B, S or R, L] the latent of keys and values; of S positions, if keys and values
+                are gathered after their expansion.
+            k_rope: [B, S or R, D] the rotary dims of keys at the same positions, already rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
-        kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        if setup.key_gather.num_ranks > 1 and not self.gathers_latents(latent_BRL):
-            kv_BRND, k_rope_BRD = (gather_row(x, setup.key_gather) for x in (kv_BRND, k_rope_BRD))
+        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        if setup.key_gather.num_ranks > 1 and not self.gathers_latents(latent):
+            kv, k_rope = (gather_row(x, setup.key_gather) for x in (kv, k_rope))
         q_BSND = setup.rotate(q_BSND, self.nope_dim)
         if setup.head_exchange.num_ranks > 1:
             # All heads share the rotary dims of keys, so these are gathered once.
-            k_rope_BRD = gather_row(k_rope_BRD, setup.head_exchange)
-            widths = q_BSND.shape[-1], kv_BRND.shape[-1]
-            (joined,) = exchange_heads(setup.head_exchange, torch.cat((q_BSND, kv_BRND), dim=-1))
-            q_BSND, kv_BRND = joined.split(widths, dim=-1)
-        k_BRND, v_BRND = setup.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
+            k_rope = gather_row(k_rope, setup.head_exchange)
+            widths = q_BSND.shape[-1], kv.shape[-1]
+            (joined,) = exchange_heads(setup.head_exchange, torch.cat((q_BSND, kv), dim=-1))
+            q_BSND, kv = joined.split(widths, dim=-1)
+        k_BRND, v_BRND = setup.rope.join_keys(kv, k_rope, self.nope_dim)
         return q_BSND, k_BRND, v_BRND

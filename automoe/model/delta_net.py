@@ -5,8 +5,9 @@ exp(g), and its value for the token's key moves towards the token's value by a s
 
     S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = S^T q
 
-Letters: B rows, S positions, H hidden, G key heads (queries too) of width K, N value heads of width
-V, r = N / G value heads per key head, C positions of a chunk, M chunks.
+Letters: B rows; R, S and s positions as in ``automoe.model``; H hidden, G key heads (queries too)
+of width K, N value heads of width V, r = N / G value heads per key head, C positions of a chunk, M
+chunks.
 """
 
 from __future__ import annotations
@@ -171,38 +172,38 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(values, hidden)
         self.core_attention = calls.core_attention(gated_delta_rule)
 
-    def forward(self, x_BSH: Tensor, setup: AttentionSetup) -> Tensor:
+    def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the output for hidden states x, both [B, s, H] at this tp rank's s positions.
 
         Each document of a sequence starts from a state of zeros.
         """
-        docs_BS = setup.doc_ids
-        x_BSH = self.gather(x_BSH)
+        docs_BR = setup.doc_ids
+        x_BSH = self.gather(x_BsH)
         width = self.repeats * self.value_dim
-        mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
-        mixed_BSD, b_BSN, a_BSN = self._exchange(mixed_BSD, b_BSN, a_BSN)
-        heads = b_BSN.shape[2] // self.repeats
+        mixed, z, b, a = self._project(x_BSH, width)
+        mixed, b, a = self._exchange(mixed, b, a)  # R positions from here on
+        heads = b.shape[2] // self.repeats
         conv_weight = take_features(local_shard(self.conv1d.weight), self.conv_features)
-        mixed_BSD = F.silu(causal_conv(mixed_BSD, conv_weight, docs_BS))
-        q, k, v = mixed_BSD.split(
-            (heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1
-        )
+        mixed = F.silu(causal_conv(mixed, conv_weight, docs_BR))
+        q, k, v = mixed.split((heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1)
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         bias_N, log_N = (
             own_heads(self.cp, local_shard(x)).to(wide) for x in (self.dt_bias, self.A_log)
         )
-        log_decay_BSN = -log_N.exp() * F.softplus(a_BSN.to(wide) + bias_N)
-        if docs_BS is not None:  # a document's first token keeps nothing of the state before it
-            starts_BS = F.pad(docs_BS[:, 1:] != docs_BS[:, :-1], (1, 0))
-            log_decay_BSN = log_decay_BSN.masked_fill(starts_BS.unsqueeze(-1), float("-inf"))
-        out_BSNV = self.core_attention(
-            q.unflatten(-1, (heads, -1)),
-            k.unflatten(-1, (heads, -1)),
-            v.unflatten(-1, (heads * self.repeats, -1)),
-            log_decay_BSN,
-            b_BSN.sigmoid(),
+        log_decay_BRN = -log_N.exp() * F.softplus(a.to(wide) + bias_N)
+        if docs_BR is not None:  # a document's first token keeps nothing of the state before it
+            starts_BR = F.pad(docs_BR[:, 1:] != docs_BR[:, :-1], (1, 0))
+            log_decay_BRN = log_decay_BRN.masked_fill(starts_BR.unsqueeze(-1), float("-inf"))
+        out_BSNV = exchange_positions(
+            self.cp,
+            self.core_attention(
+                q.unflatten(-1, (heads, -1)),
+                k.unflatten(-1, (heads, -1)),
+                v.unflatten(-1, (heads * self.repeats, -1)),
+                log_decay_BRN,
+                b.sigmoid(),
+            ),
         )
-        out_BSNV = exchange_positions(self.cp, out_BSNV)
         gate_BSNV = z.reshape(out_BSNV.shape).to(wide)
         out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
         return self.out_proj.project_and_scatter(out_BSNV.flatten(2), self.tp)
