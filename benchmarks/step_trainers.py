@@ -24,7 +24,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.router import gate_ids, routing_probs, score_experts
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes

@@ -46,7 +46,7 @@ def call_module(module: nn.Module, *args: Any) -> Any:
 class LayerCalls:
     """Wrappers of one layer's calls, such as compilation and recomputation; default: none.
 
-    ``automoe.parallel.backend`` makes them. A module of the layer applies them in its constructor
+    ``automoe.parallel.choices`` makes them. A module of the layer applies them in its constructor
     and calls the results: ``wrapped_NAME`` is its method NAME with a wrapper around it (``bind``),
     and ``call_NAME(module, ...)`` calls a module through a wrapper (``call_module``).
 

@@ -13,7 +13,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import fill_adapters, freeze_and_adapt
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.expert import (
     ExpertStyle,
     apply_expert_parallel,
@@ -29,7 +29,7 @@ from automoe.parallel.tensor import apply_tensor_parallel
 def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertStyle) -> None:
     """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
-    Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.backend``
+    Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.choices``
     has decided before what is compiled and recomputed.
 
     Args:

@@ -34,7 +34,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.loss import LossInputs
 from automoe.model.params import Param, count_params, model_params
 from automoe.observe.metrics import read_metrics
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.parallelize import build_decoder
 from automoe.run.hooks import hook_numbers
 from automoe.verify.pool import RankPool

@@ -39,7 +39,7 @@ from automoe.kernels.activation import ClampedSwiGLU
 from automoe.kernels.attention import attention_fn
 from automoe.launch.hardware import check_backends
 from automoe.moe.experts import loop_experts
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory

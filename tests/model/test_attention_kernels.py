@@ -12,7 +12,7 @@ from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.kernels import attention as attention_kernels
 from automoe.kernels.attention import attend, attention_fn, cuda_order, cudnn_is_first, only_kernels, prepare_cuda
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.parallelize import build_decoder
 
 B, S, N, G = 2, 9, 4, 2

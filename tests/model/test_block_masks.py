@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-import automoe.parallel.backend
+import automoe.parallel.choices
 from automoe.comm.communicators import SINGLE_RANK
 from automoe.comm.tokens import IGNORE, StepBatch, Tokens
 from automoe.config.mesh_shape import MeshShape
@@ -100,7 +100,7 @@ def test_the_blocks_are_those_of_the_dense_mask(
 def trains_on_the_cpu() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *heads: None))
-    stack.enter_context(patch.object(automoe.parallel.backend, "compiled", lambda fn: fn))
+    stack.enter_context(patch.object(automoe.parallel.choices, "compiled", lambda fn: fn))
     return stack
 
 

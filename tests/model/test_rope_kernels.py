@@ -30,7 +30,7 @@ from automoe.errors import BackendError, ConfigError
 from automoe.model import rope
 from automoe.model.init import initialize, reset_buffers
 from automoe.model.rope import Rope, rope_fns
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.parallelize import build_decoder
 
 _SIZES = dict(vocab_size=32, hidden_size=16, num_layers=2, num_experts=4, moe_intermediate_size=8)

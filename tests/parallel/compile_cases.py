@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from automoe.comm.tokens import StepBatch
 from automoe.config.schema import Config
-from automoe.parallel import backend as parallel_backend
+from automoe.parallel import choices
 from automoe.parallel.compile import compiled
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
@@ -44,4 +44,4 @@ def run_compiled(
 
 def compiled_by(backend: str):
     """Compile with another backend than inductor, which takes its time."""
-    return patch.object(parallel_backend, "compiled", partial(compiled, backend=backend))
+    return patch.object(choices, "compiled", partial(compiled, backend=backend))

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.decoder import Decoder
-from automoe.parallel.backend import build_backend
+from automoe.parallel.choices import build_backend
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool

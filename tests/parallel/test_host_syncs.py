@@ -20,7 +20,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.model.backend import BackendConfig
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.backend import layer_calls
+from automoe.parallel.choices import layer_calls
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
 from automoe.parallel.runner import SingleStageRunner

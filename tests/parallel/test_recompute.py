@@ -20,7 +20,7 @@ from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.parallel.activation_checkpoint import Recomputed
-from automoe.parallel.backend import build_backend, layer_calls
+from automoe.parallel.choices import build_backend, layer_calls
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool

@@ -26,7 +26,7 @@ from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.lora import freeze_and_adapt
-from automoe.parallel.backend import layer_calls
+from automoe.parallel.choices import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes

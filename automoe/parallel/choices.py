@@ -1,9 +1,10 @@
-"""What a model is built with: communicators, implementations, wrappers of a layer's calls.
+"""Choices of what a model is built with: communicators, implementations, wrappers of calls.
 
-Modules get these in their constructors and keep them. Some choices are made elsewhere: ``Block``
-chooses the classes of attention and feed-forward, ``automoe.parallel.expert`` the dispatcher, and
-SDPA its kernel at each call; LoRA and ``train.fp8`` replace linear layers after construction, and
-LoRA the expert backend. A wrapped call contains the collectives of tp, ep and cp, since modules
+The records are ``BackendConfig`` (``automoe.model.backend``) and, for each layer, ``LayerCalls``
+(``automoe.comm.calls``). Modules get them in their constructors and keep them. Some choices are
+made elsewhere: ``Block`` chooses the classes of attention and feed-forward,
+``automoe.parallel.expert`` the dispatcher, and SDPA its kernel at each call; LoRA and ``train.fp8``
+replace linear layers after construction, and LoRA the expert backend. A wrapped call contains the collectives of tp, ep and cp, since modules
 call these. FSDP's hooks stay outside of it: they surround the forward of the module that makes the
 call, so weights are unsharded whenever the call is recomputed.
 """
@@ -41,32 +42,38 @@ from automoe.parallel.runner import checked_loss
 
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:
-    """Return the wrappers (recomputation, compilation) of the calls of layer number ``layer``."""
+    """Return the wrappers of the calls of layer number ``layer``.
+
+    ``train.compile`` compiles, ``parallel.recompute`` names modules of ``recompute_layers`` that
+    run again or discard outputs, and ``optim.qk_clip`` watches logits. Of the wrappers in a
+    ``chain`` the first is innermost.
+    """
     modules = recomputed_modules(config.parallel, layer)
 
-    def if_named(name: str, wrap: Wrap) -> Wrap:
+    def if_recomputed(name: str, wrap: Wrap) -> Wrap:
         return wrap if name in modules else as_it_is
 
     compiles = compiled if config.train.compile else as_it_is
-    discards_norms = if_named("layernorm", discard_outputs)
+    discards_norms = if_recomputed("layernorm", discard_outputs)
     discards = discard_scope if modules.intersection(DISCARDED_OUTPUTS) else as_it_is
     softmax = not is_linear(config.model.attention, layer)
     watches_logits = WatchedAttention if config.optim.qk_clip and softmax else as_it_is
     # A recomputed call runs compiled code again, but core_attn is inside of a compiled part and the
     # compiler recomputes it. Experts are an FSDP unit of their own, so they run again to the end.
     return LayerCalls(
-        layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), discards),
+        layer=chain(if_recomputed(FULL, partial(Recomputed, to_end=True, saves=True)), discards),
         run_attention=compiles,
         norm=discards_norms,
         gather=discards_norms,  # of the norms' outputs: recomputing them repeats the all-gather
-        project_up=if_named("mla_up_proj", discard_outputs),
-        core_attention=chain(if_named("core_attn", Recomputed), watches_logits),
-        mlp=chain(compiles, if_named("mlp", Recomputed)),
-        shared_experts=chain(compiles, if_named("shared_experts", Recomputed)),
+        project_up=if_recomputed("mla_up_proj", discard_outputs),
+        core_attention=chain(if_recomputed("core_attn", Recomputed), watches_logits),
+        mlp=chain(compiles, if_recomputed("mlp", Recomputed)),
+        shared_experts=chain(compiles, if_recomputed("shared_experts", Recomputed)),
         router=compiles,
-        run_experts=if_named("moe", partial(Recomputed, to_end=True)),
-        # Autograd runs a region again on the stream of the node that needs it first, and nodes on
-        # another stream would not wait for it: no shared experts there that read recomputed tensors
+        run_experts=if_recomputed("moe", partial(Recomputed, to_end=True)),
+        # Autograd recomputes a tensor on the stream of the backward node that needs it first, and
+        # nodes on other streams do not wait for it. So shared experts that read a recomputed input
+        # stay on the stream of the layer.
         side_stream=not modules & {FULL, "layernorm"},
     )
 
@@ -126,12 +133,12 @@ def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBa
     LoRA adapters of experts replace the backend later (``automoe.moe.lora``).
     """
     if meshes is not None and config.train.fp8 != "off":
-        return lambda _: fp8_experts(meshes, config)
+        return lambda experts: fp8_experts(meshes, config)
     if (how := config.parallel.expert_wgrad) != "autograd":
         later = MERGED_PASSES.defer if how == "delayed" else None
         return lambda experts: partial(grouped_mm_experts, sums=GradientSums(experts, later))
     backend = expert_backend(config.moe.experts)
-    return lambda _: backend
+    return lambda experts: backend
 
 
 def _attention_kernel(
