@@ -38,7 +38,7 @@ FLAGSHIPS = {
 # Modules whose docstrings are the API reference, by the page that shows them.
 API = {
     "train and convert": ["automoe.launch.from_python", "automoe.hf.api", "automoe.hf.write"],
-    "recipes": ["automoe.training.step", "automoe.run.run", "automoe.training.context", "automoe.data.loader"],
+    "recipes": ["automoe.training.step", "automoe.training.validate", "automoe.run.run", "automoe.training.context", "automoe.data.loader"],
     "parallelism": ["automoe.parallel.mesh", "automoe.classes.expert_parallel", "automoe.parallel.parallelize"],
     "mixture of experts": ["automoe.moe.router", "automoe.moe.layer", "automoe.moe.experts", "automoe.moe.dispatch.base"],
     "plugins": ["automoe.config.plugins", "automoe.hf.families.family", "automoe.config.tier", "automoe.data.corpora", "automoe.model.loss"],

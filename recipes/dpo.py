@@ -30,7 +30,8 @@ from automoe.run.weights import export_weights, load_or_initialize
 from automoe.training.context import RunContext
 from automoe.training.preference import PreferenceLoss
 from automoe.training.state import TrainState
-from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.training.validate import validate
 
 # recipe_args.beta and recipe_args.loss; a copy of this file may declare a dataclass of its own
 Args = DPOArgs

@@ -28,7 +28,8 @@ from automoe.run.services import open_data, open_store
 from automoe.run.weights import export_weights, load_or_initialize
 from automoe.training.context import RunContext
 from automoe.training.state import TrainState
-from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.training.validate import validate
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:

@@ -10,11 +10,11 @@ Between the two, gradients are summed over ranks and not yet clipped. Letters of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,11 @@ from torch import Tensor
 
 from automoe.comm.tokens import MicroBatch, StepBatch, TokenCounts, count_shifted, num_documents
 from automoe.comm.trace import phase
-from automoe.config.metrics import perplexity
 from automoe.config.schema import Config, TrainConfig
 from automoe.model.lora import set_dropout_step
-from automoe.model.mtp import MTP_METRICS, shift_rows
+from automoe.model.mtp import shift_rows
 from automoe.model.rows import head_tail_index
-from automoe.optim.ema import averaged_weights, update_averages
+from automoe.optim.ema import update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.qk_clip import clip_logits, take_largest_logits
 from automoe.optim.schedule import (
@@ -41,13 +40,7 @@ from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
 from automoe.parallel.shared_gradients import counted_parameters
 from automoe.training.state import TrainState
-from automoe.training.stats import (
-    StepStats,
-    gather_stats,
-    max_over_ranks,
-    sum_over_ranks,
-    update_balance_state,
-)
+from automoe.training.stats import StepStats, gather_stats, max_over_ranks, update_balance_state
 
 # standard deviation of a normal distribution, in median absolute deviations
 _NORMAL = 1.4826
@@ -75,17 +68,6 @@ class Update:
     skip_reason: str | None
     fp8_clipped_share: float
     over_ranks: Mapping[str, float]
-
-
-class ValidationSource(Protocol):
-    """Interface of validation data: names of one or more sources, their weights, and batches."""
-
-    names: Sequence[str]
-    weights: Sequence[float]
-
-    def batches(self, split: Literal["validation"], most: int, source: int) -> Iterator[StepBatch]:
-        """Return at most ``most`` batches of the validation split of source number ``source``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -220,14 +202,14 @@ def optimizer_step(
                 counted_parameters(model_parts), meshes.group("pp"), meshes.default.device_type
             )
             grad_norm = float(norm)
-        reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
-        if options.skip_zero_gradient and grad_norm == 0:
-            reason = reason or "the gradient is zero"
+        reason = reason_to_skip(
+            stats.loss, grad_norm, state.recent_losses, train, options.skip_zero_gradient
+        )
         logits = None
         if config.optim.qk_clip:
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
             report = {**report, "max_attention_logit": logits.largest()}
-        # One reduction serves all agreed values; the host has waited for the device already.
+        # Ranks agree in one reduction; the host has waited for the device already.
         over_ranks = max_over_ranks({**report, "skip": reason is not None})
         skipped = bool(over_ranks["skip"])
         # Scales come before the update: the host would have to wait for the update otherwise.
@@ -245,6 +227,7 @@ def optimizer_step(
             if options.auxiliary_losses and not replayed:
                 update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
             remember_loss(stats.loss, state.recent_losses, train)
+        # A skipped step counts too.
         state.optimizer.zero_grad()
         state.step += 1
         state.tokens += num_label_tokens
@@ -270,12 +253,17 @@ def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
 
 
 def reason_to_skip(
-    loss: float, norm: float, recent: Sequence[float], train: TrainConfig
+    loss: float,
+    norm: float,
+    recent: Sequence[float],
+    train: TrainConfig,
+    skip_zero_gradient: bool = False,
 ) -> str | None:
     """Return why a step of this loss and gradient norm is skipped, as text; None to take the step.
 
     Args:
         recent: losses of the last steps that were taken, for the spike rule.
+        skip_zero_gradient: whether a norm of exactly zero is a reason too.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"
@@ -285,7 +273,7 @@ def reason_to_skip(
             f"loss {loss:.4f} is a spike: above {threshold:.4f}, train.spike_factor={train.spike_factor:g} "
             f"deviations over the median of the last {len(recent)}"
         )
-    return None
+    return "the gradient is zero" if skip_zero_gradient and norm == 0 else None
 
 
 def remember_loss(loss: float, recent: list[float], train: TrainConfig) -> None:
@@ -296,123 +284,6 @@ def remember_loss(loss: float, recent: list[float], train: TrainConfig) -> None:
     if train.spike_factor:
         recent.append(loss)
         del recent[: -train.spike_window]
-
-
-@phase("validate")
-def validate(
-    config: Config,
-    runner: StepRunner,
-    loader: ValidationSource,
-    meshes: Meshes,
-    device: torch.device,
-    optimizer: torch.optim.Optimizer | None = None,
-    extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]] = lambda batch: {},
-) -> Mapping[str, float]:
-    """Return the validation losses for the record of a step; empty without data. Collective.
-
-    ``val_loss`` is in nats per token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is
-    added for text. With several sources, these are means by weight, and each source adds a
-    ``val_loss.NAME``. With ``optim.ema_decay``, ``val_loss_ema`` is the ``val_loss`` of the
-    averaged weights. For a loss other than cross-entropy, ``val_loss`` is the mean of the loss, and
-    each number that the loss reports is added as ``val_NAME``.
-
-    Args:
-        loader: source of the validation batches.
-        optimizer: holds the averaged weights; None: no ``val_loss_ema``.
-        extra_inputs: returns the inputs of the loss that the recipe adds to those of a batch.
-    """
-
-    def losses() -> dict[str, float]:
-        by_source = {}
-        for source, name in enumerate(loader.names):
-            batches = loader.batches("validation", config.train.val_batches, source)
-            sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
-            if sums["count"]:
-                by_source[name] = loader.weights[source], sums
-        return _mean_losses(by_source, runner.loss is None)
-
-    record = losses()
-    if record and optimizer is not None and config.optim.ema_decay:
-        with averaged_weights(optimizer):
-            record["val_loss_ema"] = losses()["val_loss"]
-    return record
-
-
-def _mean_losses(
-    by_source: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
-) -> dict[str, float]:
-    """Return a validation's metrics by name, averaged over sources by weight; {} without sources.
-
-    Args:
-        by_source: for each source, by name, its weight and its sums over tokens (``nats``,
-            ``count``, ``bytes`` and those of reported numbers, from ``_validation_sums``).
-        is_cross_entropy: add the perplexity, and for text the bits per byte.
-    """
-    if not by_source:
-        return {}
-    total = sum(sums["count"] for _, sums in by_source.values())
-    mixed: dict[str, float] = {}
-    for weight, sums in by_source.values():
-        factor = weight * total / sums["count"]  # 1 for a single source
-        mixed = {key: mixed.get(key, 0.0) + factor * value for key, value in sums.items()}
-    nats, count, text_bytes = (mixed.pop(key) for key in ("nats", "count", "bytes"))
-    record = {"val_loss": nats / count}
-    if is_cross_entropy:
-        record["val_perplexity"] = perplexity(nats / count)
-        if text_bytes:  # synthetic ids have none
-            record["val_bits_per_byte"] = nats / math.log(2) / text_bytes
-    record |= {key: value / count for key, value in mixed.items()}
-    return record | {
-        f"val_loss.{name}": sums["nats"] / sums["count"]
-        for name, (_, sums) in by_source.items()
-        if name
-    }
-
-
-def _validation_sums(
-    config: Config,
-    runner: StepRunner,
-    batches: Iterator[StepBatch],
-    meshes: Meshes,
-    device: torch.device,
-    extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]],
-) -> dict[str, float]:
-    """Return a validation's sums over batches and ranks, by name.
-
-    ``nats`` is the loss, ``count`` the number of tokens that it is a mean of (of documents, for a
-    loss that is a mean over documents), ``bytes`` the text's length, and ``val_NAME`` each number
-    that the loss reports.
-
-    Args:
-        extra_inputs: returns further inputs of the loss for a batch.
-    """
-    sums: dict[str, float] = {"count": 0.0}
-    labels = dict[str, int]()  # number of labels of each value that the losses report
-    # one rank per row counts its bytes
-    reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
-    for batch in batches:
-        inputs, count = prepare_inputs(batch, meshes, config, device)
-        share = runner.evaluate(inputs | extra_inputs(batch))
-        counts = inputs.known_counts()
-        if getattr(runner.loss, "mean_over", "tokens") == "documents":
-            count = int(counts.documents)
-        reported = runner.take_reported()
-        loss, num_bytes, *more = sum_over_ranks(
-            share, float(batch.num_bytes * reads_text), *reported.values(), device=device
-        )
-        added = {"nats": loss * count, "count": count, "bytes": num_bytes}
-        for name, value in zip(reported, more, strict=True):
-            kind, _, depth = name.partition(".")
-            number = count
-            if kind in MTP_METRICS:
-                assert counts.mtp is not None
-                number = int(counts.mtp[int(depth) - 1, 0])
-            added[f"val_{name}"] = value * number
-            labels[f"val_{name}"] = labels.get(f"val_{name}", 0) + number
-        sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
-    for name, number in labels.items():  # scaled as if the value had as many labels as the loss
-        sums[name] *= sums["count"] / max(number, 1)
-    return sums
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from automoe.config.validate import validate as check
 from automoe.data.loader import Loader
 from automoe.data.mixture import Mixture
 from automoe.errors import BackendError, ConfigError, DataError
-from automoe.training import step
+from automoe.training import validate
 
 FIELDS = ("tokens", "labels", "positions", "doc_ids")
 
@@ -145,8 +145,8 @@ def test_validation_loss_by_source_and_of_the_mixture(config, monkeypatch):
     loader = Loader(config, 0, 1)
     sums = [(300.0, 100, 250.0), (20.0, 10, 30.0), (0.0, 0, 0.0)]  # the last has no label
     given_sums = iter(dict(zip(("nats", "count", "bytes"), of_one, strict=True)) for of_one in sums)
-    monkeypatch.setattr(step, "_validation_sums", lambda *_: next(given_sums))
-    record = step.validate(config, SimpleNamespace(loss=None), loader, None, torch.device("cpu"))
+    monkeypatch.setattr(validate, "_validation_sums", lambda *_: next(given_sums))
+    record = validate.validate(config, SimpleNamespace(loss=None), loader, None, torch.device("cpu"))
     assert record.keys() == {"val_loss", "val_perplexity", "val_bits_per_byte", "val_loss.code", "val_loss.web"}
     assert record["val_perplexity"] == math.exp(record["val_loss"])
     assert (record["val_loss.code"], record["val_loss.web"]) == (3.0, 2.0)

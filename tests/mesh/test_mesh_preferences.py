@@ -26,7 +26,8 @@ from automoe.run.reference import open_reference
 from automoe.training.context import RunContext
 from automoe.training.preference import PreferenceLoss
 from automoe.training.state import TrainState
-from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.training.validate import validate
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.preference import write_pairs

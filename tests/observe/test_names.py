@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITERS = {
     "run/run.py": ("end_step", "_skip_record"),
     "run/slow_ranks.py": ("record",),
-    "training/step.py": ("validate", "_mean_losses"),
+    "training/validate.py": ("validate", "_mean_losses"),
     "training/stats.py": ("gather_stats",),
     "checkpoint/store.py": ("record",),
     "observe/metrics.py": ("load_summary",),
