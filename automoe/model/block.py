@@ -63,7 +63,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        more = backend.pg_collection.tp, calls.gather, config.hidden_act
+        mlp_args = backend.pg_collection.tp, calls.gather, config.hidden_act
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.run_attention, self.run_attention)
         self.multiplier = config.residual_multiplier
@@ -79,12 +79,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size, False, *more)
+            self.mlp = MLP(hidden, config.intermediate_size, False, *mlp_args)
             self.call_mlp = calls.mlp(call_module)
         else:
             width = config.shared_width
             gated = config.shared_expert_gate
-            shared = MLP(hidden, width, gated, *more) if width else None
+            shared = MLP(hidden, width, gated, *mlp_args) if width else None
             self.mlp = MoE(config, moe, layer, shared, backend)
 
     @property

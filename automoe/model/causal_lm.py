@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from automoe.comm.communicators import first_of_rank
 from automoe.comm.local_shard import local_shard
-from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
+from automoe.comm.tokens import IGNORE, MicroBatch, TokenCounts, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.model.backend import BackendConfig
@@ -210,29 +210,48 @@ class CausalLM(nn.Module, ABC):
         batch = batch or MicroBatch(*states)
         counts = batch.known_counts()
         tokens = batch.per_token(counts.non_padding)
-        x, *deeper = states or (batch.tokens,)
+        x, *earlier_depths = states or (batch.tokens,)
         x = self.last_norm(self.run_layers(x, tokens))
-        last = deeper[-1] if deeper else x
-        mtp_states = self.mtp_states(last, batch.mtp_tokens, tokens, counts.mtp)
+        states = x, *earlier_depths
+        depths_here = self.mtp_states(states[-1], batch.mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
-            if more := tuple(mtp_states):
-                # FSDP's hooks make views of inputs, which torch cannot detach between the halves of
-                # a backward (zero-bubble schedules)
-                x, *deeper = (state.clone() for state in (x, *deeper))
-            return x, *deeper, *more
+            return self._states(states, tuple(depths_here))
         if batch.next_token_at is not None:
             return self._next_tokens(x, batch.next_token_at)
         if batch.labels is None:
-            weight_VH = local_shard(self.head_weight)
-            logits_BSV = nn.functional.linear(self._head_input(x), weight_VH)
-            return cap_logits(logits_BSV, self.soft_cap)[0]
+            return self._logits(x)
+        return self._loss(x, chain(earlier_depths, depths_here), batch, counts)
+
+    def _states(
+        self, states: tuple[Tensor, ...], depths_here: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return the states [B, s, H] for the next stage: hidden states, then those of each depth."""
+        if depths_here:
+            # FSDP's hooks make views of inputs, which torch cannot detach between the halves of a
+            # backward (zero-bubble schedules)
+            states = tuple(state.clone() for state in states)
+        return *states, *depths_here
+
+    def _logits(self, x_BsH: Tensor) -> Tensor:
+        logits_BSV = nn.functional.linear(self._head_input(x_BsH), local_shard(self.head_weight))
+        return cap_logits(logits_BSV, self.soft_cap)[0]
+
+    def _loss(
+        self, x_BsH: Tensor, depths: Iterable[Tensor], batch: MicroBatch, counts: TokenCounts
+    ) -> Tensor:
+        """Return [1] this micro-batch's share of the loss, with the gradient of the modules' losses.
+
+        Args:
+            depths: the head's input [B, s, H] at each depth of multi-token prediction.
+        """
+        assert batch.labels is not None
         row = self.backend.pg_collection.cp
         inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
-        loss = self._loss(x, inputs)
+        loss = self._main_loss(x_BsH, inputs)
         if batch.mtp_labels is not None:
-            more = self._mtp_loss(chain(deeper, mtp_states), batch.mtp_labels, inputs)
+            mtp_loss = self._mtp_loss(depths, batch.mtp_labels, inputs)
             # The difference has the value zero and the gradient of the modules' losses.
-            loss = loss + (more - more.detach())
+            loss = loss + (mtp_loss - mtp_loss.detach())
         return loss
 
     def _head_input(self, x_BsH: Tensor) -> Tensor:
@@ -276,15 +295,14 @@ class CausalLM(nn.Module, ABC):
         x_BSH = self._head_input(x_BsH)
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
         if at_BS.any():
-            weight_VH = local_shard(self.head_weight)
-            head = weight_VH, self.first_id, self.tp, self.soft_cap
-            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], *head)
+            tokens_BS[at_BS] = greedy_tokens(
+                x_BSH[at_BS], local_shard(self.head_weight), self.first_id, self.tp, self.soft_cap
+            )
         return tokens_BS
 
-    def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
-        weight_VH = local_shard(self.head_weight)
+    def _main_loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
         x_TH = self._head_input(x_BsH).flatten(0, 1)
-        head = x_TH, weight_VH, inputs.labels.flatten(), self.first_id, self.tp
+        head = x_TH, local_shard(self.head_weight), inputs.labels.flatten(), self.first_id, self.tp
         if self.loss is not None:
             sampled = {
                 name: inputs.given[key].flatten(0, 1)

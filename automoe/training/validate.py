@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -107,7 +107,7 @@ def _mean_losses(
 def _validation_sums(
     config: Config,
     runner: StepRunner,
-    batches: Iterable[StepBatch],
+    batches: Iterator[StepBatch],
     meshes: Meshes,
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]],
