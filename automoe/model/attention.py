@@ -34,7 +34,9 @@ LATENT_NORM_EPS = 1e-6
 
 
 class AttentionSetup:
-    """Rotation angles, masks and attention kernel, made once per forward for all layers.
+    """Rotation angles, masks and attention kernel, made once for all layers of a forward pass.
+
+    Modules for multi-token prediction get one of their own (``Decoder.mtp_states``).
 
     It also holds the ranks from which keys and values are gathered (``key_gather``), or with which
     positions are exchanged for heads (``head_exchange``, Ulysses). ``doc_ids`` covers whole sequences if a
@@ -104,8 +106,8 @@ class AttentionSetup:
     ) -> Tensor:
         """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
 
-        It calls ``BackendConfig.attention_kernel``. Modules call it through the layer's wrappers, as
-        their ``core_attention``.
+        It calls ``BackendConfig.attention_kernel``. A module calls it under the layer's wrappers, as
+        its ``core_attention``.
 
         Args:
             scale: factor of the products of queries and keys.

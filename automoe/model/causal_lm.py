@@ -225,7 +225,7 @@ class CausalLM(nn.Module, ABC):
     def _states(
         self, states: tuple[Tensor, ...], depths_here: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states [B, s, H] for the next stage: hidden states, then those of each depth."""
+        """Return the states [B, s, H] for the next stage: the layers', then those of each depth."""
         if depths_here:
             # FSDP's hooks make views of inputs, which torch cannot detach between the halves of a
             # backward (zero-bubble schedules)
@@ -239,7 +239,7 @@ class CausalLM(nn.Module, ABC):
     def _loss(
         self, x_BsH: Tensor, depths: Iterable[Tensor], batch: MicroBatch, counts: TokenCounts
     ) -> Tensor:
-        """Return [1] this micro-batch's share of the loss, with the gradient of the modules' losses.
+        """Return [1] this micro-batch's share of the loss, with the gradients of modules' losses.
 
         Args:
             depths: the head's input [B, s, H] at each depth of multi-token prediction.

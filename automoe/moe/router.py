@@ -345,8 +345,8 @@ class Router(BalancedRouter):
             routing = self._balance(scores, routing, tokens)
         return routing
 
-    # The methods below do the arithmetic. They depend only on their arguments and on values that
-    # are equal in all layers, so one compilation of each serves every layer.
+    # The methods below do the arithmetic. Compiled code takes a layer's parameters and buffers as
+    # inputs. All else that it reads is equal in all layers, so one compilation serves every layer.
 
     def score(self, x_BsH: Tensor, jitter_BsH: Tensor | None) -> Scores:
         """Return the scores of all experts for x, after its product with the jitter if given."""

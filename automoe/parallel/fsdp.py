@@ -55,8 +55,8 @@ def apply_data_parallel(
     """
     compute = COMPUTE_DTYPES[dtype]
     reduce = MASTER_DTYPES[dtype]
-    # Inputs are cast at the layer: the experts need routing weights in full precision, and the loss
-    # its inputs.
+    # Only the inputs of a layer are cast to its dtype. Those of experts (with routing weights) and
+    # those of the whole model (with inputs of the loss) keep their precision.
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     as_is = replace(dense, cast_forward_inputs=False)
     wide = replace(as_is, param_dtype=reduce)

@@ -264,17 +264,18 @@ class PipelineRunner(StepRunner):
         step_shape = StepShape(num_rows // rows, rows, positions)
         if step_shape != self._step_shape:
             self._build_schedule(step_shape)
-        # torch forgets gradients of earlier calls where stages are new or begin or cease to train
         parameters = [p for part in self.model_parts.values() for p in part.parameters()]
-        # torch knows a first stage by its positional input, and a target by its rows
-        tokens = [inputs.tokens] if self.first else []
-        labels = inputs.labels if self.last else None
         with (
+            # torch forgets earlier gradients where stages are new or begin or cease to train
             earlier_gradients_added(parameters),
             receives_in_time(self.stages[0].group, self.device),
             errors_of_stages(),
         ):
             run = getattr(self.schedule, method)
+            # Torch's schedule hands a positional input to the first stage. It cuts a target into
+            # micro-batches by rows, for the loss after the last stage.
+            tokens = [inputs.tokens] if self.first else []
+            labels = inputs.labels if self.last else None
             losses_or_outputs = run(*tokens, target=labels, losses=losses, batch=inputs)
             for stage in self.stages:
                 stage.finish_sends()

@@ -32,8 +32,9 @@ class StopRequest:
 class RunContext:
     """A rank's place in the run and its stop request: third argument of a recipe's ``main``.
 
-    Ranks receive a signal at different moments, so a loop should call ``any_rank_stops`` instead of
-    reading ``stop``: all ranks then leave at the same step.
+    Ranks receive a signal at different moments and must leave at the same step, so no loop acts on
+    ``stop`` alone. With a ``Run``, ranks agree in ``optimizer_step`` (``Run.report``,
+    ``Run.stopping``); other loops call ``any_rank_stops``.
 
     Attributes:
         stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
