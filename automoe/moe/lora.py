@@ -113,7 +113,7 @@ class ExpertLora(Adapter):
         products = self.product, self.product
         rows = x_TH, gather_idx_R, offsets_E, probs_R
         return grouped_mm_experts(
-            *rows, weights, activation, *products, adapters=adapters, scale=self.scale
+            *rows, weights, activation, *products, adapters=adapters, lora_scale=self.scale
         )
 
 
