@@ -80,7 +80,7 @@ def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor],
 
     ``send_back`` maps the gradient of the result to the gradient of x.
     """
-    return keep_encoded(_Arrived.apply(x_TH, lines_BW, send_back), lines_BW)
+    return keep_encoded(_DecodeLines.apply(x_TH, lines_BW, send_back), lines_BW)
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
     return x_BH
 
 
-class _Arrived(torch.autograd.Function):
+class _DecodeLines(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, lines_BW, send_back: Callable[[Tensor], Tensor]):
         ctx.send_back = send_back
