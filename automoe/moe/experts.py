@@ -1,6 +1,6 @@
 """The routed experts' weights, and the expert backends: functions that multiply by these weights.
 
-All backends have one signature:
+A row is a copy of a token for one of its experts. All backends have one signature:
 
     x_TH            rows to read from: a rank's tokens, or a dispatcher's receive buffer
     gather_idx_R    row of x that each of the R computed rows reads, sorted by expert

@@ -28,7 +28,7 @@ from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
     balance_loss,
-    choices_by_row,
+    choices_by_sequence,
     load_fractions,
     z_loss,
 )
@@ -230,10 +230,10 @@ class BalancedRouter(nn.Module):
         plain top-k would, which ignores the expert bias and groups. The losses are sequence, global
         and micro-batch balance loss, and z-loss: this rank's shares times their coefficients.
         """
-        chosen_BE = choices_by_row(topk_ids_BsK, tokens.valid, self.num_experts)
+        chosen_BE = choices_by_sequence(topk_ids_BsK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE
         if plain_ids_BsK is not topk_ids_BsK:
-            plain_BE = choices_by_row(plain_ids_BsK, tokens.valid, self.num_experts)
+            plain_BE = choices_by_sequence(plain_ids_BsK, tokens.valid, self.num_experts)
         moe, ranks = self.moe, self.pg_collection
         shares_BsE = scores.shares()
         off = shares_BsE.new_zeros(())
@@ -242,14 +242,14 @@ class BalancedRouter(nn.Module):
             return balance_loss(load_fractions(counts, shares_BsE.dtype), shares_BsE, tokens)
 
         terms = (
-            (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_row(plain_BE))),
+            (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_sequence(plain_BE))),
             (
                 moe.global_balance_coef,
                 lambda: balance_loss(self.load_fractions.to(shares_BsE.dtype), shares_BsE, tokens),
             ),
             (
                 moe.micro_batch_balance_coef,
-                lambda: loss_over(ranks.sum_over_data(ranks.sum_over_row(plain_BE.sum(0)))),
+                lambda: loss_over(ranks.sum_over_data(ranks.sum_over_sequence(plain_BE.sum(0)))),
             ),
             (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
