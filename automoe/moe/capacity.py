@@ -9,8 +9,8 @@ these are:
     sequence  One whole sequence, wherever its parts are. Choices are summed over the ranks that
               share it, and the dropped choices depend on it alone.
 
-Weights are computed before choices are dropped, and are not renormalised. A token that loses a
-choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
+Routing weights are computed before choices are dropped, and are not renormalised. A token that
+loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
 experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups of tokens
 that share capacities, N choices of a group, P slots of an expert, C of all.
 """
@@ -29,8 +29,8 @@ from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import gather_rows
 from automoe.moe.dispatch.base import Dispatcher, RunExperts, sort_by_expert, sum_to_tokens
 
-# Weights are rounded to multiples of this step before they are compared, and ties are served in the
-# order of the queue. Weights of equal tokens may differ by rounding, which depends on the mesh.
+# Routing weights are rounded to multiples of this step before they are compared, and ties are
+# served in the order of the queue. Equal tokens' may differ by rounding, which depends on the mesh.
 PRIORITY_STEP = 2.0**-16
 
 

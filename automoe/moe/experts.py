@@ -10,7 +10,7 @@ A row is a copy of a token for one of its experts. All backends have one signatu
     activation      function of gate and up (``automoe.kernels.activation``); default: SwiGLU
     returns [R, H]  probs * expert(x[gather_idx]), in gather_idx order
 
-Probabilities multiply the activation before the down projection, so that no copy of the expert
+Routing weights multiply the activation before the down projection, so that no copy of the expert
 output has to be kept for their gradient ("memory-efficient permutation"). Shapes: T rows to read
 from, R computed rows, E experts of this rank, I expert width, H hidden.
 """
@@ -57,11 +57,11 @@ def loop_experts(
     start = 0
     for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in zip(ends, *by_expert, strict=True):
         rows = x_TH[gather_idx_R[start:end]]
-        weight = probs_R[start:end, None].to(x_TH.dtype)
+        probs = probs_R[start:end, None].to(x_TH.dtype)
         biases = (None, None) if bias_2I is None else bias_2I
         act = activation(*map(partial(F.linear, rows), gate_up_2IH, biases))
-        out = (act * weight) @ down_HI.T
-        outputs.append(out if down_bias_H is None else out + weight * down_bias_H)
+        out = (act * probs) @ down_HI.T
+        outputs.append(out if down_bias_H is None else out + probs * down_bias_H)
         start = end
     return torch.cat(outputs)
 

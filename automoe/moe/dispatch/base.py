@@ -9,11 +9,11 @@ dispatcher is an object with one signature:
     experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
     rows_per_expert number of choices that every expert gets from every rank, if known (padding to
                     capacity): sizes then need no host sync. Default: None
-    returns [T, H]  sum over k of weights * expert(x)
+    returns [T, H]  sum over k of probs * expert(x)
 
 A dispatcher receives the group that it sends over (``DispatchGroup``) and knows nothing else of the
 mesh. One object serves every layer and micro-batch, so it keeps nothing from one call to the next.
-Weights do not depend on the dispatcher, so any of them runs on any checkpoint.
+Parameters do not depend on the dispatcher, so any of them runs on any checkpoint.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, P ranks, M rows of (token, choice)
 pairs.

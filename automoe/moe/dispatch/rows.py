@@ -1,13 +1,13 @@
 """All-to-all of tokens' hidden states together with metadata of each, in one exchange.
 
-A row is a copy of one token's hidden state on its way to one rank. Its metadata are a few numbers: the
-routing weight, and for the hierarchical dispatcher expert ids. A buffer consists of lines as wide as
+A row is a copy of one token's hidden state on its way to one rank. Its metadata are a few numbers:
+the routing weight, and for the hierarchical dispatcher expert ids. A buffer consists of lines as wide as
 a row, which hold rows or metadata; ``Layout`` shows an example.
 
 Rows thus keep their width and alignment, rows and metadata are separated without a copy, float32
-weights beside bfloat16 rows lose no bit, and the gradient of the metadata comes back the same way. If
-the group sends rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``), and gradients
-come back in as many lines of x's dtype.
+routing weights beside bfloat16 rows lose no bit, and the gradient of the metadata comes back the
+same way. If the group sends rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``),
+and gradients come back in as many lines of x's dtype.
 
 Shapes: T tokens to read from, M rows sent, R rows received, B lines of a buffer, W int64 of an
 encoded line, H hidden, C metadata per row, P ranks.
