@@ -331,11 +331,7 @@ class DeepEPDispatcher:
     ) -> torch.Tensor:
         """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
-        Args:
-            topk_ids_TK: chosen experts; an id of ``num_experts`` or more is a dropped choice.
-            probs_TK: routing weights.
-            experts: function that runs this rank's experts on rows sorted by expert.
-            rows_per_expert: unused; DeepEP exchanges sizes itself.
+        It ignores ``rows_per_expert``, since DeepEP exchanges sizes itself.
 
         Raises:
             BackendError: DeepEP cannot send tokens of this width or dtype.

@@ -299,13 +299,11 @@ def grouped_mm_experts(
 ) -> Tensor:
     """Return the experts' weighted outputs [R, H], computed with grouped products on CPU or GPU.
 
-    Rows past the last offset are not computed: their output and their terms in the gradients of x
-    and probs are uninitialised memory.
+    The first arguments are those of ``automoe.moe.experts.ExpertBackend``. Rows past the last offset
+    are not computed: their output and their terms in the gradients of x and probs are uninitialised
+    memory.
 
     Args:
-        gather_idx_R: token of each row; rows are sorted by expert.
-        offsets_E: int32, end of each expert's rows.
-        probs_R: routing weight of each row.
         up, down: the products of gate_up_proj and of down_proj.
         sums: receives the gradients of both matrices; None: autograd returns them.
         adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of

@@ -99,11 +99,7 @@ class ExpertLora(Adapter):
     ) -> Tensor:
         """Return the experts' weighted outputs [R, H], adapters included; weights get no gradient.
 
-        Args:
-            gather_idx_R: token of each row; rows are sorted by expert.
-            offsets_E: int32, end of each expert's rows.
-            probs_R: routing weight of each row.
-            weights: the experts' frozen matrices and biases.
+        The arguments are those of ``automoe.moe.experts.ExpertBackend``.
         """
         a13, b13, a2, b2 = (
             None if getattr(self, name) is None else self.weight(name, x_TH.dtype)

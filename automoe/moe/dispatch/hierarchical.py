@@ -44,15 +44,9 @@ class HierarchicalDispatcher:
     def __call__(
         self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
+        """Send tokens over the first level's group, then over the other levels.
 
-        Tokens go over the first level's group, then over the other levels. Expert ids outside 0 ...
-        E - 1 are dropped.
-
-        Args:
-            experts: function that runs this rank's experts.
-            rows_per_expert: how many of this rank's choices each expert has, if these numbers are
-                all equal; None: sizes are exchanged.
+        Expert ids outside 0 ... E - 1 are dropped; all else is as of ``Dispatcher``.
         """
         group = self.group
         num_tokens, top_k = topk_ids_TK.shape
