@@ -2,8 +2,9 @@
 
 ``x W.T`` of each expert becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the
 pair has rank r both in a layout that keeps gate and up in one tensor and in one that keeps them
-apart. Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H
-hidden, I expert width, J = 2 I (gate, then up), r rank.
+apart. ``Adapter``, the base of all adapters, is here because ``automoe.model.lora`` imports this file
+and cannot be imported by it. Shapes: T rows to read from, R computed rows sorted by expert, E experts
+of this rank, H hidden, I expert width, J = 2 I (gate, then up), r rank.
 """
 
 from __future__ import annotations
