@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from automoe.comm.recompute import recompute_contexts
 
 
-@dataclass
+@dataclass(eq=False)  # hashable: a function may be a key of a cache
 class Recomputed:
     """Activation checkpointing of ``fn``: the backward pass computes intermediate results again.
 
