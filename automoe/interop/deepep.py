@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from automoe.comm.collectives import DispatchGroup
-from automoe.comm.discard_outputs import discard
 from automoe.errors import BackendError, import_backend
 from automoe.moe.dispatch.base import RunExperts, run_choices
 from automoe.moe.dispatch.wire import dequantize_rows
 from automoe.parallel.overlap import MERGED_PASSES, OverlappedDispatch
+from automoe.passes.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 # Group sizes in v1's published tables of settings.

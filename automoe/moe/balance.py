@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.recompute import is_counted
 from automoe.comm.tokens import Tokens
+from automoe.passes.recompute import is_counted
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.calls import Wrap, as_it_is, bind
 from automoe.comm.communicators import ProcessGroupCollection
-from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_at, uniform_from
@@ -33,6 +31,8 @@ from automoe.moe.balance import (
     z_loss,
 )
 from automoe.moe.capacity import choose_kept
+from automoe.passes.calls import Wrap, as_it_is, bind
+from automoe.passes.recompute import is_recomputing, save_for_recompute
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -41,10 +41,10 @@ LAYERS = (
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
-    ("automoe.comm",),
+    ("automoe.comm", "automoe.passes"),
     # the table of parameters, without torch
     ("automoe.model.params", "automoe.model.param_spec"),
-    ("automoe.config", "automoe.storage", "automoe.comm.trace", *PRIVATE_TO_TORCH),
+    ("automoe.config", "automoe.storage", "automoe.passes.trace", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
@@ -354,7 +354,7 @@ def test_a_private_part_of_torch_elsewhere_is_found(code: str, use: str) -> None
 
 # Rooms in which a module keeps what it calls from its constructor on, and what is assigned after construction all the
 # same: to classes of transformers, whose constructors are not ours, and where a reason stands.
-BUILT_ONCE = ("classes", "comm", "model", "moe", "optim", "parallel", "planner", "training")
+BUILT_ONCE = ("classes", "comm", "model", "moe", "optim", "parallel", "passes", "planner", "training")
 ASSIGNED_LATER = {
     "automoe.classes.activations": [
         "setattr(module, name, nn.Parameter(parameter[:num_local].clone()))", "module.forward", "layer.forward",

@@ -29,10 +29,10 @@ import pytest
 import torch
 
 from automoe.comm.tokens import MicroBatch, Tokens
-from automoe.comm.trace import training_pass
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError, DataError
 from automoe.moe.router import Router, recorded_choices
+from automoe.passes.trace import training_pass
 from automoe.rl.routes import check_routes, read_sglang, read_vllm
 from automoe.session import Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool

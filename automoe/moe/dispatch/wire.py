@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.discard_outputs import discard
 from automoe.config.rules_kernels import wire_row_bytes
+from automoe.passes.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 _WORD = torch.int64  # wide elements: a gather of rows uses one thread per element
