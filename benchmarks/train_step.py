@@ -47,7 +47,7 @@ RANGE = "part: "
 # Parts of a step: while profiled, every module of interest runs in a range of its own. An operator belongs to the innermost
 # range around it; in the backward pass, where there are no modules, to the range of the operator that autograd numbered
 # alike on the way forward.
-_BY_PHASE = {"grad_norm": "gradient norm", "optimizer_step": "optimizer"}  # of automoe's step (automoe/comm/trace.py)
+_BY_PHASE = {"grad_norm": "gradient norm", "optimizer_step": "optimizer"}  # of automoe's step (automoe/passes/trace.py)
 PARTS = (
     "attention",
     "experts",

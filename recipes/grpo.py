@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
-from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
 from automoe.errors import BackendError
+from automoe.passes.trace import phase
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer, Engine, Sampling, gaps_of
 from automoe.rl.engines import open_engine, teacher_of

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
+from automoe.passes.trace import phase
 from automoe.run.routing import record_routing, replayed_routing
 from automoe.run.run import open_run
 from automoe.run.samples import Sampler

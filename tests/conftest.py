@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from automoe.comm.trace import training_pass
+from automoe.passes.trace import training_pass
 from automoe.verify.pool import RankPool
 from tests.support.imported import ImportedRanks
 

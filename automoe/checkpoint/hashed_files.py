@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from automoe.comm.trace import phase
+from automoe.passes.trace import phase
 from automoe.storage.files import named
 
 

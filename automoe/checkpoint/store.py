@@ -46,13 +46,13 @@ from automoe.checkpoint.saved_state import (
     tensors_of,
 )
 from automoe.comm.agreement import Ranks
-from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, listed, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
+from automoe.passes.trace import phase
 from automoe.storage.files import explained, flush, set_aside
 from automoe.storage.folder import name_folder
 

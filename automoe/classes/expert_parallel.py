@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from automoe.comm.local_shard import local_shard
+from automoe.config.schema import MoEConfig
 from automoe.errors import ConfigError
-from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
+from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel.expert import ExpertStyle
 
@@ -60,7 +61,7 @@ class ExpertParallel(ExpertStyle):
         if rule:
             raise ConfigError("module", type(module).__name__, rule, remedy)
         super()._apply(module, device_mesh)
-        dispatcher = self.dispatcher(device_mesh, LocalDispatcher(module.num_experts))
+        dispatcher = self.dispatcher(device_mesh, module.num_experts, MoEConfig())
         call = RoutedRows if isinstance(module, GroupedExperts) else RoutedCall
         module.forward = call(module, dispatcher).route
         # the module's own code counts its local experts

@@ -1,7 +1,7 @@
 """Process groups as objects that a model's modules receive when they are built.
 
 A model on one rank receives only ``SINGLE_RANK``, which sends nothing, so the modules read alike on
-every mesh. Shapes: B rows, S positions of one rank, P ranks of the group.
+every mesh. Shapes: B sequences, S positions of one rank, P ranks of the group.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class ProcessGroupCollection:
     data: tuple[Communicator, ...] = ()
 
     @property
-    def ranks_per_row(self) -> int:
+    def ranks_per_sequence(self) -> int:
         """Number of ranks (tp and cp) that share the tokens of a sequence between two blocks."""
         return self.cp.num_ranks * self.tp.num_ranks
 
-    def sum_over_row(self, x: Tensor) -> Tensor:
+    def sum_over_sequence(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks that share a sequence's tokens between two blocks.
 
         Not differentiable.

@@ -1,6 +1,6 @@
 """The micro-batch that a model is called with, its per-token tensors and token counts.
 
-Shapes: B rows, S positions held by this rank (the whole row unless ranks share it), D modules for
+Shapes: B sequences, S positions held by this rank (the whole sequence unless ranks share it), D modules for
 multi-token prediction.
 """
 
@@ -118,27 +118,25 @@ class StepBatch:
 
     R = num_micro_batches * micro_batch_size = global_batch_size / D packed sequences, in
     micro-batch order; S = seq_len; P preference pairs in a sequence. Data-parallel rank d of D
-    holds sequences [d*R, (d+1)*R) of the step's global batch.
+    holds sequences [d*R, (d+1)*R) of the step's global batch. Tensors are int64.
 
     Attributes:
-        tokens: [R, S] int64.
+        tokens: [R, S].
         labels: [R, S] the next token of the same document, or ``IGNORE``.
         positions: [R, S] index within the document, for rotary embeddings.
         doc_ids: [R, S] index of the document within its sequence; -1 is padding.
-        num_bytes: UTF-8 bytes of the text that the labels stand for.
+        num_bytes: UTF-8 bytes of the text that the labels stand for; bits per byte needs them.
         first_row: number of the first sequence in the whole training stream.
         pairs: [R, P] number of each preference pair, whose answers are the documents 2 p and 2 p + 1
             for column p; -1 where a sequence has fewer pairs. None: no preference data.
     """
 
-    tokens: Tensor  # [R, S] int64
-    labels: Tensor  # [R, S] int64: the next token of the same document, or IGNORE
-    positions: Tensor  # [R, S] int64: index within the document, for rotary embeddings
-    doc_ids: Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
-    num_bytes: int  # UTF-8 bytes that the trained labels stand for; bits per byte needs them.
-    first_row: int  # index of row 0 in the whole training stream
-    # [R, P] int64 for preference data, else None: the number of each pair of a row. Pair p of a row
-    # is its documents 2 p and 2 p + 1; -1 fills up rows with fewer pairs.
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    doc_ids: Tensor
+    num_bytes: int
+    first_row: int
     pairs: Tensor | None = None
 
 

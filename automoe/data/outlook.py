@@ -13,8 +13,8 @@ from automoe.data.tokenizer import Tokenizer, tokenizer_beside
 from automoe.errors import listed
 from automoe.hf.families.registry import read_hf_config
 from automoe.hf.wrapper import text_config
-from automoe.model.adapters import is_trained
 from automoe.model.params import model_params
+from automoe.model.trainable import is_trained
 
 _MOST = 1 << 28  # tokens of a source that are looked at
 

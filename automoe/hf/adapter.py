@@ -28,9 +28,9 @@ from automoe.hf.peft import (
 )
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts
-from automoe.model.adapters import adapters, is_target
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import Param, model_params
+from automoe.model.trainable import adapters, is_target
 from automoe.storage.foreign import read_settings
 
 _MERGE = "Merge it with peft (merge_and_unload, save_pretrained), and name the result"

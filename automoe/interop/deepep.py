@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from automoe.comm.collectives import DispatchGroup
-from automoe.comm.discard_outputs import discard
 from automoe.errors import BackendError, import_backend
 from automoe.moe.dispatch.base import RunExperts, run_choices
 from automoe.moe.dispatch.wire import dequantize_rows
 from automoe.parallel.overlap import MERGED_PASSES, OverlappedDispatch
+from automoe.passes.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 # Group sizes in v1's published tables of settings.
@@ -331,11 +331,7 @@ class DeepEPDispatcher:
     ) -> torch.Tensor:
         """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
-        Args:
-            topk_ids_TK: chosen experts; an id of ``num_experts`` or more is a dropped choice.
-            probs_TK: routing weights.
-            experts: function that runs this rank's experts on rows sorted by expert.
-            rows_per_expert: unused; DeepEP exchanges sizes itself.
+        It ignores ``rows_per_expert``, since DeepEP exchanges sizes itself.
 
         Raises:
             BackendError: DeepEP cannot send tokens of this width or dtype.

@@ -78,10 +78,8 @@ def attention() -> AttentionFn:
 def experts() -> ExpertBackend:
     """Return the expert backend that multiplies by transformer-engine's ``GroupedLinear``.
 
-    The backend takes tokens, the token of each row (sorted by expert), the end of each expert's
-    rows, routing weights and the experts' weights, and returns the rows' outputs. Each call has one
-    host sync, for the number of rows of every expert. Gradients of one token's rows are added up in
-    a fixed order. For biases the backend raises ``BackendError``.
+    Each call has one host sync, for the number of rows of every expert. Gradients of one token's
+    rows are added up in a fixed order. For biases the backend raises ``BackendError``.
     """
     te = _load("moe.experts=te", "moe.experts=grouped_mm")
 

@@ -11,8 +11,8 @@ from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 from automoe.errors import listed
-from automoe.model.adapters import is_target, is_trained, packed_shape, target_names
 from automoe.model.params import LORA_GROUPS, model_params
+from automoe.model.trainable import is_target, is_trained, packed_shape, target_names
 
 # fmt: off
 _FROZEN = table("""

@@ -11,10 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.calls import bind
 from automoe.comm.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.local_shard import local_shard
-from automoe.comm.recompute import save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, has_indexer, window_of
@@ -28,6 +26,8 @@ from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
 from automoe.moe.balance import attach_loss
+from automoe.passes.calls import bind
+from automoe.passes.recompute import save_for_recompute
 
 # DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
 LATENT_NORM_EPS = 1e-6

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from automoe.comm.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
 from automoe.comm.communicators import ProcessGroupCollection
 from automoe.kernels.attention import AttentionFn, attend
 from automoe.model.attention_masks import MaskFn, dense_masks
@@ -19,6 +18,7 @@ from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.experts import MakeExpertBackend
+from automoe.passes.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
 
 
 @dataclass(frozen=True)

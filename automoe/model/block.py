@@ -9,7 +9,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from automoe.comm.calls import Wrap, as_it_is, bind, call_module
 from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
@@ -19,6 +18,7 @@ from automoe.model.backend import BackendConfig
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
 from automoe.moe.layer import MoE
+from automoe.passes.calls import Wrap, as_it_is, bind, call_module
 
 
 class MLP(nn.Module):

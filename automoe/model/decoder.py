@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.calls import call_module
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionSetup
@@ -22,6 +21,7 @@ from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
 from automoe.moe.layer import MoE
+from automoe.passes.calls import call_module
 
 
 class Decoder(CausalLM):

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.recompute import is_counted
 from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
 from automoe.model.rows import gather_row
+from automoe.passes.recompute import is_counted
 
 if TYPE_CHECKING:
     from automoe.model.attention import AttentionSetup

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from automoe.comm.local_shard import local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
 from automoe.kernels.counter_random import uniform_at
-from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
 from automoe.model.params import Param, layer_params, model_params
+from automoe.model.trainable import adapters, is_target, is_trained, packed_shape
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.recompute import is_counted
 from automoe.comm.tokens import Tokens
+from automoe.passes.recompute import is_counted
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -39,7 +39,7 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     return _AttachLoss.apply(x, loss)
 
 
-def choices_by_row(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int) -> Tensor:
+def choices_by_sequence(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int) -> Tensor:
     """Return how often the tokens of each sequence chose each expert: [B, E] float64.
 
     Padding, where ``valid_Bs`` is False, does not count.

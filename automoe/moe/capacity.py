@@ -5,12 +5,12 @@ these are:
 
     rank      The tokens of this rank's micro-batch. Nothing is sent. Which choices are dropped
               depends on how the mesh and the micro-batches split the batch. Choices queue by
-              position, then by row, as in Megatron-Core: no row is served before another.
-    sequence  One whole row, wherever its parts are. Choices are summed over the ranks that share
-              the row, and the dropped choices depend only on the row.
+              position, then by sequence, as in Megatron-Core: none is served before another.
+    sequence  One whole sequence, wherever its parts are. Choices are summed over the ranks that
+              share it, and the dropped choices depend on it alone.
 
-Weights are computed before choices are dropped, and are not renormalised. A token that loses a
-choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
+Routing weights are computed before choices are dropped, and are not renormalised. A token that
+loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
 experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups of tokens
 that share capacities, N choices of a group, P slots of an expert, C of all.
 """
@@ -29,8 +29,8 @@ from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import gather_rows
 from automoe.moe.dispatch.base import Dispatcher, RunExperts, sort_by_expert, sum_to_tokens
 
-# Weights are rounded to multiples of this step before they are compared, and ties are served in row
-# order. Weights of equal tokens may differ by rounding, which depends on the mesh.
+# Routing weights are rounded to multiples of this step before they are compared, and ties are
+# served in the order of the queue. Equal tokens' may differ by rounding, which depends on the mesh.
 PRIORITY_STEP = 2.0**-16
 
 
@@ -74,14 +74,16 @@ def slots_per_expert(
     num_experts: int,
 ) -> int:
     """Return the most choices of this rank's micro-batch that one expert can keep."""
-    num_rows, size = tokens.index.shape
+    num_sequences, size = tokens.index.shape
     if moe.drop_scope == "rank":
-        return expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
-    whole = size * pg_collection.ranks_per_row
-    return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
+        return expert_capacity(moe.capacity_factor, num_sequences * size, top_k, num_experts)
+    whole = size * pg_collection.ranks_per_sequence
+    return num_sequences * min(
+        expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size
+    )
 
 
-def join_row_parts(x: Tensor, index_Bs: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
+def join_sequences(x: Tensor, index_Bs: Tensor, pg_collection: ProcessGroupCollection) -> Tensor:
     """Join the ranks' positions [B, s, ...] to whole sequences [B, R, ...], without gradient.
 
     Each rank writes its positions into zeros, and an all-reduce sums them. The sum is exact and
@@ -91,13 +93,13 @@ def join_row_parts(x: Tensor, index_Bs: Tensor, pg_collection: ProcessGroupColle
         index_Bs: index in the sequence of each position of x.
         pg_collection: its groups hold the other positions.
     """
-    if pg_collection.ranks_per_row == 1:
-        return x  # a rank with whole rows holds them in order
-    num_rows, size = index_Bs.shape
-    full = x.new_zeros(num_rows, size * pg_collection.ranks_per_row, *x.shape[2:])
-    rows = torch.arange(num_rows, device=x.device).unsqueeze(1)
-    full[rows, index_Bs] = x.detach()
-    return pg_collection.sum_over_row(full)
+    if pg_collection.ranks_per_sequence == 1:
+        return x  # a rank with whole sequences holds them in order
+    num_sequences, size = index_Bs.shape
+    full = x.new_zeros(num_sequences, size * pg_collection.ranks_per_sequence, *x.shape[2:])
+    sequences = torch.arange(num_sequences, device=x.device).unsqueeze(1)
+    full[sequences, index_Bs] = x.detach()
+    return pg_collection.sum_over_sequence(full)
 
 
 @torch.no_grad()
@@ -116,27 +118,27 @@ def choose_kept(
             ``moe.drop_policy=probs``.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
     """
-    num_rows, size, top_k = topk_ids_BsK.shape
+    num_sequences, size, top_k = topk_ids_BsK.shape
     ids_BsK = topk_ids_BsK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     of_rank = moe.drop_scope == "rank"
     if of_rank:
-        # Choices queue by position, then by row.
+        # Choices queue by position, then by sequence.
         ids_GN, probs_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BsK, probs_BsK))
-        num_tokens = num_rows * size
+        num_tokens = num_sequences * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
         both = torch.stack((ids_BsK.to(torch.float64), probs_BsK.to(torch.float64)), dim=-1)
-        joined = join_row_parts(both, tokens.index, pg_collection)
+        joined = join_sequences(both, tokens.index, pg_collection)
         ids_GN, probs_GN = joined.flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
-        num_tokens = size * pg_collection.ranks_per_row
+        num_tokens = size * pg_collection.ranks_per_sequence
     priority_GN = (probs_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
     if of_rank:
-        fits_BsK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
+        fits_BsK = fits_GN.view(size, num_sequences, top_k).transpose(0, 1)
     else:
-        fits_BsK = fits_GN.view(num_rows, num_tokens, top_k)
+        fits_BsK = fits_GN.view(num_sequences, num_tokens, top_k)
         if num_tokens > size:  # only the positions of this rank
             fits_BsK = fits_BsK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BsK))
     return fits_BsK & (ids_BsK < num_experts)

@@ -1,24 +1,16 @@
 """The routed experts' weights, and the expert backends: functions that multiply by these weights.
 
-All backends have one signature:
-
-    x_TH            rows to read from: a rank's tokens, or a dispatcher's receive buffer
-    gather_idx_R    row of x that each of the R computed rows reads, sorted by expert
-    offsets_E       int32, end of each expert's rows among the R
-    probs_R         routing weight of each computed row
-    weights         matrices and biases of this rank's experts (``ExpertWeights``)
-    activation      function of gate and up (``automoe.kernels.activation``); default: SwiGLU
-    returns [R, H]  probs * expert(x[gather_idx]), in gather_idx order
-
-Probabilities multiply the activation before the down projection, so that no copy of the expert
-output has to be kept for their gradient ("memory-efficient permutation"). Shapes: T rows to read
-from, R computed rows, E experts of this rank, I expert width, H hidden.
+Routing weights multiply the activation before the down projection, so that no copy of the expert
+output has to be kept for their gradient ("memory-efficient permutation"). A row is a copy of a
+token for one of its experts. Shapes: T rows to read from, R computed rows, E experts of this rank, I
+expert width, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +25,31 @@ from automoe.model.params import EXPERT_SPECS
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
 
-ExpertBackend = Callable[..., Tensor]  # the module docstring lists its arguments
+
+class ExpertBackend(Protocol):
+    """Function that multiplies rows by their experts: [R, H] probs * expert(x), in gather_idx order.
+
+    Args:
+        x_TH: rows to read from: a rank's tokens, or a dispatcher's receive buffer.
+        gather_idx_R: row of x that each of the R computed rows reads, sorted by expert.
+        offsets_E: int32, end of each expert's rows among the R.
+        probs_R: routing weight of each computed row.
+        weights: matrices and biases of this rank's experts.
+        activation: function of gate and up.
+    """
+
+    def __call__(
+        self,
+        x_TH,
+        gather_idx_R,
+        offsets_E,
+        probs_R,
+        weights: ExpertWeights,
+        activation: Activation = SWIGLU,
+        /,
+    ) -> Tensor: ...
+
+
 # Takes the ``GroupedExperts`` whose weights the backend multiplies by.
 MakeExpertBackend = Callable[[nn.Module], ExpertBackend]
 
@@ -43,12 +59,7 @@ def loop_experts(
 ) -> Tensor:
     """Return the experts' weighted outputs [R, H], one expert after the other.
 
-    This is the reference backend. It takes any dtype, float64 included.
-
-    Args:
-        gather_idx_R: token of each row; rows are sorted by expert.
-        offsets_E: int32, end of each expert's rows.
-        probs_R: routing weight of each row.
+    This reference ``ExpertBackend`` takes any dtype, float64 included.
     """
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
@@ -57,11 +68,11 @@ def loop_experts(
     start = 0
     for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in zip(ends, *by_expert, strict=True):
         rows = x_TH[gather_idx_R[start:end]]
-        weight = probs_R[start:end, None].to(x_TH.dtype)
+        probs = probs_R[start:end, None].to(x_TH.dtype)
         biases = (None, None) if bias_2I is None else bias_2I
         act = activation(*map(partial(F.linear, rows), gate_up_2IH, biases))
-        out = (act * weight) @ down_HI.T
-        outputs.append(out if down_bias_H is None else out + weight * down_bias_H)
+        out = (act * probs) @ down_HI.T
+        outputs.append(out if down_bias_H is None else out + probs * down_bias_H)
         start = end
     return torch.cat(outputs)
 
@@ -138,13 +149,7 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
     ) -> Tensor:
-        """Return the experts' output [R, H] for R (token, expert) rows.
-
-        Args:
-            gather_idx_R: token of each row; rows are sorted by expert.
-            offsets_E: int32, end of each expert's rows.
-            probs_R: routing weight of each row.
-        """
+        """Return the experts' output [R, H] of R rows; arguments are those of ``ExpertBackend``."""
         # Rows are of this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         weights = ExpertWeights(*(None if p is None else local_shard(p) for p in parameters))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.gradient_sums import GradientSums, read_later
 from automoe.quantize.packed import unpack
 
-Scales = Tensor | None
+QuantScales = Tensor | None  # scales of a quantized operand; None: it is not quantized
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
@@ -66,15 +67,17 @@ class GroupedProducts:
 
     mm = staticmethod(grouped_mm)
 
-    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[QuantScales, QuantScales]:
         """Return the quantization scales of x and of the weight: None, as nothing is quantized here."""
         return None, None
 
-    def grad_scales(self, grad_RN, offsets_E) -> Scales:
+    def grad_scales(self, grad_RN, offsets_E) -> QuantScales:
         """Return the scales of the output's gradient: None, as nothing is quantized here."""
         return None
 
-    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
+    def output(
+        self, x_RK, w_ENK, offsets_E, x_scales: QuantScales, w_scales: QuantScales
+    ) -> Tensor:
         """Return each row x times its expert's transposed weight: [R, N].
 
         ``offsets_E`` are the ends of the experts' rows; both scales are results of ``scales``.
@@ -82,7 +85,7 @@ class GroupedProducts:
         return self.mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
     def grad_input(
-        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
+        self, grad_RN, w_ENK, offsets_E, grad_scales: QuantScales, w_scales: QuantScales
     ) -> Tensor:
         """Return each gradient row times its expert's weight: [R, K].
 
@@ -91,7 +94,7 @@ class GroupedProducts:
         return self.mm(grad_RN, w_ENK, offsets_E)
 
     def grad_weight(
-        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
+        self, grad_RN, x_RK, offsets_E, grad_scales: QuantScales, x_scales: QuantScales
     ) -> Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K].
 
@@ -119,6 +122,16 @@ _Tensors = namedtuple(
 )
 
 
+class _Options(NamedTuple):
+    """The other arguments of ``_GroupedExperts``, which ``grouped_mm_experts`` describes."""
+
+    activation: Activation
+    up: GroupedProducts
+    down: GroupedProducts
+    sums: GradientSums | None
+    lora_scale: float
+
+
 class _GroupedExperts(torch.autograd.Function):
     """Autograd function of experts: probs * (down(activation(gate, up)) + down_proj_bias).
 
@@ -129,68 +142,59 @@ class _GroupedExperts(torch.autograd.Function):
 
     With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
     returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
-    needs a gradient. Adapters are multiplied by ``up.mm``, and their outputs by ``scale``.
+    needs a gradient. Adapters are multiplied by ``up.mm``, and their outputs by ``lora_scale``.
+    Names that end in ``_scales`` are quantization scales of the operand before it.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        activation: Activation,
-        up: GroupedProducts,
-        down: GroupedProducts,
-        sums: GradientSums | None,
-        scale: float,
-        anchor,
-        *tensors,
-    ):
-        ctx.activation = activation
-        ctx.products = (up, down)
-        ctx.sums = sums
-        ctx.scale = scale
+    def forward(ctx, options: _Options, anchor, *tensors):
+        ctx.options = options
+        activation, up, down, sums, lora_scale = options
         args = _Tensors(*tensors)
         offsets_E = args.offsets_E
         if sums is not None:
             ctx.ends = read_later(offsets_E)
         rows_RH = args.x_TH.index_select(0, args.gather_idx_R)
-        x_scales, up_scales = up.scales(rows_RH, args.gate_up_EJH, offsets_E)
+        x_scales, gate_up_scales = up.scales(rows_RH, args.gate_up_EJH, offsets_E)
         low_Rr = None
         wide_EJH = unpack(args.gate_up_EJH, rows_RH.shape[1], rows_RH.dtype)
-        gate_up_RJ = up.output(rows_RH, wide_EJH, offsets_E, x_scales, up_scales)
+        gate_up_RJ = up.output(rows_RH, wide_EJH, offsets_E, x_scales, gate_up_scales)
         del wide_EJH
         if args.gate_up_A_ErH is not None:
             low_Rr = up.mm(rows_RH, args.gate_up_A_ErH.mT, offsets_E)
-            gate_up_RJ.add_(up.mm(low_Rr, args.gate_up_B_EJr.mT, offsets_E), alpha=scale)
+            gate_up_RJ.add_(up.mm(low_Rr, args.gate_up_B_EJr.mT, offsets_E), alpha=lora_scale)
         del rows_RH
         if args.gate_up_bias_EJ is not None:
             gate_up_RJ += repeat_by_expert(args.gate_up_bias_EJ, offsets_E, gate_up_RJ.shape[0])
         gate_RI, up_RI = gate_up_RJ.chunk(2, dim=-1)
-        scale_R1 = args.probs_R.unsqueeze(1).to(args.x_TH.dtype)
-        act_RI = activation(gate_RI, up_RI).mul_(scale_R1).contiguous()
-        saved = down.scales(act_RI, args.down_EHI, offsets_E)
-        ctx.save_for_backward(*args, gate_up_RJ, low_Rr, x_scales, up_scales, *saved)
+        probs_R1 = args.probs_R.unsqueeze(1).to(args.x_TH.dtype)
+        act_RI = activation(gate_RI, up_RI).mul_(probs_R1).contiguous()
+        act_scales, down_scales = down.scales(act_RI, args.down_EHI, offsets_E)
+        scales = x_scales, gate_up_scales, act_scales, down_scales
+        ctx.save_for_backward(*args, gate_up_RJ, low_Rr, *scales)
         wide_EHI = unpack(args.down_EHI, act_RI.shape[1], args.x_TH.dtype)
-        out_RH = down.output(act_RI, wide_EHI, offsets_E, *saved)
+        out_RH = down.output(act_RI, wide_EHI, offsets_E, act_scales, down_scales)
         if args.down_A_ErI is not None:
-            low_Rr = up.mm(act_RI, args.down_A_ErI.mT, offsets_E)
-            out_RH.add_(up.mm(low_Rr, args.down_B_EHr.mT, offsets_E), alpha=scale)
+            low_act_Rr = up.mm(act_RI, args.down_A_ErI.mT, offsets_E)
+            out_RH.add_(up.mm(low_act_Rr, args.down_B_EHr.mT, offsets_E), alpha=lora_scale)
         if args.down_bias_EH is not None:
             out_RH.addcmul_(
-                repeat_by_expert(args.down_bias_EH, offsets_E, out_RH.shape[0]), scale_R1
+                repeat_by_expert(args.down_bias_EH, offsets_E, out_RH.shape[0]), probs_R1
             )
         return out_RH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out_RH):
-        *tensors, gate_up_RJ, low_Rr, x_scales, up_scales, act_scales, down_scales = (
+        *tensors, gate_up_RJ, low_Rr, x_scales, gate_up_scales, act_scales, down_scales = (
             ctx.saved_tensors
         )
         args = _Tensors(*tensors)
         # False for frozen weights, and for x if no earlier layer is trained
-        needs = _Tensors(*ctx.needs_input_grad[6:])
+        needs = _Tensors(*ctx.needs_input_grad[2:])
         offsets_E, hidden, dtype = args.offsets_E, args.x_TH.shape[1], args.x_TH.dtype
-        up, down = ctx.products
-        mm, scale = up.mm, ctx.scale
+        activation, up, down, sums, lora_scale = ctx.options
+        mm = up.mm
         grads: dict[str, Tensor] = {}
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
@@ -199,12 +203,11 @@ class _GroupedExperts(torch.autograd.Function):
         grad_act_RI = down.grad_input(grad_out_RH, wide_EHI, offsets_E, grad_scales, down_scales)
         del wide_EHI
         if args.down_A_ErI is not None:
-            grad_low_Rr = mm(grad_out_RH, args.down_B_EHr, offsets_E).mul_(scale)
-            grad_act_RI += mm(grad_low_Rr, args.down_A_ErI, offsets_E)
+            grad_low_act_Rr = mm(grad_out_RH, args.down_B_EHr, offsets_E).mul_(lora_scale)
+            grad_act_RI += mm(grad_low_act_Rr, args.down_A_ErI, offsets_E)
         act_RI, grad_gate_up_RJ, grad_probs_R = activation_gradients(
-            ctx.activation, gate_up_RJ, args.probs_R, grad_act_RI
+            activation, gate_up_RJ, args.probs_R, grad_act_RI
         )
-        sums = ctx.sums
         # If tokens need no gradient, none is sent that a deferred product could overlap with.
         if sums is not None:
             sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, needs.x_TH)
@@ -213,14 +216,14 @@ class _GroupedExperts(torch.autograd.Function):
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
         if args.down_A_ErI is not None:
-            grads["down_A_ErI"] = mm(grad_low_Rr.mT, act_RI, offsets_E)
+            grads["down_A_ErI"] = mm(grad_low_act_Rr.mT, act_RI, offsets_E)
             low_act_Rr = mm(act_RI, args.down_A_ErI.mT, offsets_E)
-            grads["down_B_EHr"] = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(scale)
+            grads["down_B_EHr"] = mm(grad_out_RH.mT, low_act_Rr, offsets_E).mul_(lora_scale)
         del act_RI, grad_act_RI
         if args.down_bias_EH is not None:
             if needs.down_bias_EH:
-                scale_R1 = args.probs_R.unsqueeze(1).to(dtype)
-                grads["down_bias_EH"] = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
+                probs_R1 = args.probs_R.unsqueeze(1).to(dtype)
+                grads["down_bias_EH"] = sum_by_expert(grad_out_RH * probs_R1, offsets_E)
             bias_grad_RH = grad_out_RH * repeat_by_expert(
                 args.down_bias_EH, offsets_E, grad_out_RH.shape[0]
             )
@@ -231,8 +234,8 @@ class _GroupedExperts(torch.autograd.Function):
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
         if args.gate_up_A_ErH is not None:
-            grad_low_Rr = mm(grad_gate_up_RJ, args.gate_up_B_EJr, offsets_E).mul_(scale)
-            grads["gate_up_B_EJr"] = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
+            grad_low_Rr = mm(grad_gate_up_RJ, args.gate_up_B_EJr, offsets_E).mul_(lora_scale)
+            grads["gate_up_B_EJr"] = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(lora_scale)
             rows_RH = args.x_TH.index_select(0, args.gather_idx_R)
             grads["gate_up_A_ErH"] = mm(grad_low_Rr.mT, rows_RH, offsets_E)
             del rows_RH
@@ -248,12 +251,12 @@ class _GroupedExperts(torch.autograd.Function):
         if needs.x_TH:
             wide_EJH = unpack(args.gate_up_EJH, hidden, dtype)
             grad_rows_RH = up.grad_input(
-                grad_gate_up_RJ, wide_EJH, offsets_E, grad_scales, up_scales
+                grad_gate_up_RJ, wide_EJH, offsets_E, grad_scales, gate_up_scales
             )
             if args.gate_up_A_ErH is not None:
                 grad_rows_RH += mm(grad_low_Rr, args.gate_up_A_ErH, offsets_E)
             grads["x_TH"] = sum_rows(grad_rows_RH, args.gather_idx_R, args.x_TH.shape[0])
-        return *[None] * 6, *_Tensors(**grads, probs_R=grad_probs_R)
+        return None, None, *_Tensors(**grads, probs_R=grad_probs_R)
 
 
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
@@ -292,21 +295,19 @@ def grouped_mm_experts(
     down: GroupedProducts = UNSCALED,
     sums: GradientSums | None = None,
     adapters: Sequence[Tensor | None] = (None,) * 4,
-    scale: float = 1.0,
+    lora_scale: float = 1.0,
 ) -> Tensor:
     """Return the experts' weighted outputs [R, H], computed with grouped products on CPU or GPU.
 
-    Rows past the last offset are not computed: their output and their terms in the gradients of x
-    and probs are uninitialised memory.
+    The first arguments are those of ``automoe.moe.experts.ExpertBackend``. Rows past the last offset
+    are not computed: their output and their terms in the gradients of x and probs are uninitialised
+    memory.
 
     Args:
-        gather_idx_R: token of each row; rows are sorted by expert.
-        offsets_E: int32, end of each expert's rows.
-        probs_R: routing weight of each row.
         up, down: the products of gate_up_proj and of down_proj.
         sums: receives the gradients of both matrices; None: autograd returns them.
         adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
-            down_proj, or None; ``scale`` multiplies their outputs.
+            down_proj, or None; ``lora_scale`` multiplies their outputs.
     """
     joined = weights.joined()
     anchor = None
@@ -315,6 +316,5 @@ def grouped_mm_experts(
         joined = joined._replace(gate_up_proj=matrices[0].detach(), down_proj=matrices[1].detach())
         anchor = x_TH.new_empty(0).requires_grad_(any(matrix.requires_grad for matrix in matrices))
     rows = x_TH, gather_idx_R, offsets_E, probs_R
-    return _GroupedExperts.apply(
-        activation, up, down, sums, scale, anchor, *rows, *joined, *adapters
-    )
+    options = _Options(activation, up, down, sums, lora_scale)
+    return _GroupedExperts.apply(options, anchor, *rows, *joined, *adapters)

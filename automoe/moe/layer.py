@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.calls import as_it_is, bind, call_module, chain
-from automoe.comm.discard_outputs import discard_scope
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, slots_per_expert
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.experts import GroupedExperts, expert_backend
 from automoe.moe.router import Router, Routing
+from automoe.passes.calls import as_it_is, bind, call_module, chain
+from automoe.passes.discard_outputs import discard_scope
 
 if TYPE_CHECKING:
     from automoe.model.backend import BackendConfig

@@ -2,8 +2,9 @@
 
 ``x W.T`` of each expert becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the
 pair has rank r both in a layout that keeps gate and up in one tensor and in one that keeps them
-apart. Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H
-hidden, I expert width, J = 2 I (gate, then up), r rank.
+apart. ``Adapter``, the base of all adapters, is here because ``automoe.model.lora`` imports this file
+and cannot be imported by it. Shapes: T rows to read from, R computed rows sorted by expert, E experts
+of this rank, H hidden, I expert width, J = 2 I (gate, then up), r rank.
 """
 
 from __future__ import annotations
@@ -99,11 +100,7 @@ class ExpertLora(Adapter):
     ) -> Tensor:
         """Return the experts' weighted outputs [R, H], adapters included; weights get no gradient.
 
-        Args:
-            gather_idx_R: token of each row; rows are sorted by expert.
-            offsets_E: int32, end of each expert's rows.
-            probs_R: routing weight of each row.
-            weights: the experts' frozen matrices and biases.
+        The arguments are those of ``automoe.moe.experts.ExpertBackend``.
         """
         a13, b13, a2, b2 = (
             None if getattr(self, name) is None else self.weight(name, x_TH.dtype)
@@ -113,7 +110,7 @@ class ExpertLora(Adapter):
         products = self.product, self.product
         rows = x_TH, gather_idx_R, offsets_E, probs_R
         return grouped_mm_experts(
-            *rows, weights, activation, *products, adapters=adapters, scale=self.scale
+            *rows, weights, activation, *products, adapters=adapters, lora_scale=self.scale
         )
 
 

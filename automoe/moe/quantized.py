@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automoe.moe.grouped_mm import GroupedProducts, Scales, grouped_mm, grouped_mm_experts
+from automoe.moe.grouped_mm import GroupedProducts, QuantScales, grouped_mm, grouped_mm_experts
 from automoe.quantize.formats import SIDE, WHOLE, Quantized, dequantize, tile_amax, transposed
 from automoe.quantize.scaling import GRAD, Blockwise, Scaling, X
 
@@ -46,13 +46,13 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         super().__init__()
         self.scaling = scaling
 
-    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[Scales, Scales]:
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[QuantScales, QuantScales]:
         return self._row_scales(x_RK, offsets_E, X), self.scaling.weight_scales(w_ENK)
 
-    def grad_scales(self, grad_RN, offsets_E) -> Scales:
+    def grad_scales(self, grad_RN, offsets_E) -> QuantScales:
         return self._row_scales(grad_RN, offsets_E, GRAD)
 
-    def _row_scales(self, rows: Tensor, offsets_E: Tensor, operand: int) -> Scales:
+    def _row_scales(self, rows: Tensor, offsets_E: Tensor, operand: int) -> QuantScales:
         if isinstance(self.scaling, Blockwise):
             return None
         amax_R1 = tile_amax(rows.unsqueeze(1), WHOLE).squeeze(
@@ -60,21 +60,23 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         )  # reads all rows without copying them
         return self.scaling.scales(_zero_unowned(amax_R1, offsets_E), operand)
 
-    def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> Tensor:
+    def output(
+        self, x_RK, w_ENK, offsets_E, x_scales: QuantScales, w_scales: QuantScales
+    ) -> Tensor:
         rows = self.scaling.quantize(_zero_unowned(x_RK, offsets_E), x_scales, X)
         return grouped_product(
             rows, self.scaling.quantize_weight(w_ENK, w_scales), offsets_E, x_RK.dtype
         )
 
     def grad_input(
-        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
+        self, grad_RN, w_ENK, offsets_E, grad_scales: QuantScales, w_scales: QuantScales
     ) -> Tensor:
         rows = self.scaling.quantize(_zero_unowned(grad_RN, offsets_E), grad_scales, GRAD)
         columns = transposed(self.scaling.quantize_weight(w_ENK, w_scales))
         return grouped_product(rows, columns, offsets_E, grad_RN.dtype)
 
     def grad_weight(
-        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
+        self, grad_RN, x_RK, offsets_E, grad_scales: QuantScales, x_scales: QuantScales
     ) -> Tensor:
         """Quantize gradient and x with their scales; return the weight's gradient [E, N, K].
 

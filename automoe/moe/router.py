@@ -1,4 +1,4 @@
-"""The router: jitter, score, select, weight and drop.
+"""The router: jitter, scores, choice of experts, routing weights and drops.
 
 The file also holds the gates of benchmarks, which replace the router's choices, and hooks that
 watch choices from outside: for routing files, and to force the choices of one run on another run.
@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.calls import Wrap, as_it_is, bind
 from automoe.comm.communicators import ProcessGroupCollection
-from automoe.comm.recompute import is_recomputing, save_for_recompute
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_at, uniform_from
@@ -28,21 +26,23 @@ from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
     balance_loss,
-    choices_by_row,
+    choices_by_sequence,
     load_fractions,
     z_loss,
 )
 from automoe.moe.capacity import choose_kept
+from automoe.passes.calls import Wrap, as_it_is, bind
+from automoe.passes.recompute import is_recomputing, save_for_recompute
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Routing(NamedTuple):
-    """Experts that serve each token, and their weights.
+    """Experts that serve each token, and their routing weights (``probs``, as in Megatron-Core).
 
     Attributes:
         topk_expert_ids: [B, s, K] int64, the experts that compute.
-        topk_probs: [B, s, K] in at least float32, factors of the experts' outputs.
+        topk_probs: [B, s, K] in at least float32, routing weights: they multiply experts' outputs.
         plain_ids: [B, s, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, s, K] bool, choices within their expert's capacity; None: no expert has a limit.
         differing: [B, s] how many of a token's choices, repeated from an inference engine, the
@@ -62,7 +62,7 @@ class Scores(NamedTuple):
     Attributes:
         logits: the product with the router's weight.
         scores: the logits through the score function; none is negative.
-        choice: the values that top-k and weights use: the scores, or the logits themselves.
+        choice: the values that top-k and routing weights use: the scores, or the logits themselves.
         sum_to_one: whether the scores of a token sum to one.
     """
 
@@ -86,11 +86,11 @@ def score_experts(logits_BsE: Tensor, config: RouterConfig) -> Scores:
     The score functions are softmax, sigmoid and sqrt(softplus).
     """
     if config.score == "softmax":
-        probs_BsE = logits_BsE.softmax(-1)
+        scores_BsE = logits_BsE.softmax(-1)
         return Scores(
             logits_BsE,
-            probs_BsE,
-            logits_BsE if config.softmax_after_topk else probs_BsE,
+            scores_BsE,
+            logits_BsE if config.softmax_after_topk else scores_BsE,
             sum_to_one=True,
         )
     if config.score == "sigmoid":
@@ -119,7 +119,7 @@ def select_experts(
     """Return the top-k of score + bias inside the best groups of experts: [B, s, K] int64.
 
     DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
-    experts, never in the weight.
+    experts, never in the routing weights.
     """
     choice_BsE = scores_BsE if bias_E is None else scores_BsE + bias_E
     if config.num_groups > 1:
@@ -134,7 +134,7 @@ def select_experts(
 
 
 def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig) -> Tensor:
-    """Return the routing probabilities [B, s, K]: factors of the chosen experts' outputs.
+    """Return the routing weights [B, s, K] of the chosen experts.
 
     They are the scores (or logits) of the chosen experts, normalised over the K and scaled as
     ``config`` says.
@@ -230,10 +230,10 @@ class BalancedRouter(nn.Module):
         plain top-k would, which ignores the expert bias and groups. The losses are sequence, global
         and micro-batch balance loss, and z-loss: this rank's shares times their coefficients.
         """
-        chosen_BE = choices_by_row(topk_ids_BsK, tokens.valid, self.num_experts)
+        chosen_BE = choices_by_sequence(topk_ids_BsK, tokens.valid, self.num_experts)
         plain_BE = chosen_BE
         if plain_ids_BsK is not topk_ids_BsK:
-            plain_BE = choices_by_row(plain_ids_BsK, tokens.valid, self.num_experts)
+            plain_BE = choices_by_sequence(plain_ids_BsK, tokens.valid, self.num_experts)
         moe, ranks = self.moe, self.pg_collection
         shares_BsE = scores.shares()
         off = shares_BsE.new_zeros(())
@@ -242,14 +242,14 @@ class BalancedRouter(nn.Module):
             return balance_loss(load_fractions(counts, shares_BsE.dtype), shares_BsE, tokens)
 
         terms = (
-            (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_row(plain_BE))),
+            (moe.seq_balance_coef, lambda: loss_over(ranks.sum_over_sequence(plain_BE))),
             (
                 moe.global_balance_coef,
                 lambda: balance_loss(self.load_fractions.to(shares_BsE.dtype), shares_BsE, tokens),
             ),
             (
                 moe.micro_batch_balance_coef,
-                lambda: loss_over(ranks.sum_over_data(ranks.sum_over_row(plain_BE.sum(0)))),
+                lambda: loss_over(ranks.sum_over_data(ranks.sum_over_sequence(plain_BE.sum(0)))),
             ),
             (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
@@ -314,7 +314,7 @@ class Router(BalancedRouter):
         super().__init__(config, moe, moe_index, pg_collection, bias, wrap)
         self.wrapped_score = bind(wrap, self.score)
         self.wrapped_select = bind(wrap, self.select)
-        self.wrapped_weigh = bind(wrap, self.weigh)
+        self.wrapped_topk_probs = bind(wrap, self.topk_probs)
         self.config = config.router
         self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
@@ -322,11 +322,11 @@ class Router(BalancedRouter):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Routing:
-        """Route the tokens x [B, s, H]: choose experts, weigh them, and apply their capacity.
+        """Route the tokens x [B, s, H]: choose experts, weight and drop the choices.
 
-        In training the load counters count the micro-batch, and the weights carry the auxiliary
-        losses into the backward. Every expert output is multiplied by a weight, so the weights
-        always have a gradient.
+        In training the load counters count the micro-batch, and the routing weights carry the
+        auxiliary losses into the backward. They multiply every expert output, so they always have a
+        gradient.
         """
         jitter_BsH = (
             self._jitter(x_BsH, tokens) if self.training and self.moe.router_jitter else None
@@ -336,7 +336,7 @@ class Router(BalancedRouter):
             topk_ids_BsK, plain_ids_BsK, differing = save_for_recompute(
                 self._choose, scores.choice, tokens
             )
-        probs_BsK = self.wrapped_weigh(scores.choice, topk_ids_BsK)
+        probs_BsK = self.wrapped_topk_probs(scores.choice, topk_ids_BsK)
         routing = Routing(topk_ids_BsK, probs_BsK, plain_ids_BsK, differing=differing)
         if self.moe.capacity_factor:
             args = topk_ids_BsK, probs_BsK, tokens, self.pg_collection, self.moe, self.num_experts
@@ -369,8 +369,8 @@ class Router(BalancedRouter):
             return plain_ids_BsK, plain_ids_BsK
         return select_experts(choice_BsE, self.expert_bias, self.config, self.top_k), plain_ids_BsK
 
-    def weigh(self, choice_BsE: Tensor, topk_ids_BsK: Tensor) -> Tensor:
-        """Return the factors [B, s, K] of the chosen experts' outputs, from the scores of all experts."""
+    def topk_probs(self, choice_BsE: Tensor, topk_ids_BsK: Tensor) -> Tensor:
+        """Return the routing weights [B, s, K] of the chosen experts, from the scores of all experts."""
         return routing_probs(choice_BsE, topk_ids_BsK, self.config)
 
     def _jitter(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
@@ -409,8 +409,8 @@ def gate_ids(
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is
                   the layer's number mod E
 
-    A gate replaces the learned choice. Weights still come from the router's scores, so all other
-    work costs the same as in training.
+    A gate replaces the learned choice. Routing weights still come from the router's scores, so all
+    other work costs the same as in training.
 
     Args:
         gate: name of the gate, one of ``GATES``.

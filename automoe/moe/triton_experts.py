@@ -35,13 +35,8 @@ def triton_experts(
 ) -> torch.Tensor:
     """Return the experts' weighted outputs [R, H], on CUDA in bfloat16, float16 or float32.
 
-    Rows past the last offset are not computed: their output and their gradient of probs are
-    uninitialised memory. They add nothing to the gradient of x.
-
-    Args:
-        gather_idx_R: token of each row; rows are sorted by expert.
-        offsets_E: int32, end of each expert's rows.
-        probs_R: routing weight of each row.
+    It is an ``automoe.moe.experts.ExpertBackend``. Rows past the last offset are not computed: their
+    output and their gradient of probs are uninitialised memory. They add nothing to the gradient of x.
 
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.

@@ -25,9 +25,9 @@ from automoe.config.schema import (
     is_linear,
     window_of,
 )
-from automoe.model.adapters import with_adapters
 from automoe.model.param_spec import NUM_PLACES, SCORES, Param
 from automoe.model.params import model_params
+from automoe.model.trainable import with_adapters
 
 _LORA_B = (
     ".lora.B",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from automoe.comm.trace import listening
 from automoe.config.schema import Config
 from automoe.config.validate import parse_profile_steps
+from automoe.passes.trace import listening
 
 PROFILE_DIR = "profile"
 

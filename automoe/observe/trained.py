@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from automoe.config.schema import Config
-from automoe.model.adapters import with_adapters
 from automoe.model.params import model_params
+from automoe.model.trainable import with_adapters
 
 
 def describe_training(config: Config) -> list[str]:

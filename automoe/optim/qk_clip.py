@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.comm.communicators import first_of_rank
 from automoe.comm.local_shard import global_offset, local_shard
-from automoe.comm.recompute import is_counted
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention
 from automoe.model.rows import gather_row
+from automoe.passes.recompute import is_counted
 
 CHUNK = 512  # queries whose logits are in memory at once
 

@@ -1,7 +1,7 @@
 """Choices of what a model is built with: communicators, implementations, wrappers of calls.
 
 The records are ``BackendConfig`` (``automoe.model.backend``) and, for each layer, ``LayerCalls``
-(``automoe.comm.calls``). Modules get them in their constructors and keep them. Some choices are
+(``automoe.passes.calls``). Modules get them in their constructors and keep them. Some choices are
 made elsewhere: ``Block`` chooses the classes of attention and feed-forward,
 ``automoe.parallel.expert`` the dispatcher, and SDPA its kernel at each call; LoRA and ``train.fp8``
 replace linear layers after construction, and LoRA the expert backend. A wrapped call contains the
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from automoe.comm.calls import LayerCalls, Wrap, as_it_is, chain
 from automoe.comm.collectives import communicator
 from automoe.comm.communicators import SINGLE_RANK, Communicator, ProcessGroupCollection
-from automoe.comm.discard_outputs import discard_outputs, discard_scope
 from automoe.config.plugins import look_up, registered
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig, is_linear
@@ -32,7 +30,6 @@ from automoe.moe.experts import MakeExpertBackend, expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.optim.qk_clip import WatchedAttention
-from automoe.parallel.activation_checkpoint import Recomputed
 from automoe.parallel.compile import compiled
 from automoe.parallel.fp8 import fp8_experts
 from automoe.parallel.fsdp import MASTER_DTYPES
@@ -40,6 +37,9 @@ from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import MERGED_PASSES
 from automoe.parallel.ring import cpu_ring, cuda_ring, ring_masks
 from automoe.parallel.runner import checked_loss
+from automoe.passes.activation_checkpoint import Recomputed
+from automoe.passes.calls import LayerCalls, Wrap, as_it_is, chain
+from automoe.passes.discard_outputs import discard_outputs, discard_scope
 
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:

@@ -9,7 +9,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automoe.comm.collectives import DispatchGroup
 from automoe.config.plugins import look_up, registered
-from automoe.config.schema import ClusterConfig, Config
+from automoe.config.schema import ClusterConfig, Config, MoEConfig
 from automoe.config.tier import tier_of
 from automoe.errors import BackendError, ConfigError
 from automoe.model.causal_lm import CausalLM
@@ -31,13 +31,6 @@ from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import OverlappedDispatch
-
-
-def _hierarchical(
-    num_experts: int, ep: DispatchGroup, gpus_per_node: int, timeout: timedelta | None
-) -> Dispatcher:
-    groups = node_levels(ep.group, gpus_per_node, timeout)
-    return HierarchicalDispatcher(num_experts, [type(ep)(group, ep.in_8_bits) for group in groups])
 
 
 def node_levels(
@@ -96,11 +89,12 @@ def node_levels(
     return levels
 
 
-# Constructors of dispatchers from the number of experts and the ep group.
+# Constructors of dispatchers from the number of experts and the ep group; the hierarchical one takes
+# the groups of its levels.
 DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
     "alltoall": AllToAllDispatcher,
     "allgather": AllGatherDispatcher,
-    "hierarchical": _hierarchical,
+    "hierarchical": HierarchicalDispatcher,
     "deepep": lambda *args: look_up("moe.dispatcher", "deepep")(*args),
 }
 
@@ -149,12 +143,17 @@ class ExpertStyle(ParallelStyle):
                 f"moe.dispatch_dtype=fp8: the dispatcher {dispatcher} of a plugin sends tokens in its own format. "
                 "Set moe.dispatch_dtype=auto"
             )
-        make = dispatchers[dispatcher]
-        if make is _hierarchical:
-            make = partial(make, gpus_per_node=gpus_per_node, timeout=timeout)
-        exchange = OverlappedDispatch if overlap else DispatchGroup
-        # Layers share a dispatcher, because groups and buffers are costly.
-        self._over_ep = cache(lambda group, number: make(number, exchange(group, in_8_bits)))
+        make_group = OverlappedDispatch if overlap else DispatchGroup
+
+        @cache  # layers share a dispatcher, because groups and buffers are costly
+        def over_ep(group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
+            if dispatcher == "hierarchical":
+                groups = node_levels(group, gpus_per_node, timeout)
+                levels = [make_group(level, in_8_bits) for level in groups]
+                return HierarchicalDispatcher(num_experts, levels)
+            return dispatchers[dispatcher](num_experts, make_group(group, in_8_bits))
+
+        self._over_ep = over_ep
         self._in_8_bits = in_8_bits
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -183,20 +182,19 @@ class ExpertStyle(ParallelStyle):
             module.get_submodule(parent).register_parameter(last, shards[whole])
         return module
 
-    def dispatcher(self, device_mesh: DeviceMesh, local: LocalDispatcher) -> Dispatcher:
+    def dispatcher(self, device_mesh: DeviceMesh, num_experts: int, moe: MoEConfig) -> Dispatcher:
         """Return the dispatcher to experts sharded over ``device_mesh``, for all MoE layers.
 
         It is made once for an ep group and a number of experts; making it is collective over the
         world.
 
         Args:
-            local: dispatcher of a rank with all experts, used if no axis is ep; else only its number
-                of experts is read.
+            moe: options of ``LocalDispatcher``, which dispatches if no axis is ep.
         """
         meshes = _axes(device_mesh, ("ep", "etp"))
-        dispatcher: Dispatcher = local
+        dispatcher: Dispatcher = LocalDispatcher(num_experts, moe)
         if "ep" in meshes:
-            dispatcher = self._over_ep(meshes["ep"].get_group(), local.num_experts)
+            dispatcher = self._over_ep(meshes["ep"].get_group(), num_experts)
         if "etp" in meshes:
             etp = DispatchGroup(meshes["etp"].get_group(), self._in_8_bits)
             dispatcher = ExpertTensorDispatcher(dispatcher, etp)
@@ -221,7 +219,7 @@ def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
         raise ConfigError(
             "mesh",
             names,
-            f"ExpertParallel shards this module over the axes {' and '.join(allowed)}",
+            f"experts of this module are sharded over the axes {' and '.join(allowed)}",
             f"Give it the part of the mesh with these axes, such as mesh[{allowed[0]!r}]",
         )
     return {name: mesh[name] for name in names}
@@ -278,7 +276,7 @@ def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dis
     """
     if (mesh := _expert_mesh(meshes)) is None:
         return None
-    return style.dispatcher(mesh, LocalDispatcher(config.model.num_experts, config.moe))
+    return style.dispatcher(mesh, config.model.num_experts, config.moe)
 
 
 def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:

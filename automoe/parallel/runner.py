@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from automoe.comm.tokens import MicroBatch
-from automoe.comm.trace import training_pass
 from automoe.config.mesh_shape import stage_layers
 from automoe.config.metrics import is_taken
 from automoe.config.pipeline import rank_of_stage
@@ -25,6 +24,7 @@ from automoe.model.params import embedding_stages
 from automoe.parallel.fsdp import defer_reduction, reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.shared_gradients import SharedGradients
+from automoe.passes.trace import training_pass
 
 
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:

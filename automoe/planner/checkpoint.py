@@ -15,8 +15,8 @@ from math import ceil, inf, lcm
 from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.pipeline import stages_of_ranks
 from automoe.config.schema import Config
-from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
+from automoe.model.trainable import as_stored, with_adapters
 from automoe.planner.step_memory import Sizes, gathered_numel, local_numel, rows_of
 
 # Bytes that torch's format (2.13) adds: per shard in its file, per shard in the index, per tensor

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, TypeVar
 
 from automoe.config.schema import Config
-from automoe.model.adapters import packed_shape, with_adapters
 from automoe.model.params import Param, layer_params
+from automoe.model.trainable import packed_shape, with_adapters
 from automoe.planner.step_memory import DTYPE_BYTES
 
 

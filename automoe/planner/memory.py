@@ -19,8 +19,8 @@ from automoe.config.facts import MUON_ROUND, SENDS_KEPT
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers, stays_unsharded
 from automoe.config.pipeline import ALL_FORWARDS_FIRST, Entry, pipeline_order, stages_of_ranks
 from automoe.config.schema import Config
-from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, num_states, stage_params
+from automoe.model.trainable import as_stored, with_adapters
 from automoe.planner.activations import TokenLoad
 from automoe.planner.layer_weights import cached
 from automoe.planner.place import key_of

@@ -19,8 +19,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config, has_indexer, is_linear, window_of
 from automoe.config.tier import tier_of
-from automoe.model.adapters import is_target
 from automoe.model.params import Param, layer_params
+from automoe.model.trainable import is_target
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, mask_bytes
 from automoe.planner.workspace import Workspace, head_workspace_bytes, layer_workspaces
 

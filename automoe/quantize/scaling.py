@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automoe.comm.trace import trains
+from automoe.passes.trace import trains
 from automoe.quantize.formats import (
     BLOCK,
     E4M3,

@@ -15,7 +15,6 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.comm.process_groups import connect_process_groups, set_collective_timeouts
-from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
@@ -26,6 +25,7 @@ from automoe.observe.flops import step_flops_per_token
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
+from automoe.passes.trace import phase
 from automoe.run.hooks import call_hooks, hook_numbers
 from automoe.run.record import RunRecord
 from automoe.run.samples import Sampler

@@ -17,7 +17,6 @@ import torch
 
 from automoe.comm.agreement import Ranks
 from automoe.comm.tokens import IGNORE, StepBatch
-from automoe.comm.trace import phase
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.data.prompts import encoded_prompts
@@ -26,6 +25,7 @@ from automoe.hf.folder import write_settings
 from automoe.model.loss import NAN_TOKEN
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
+from automoe.passes.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automoe.comm.trace import phase
+from automoe.passes.trace import phase
 from automoe.training.context import RunContext
 
 # size and dtype of the product: it takes 0.2 ms on an H100, 0.5 ms on a CPU core

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automoe.comm.tokens import MicroBatch, StepBatch, TokenCounts, count_shifted, num_documents
-from automoe.comm.trace import phase
 from automoe.config.schema import Config, TrainConfig
 from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import shift_rows
@@ -39,6 +38,7 @@ from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
 from automoe.parallel.shared_gradients import counted_parameters
+from automoe.passes.trace import phase
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, gather_stats, max_over_ranks, update_balance_state
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from automoe.comm.tokens import StepBatch
-from automoe.comm.trace import phase
 from automoe.config.metrics import perplexity
 from automoe.config.schema import Config
 from automoe.model.mtp import MTP_METRICS
 from automoe.optim.ema import averaged_weights
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.runner import StepRunner
+from automoe.passes.trace import phase
 from automoe.training.stats import sum_over_ranks
 from automoe.training.step import prepare_inputs
 

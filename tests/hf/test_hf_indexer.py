@@ -18,8 +18,8 @@ from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
-from automoe.model.adapters import with_adapters
 from automoe.model.params import model_params
+from automoe.model.trainable import with_adapters
 from tests.support.configurations import quick_config
 from tests.support.hf_models import save_small_hf
 

@@ -200,7 +200,7 @@ def documents_ignored_across_cp():
 
 
 def row_balance_per_cp_rank():
-    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.tp.all_reduce(x))
+    return patch.object(ProcessGroupCollection, "sum_over_sequence", lambda self, x: self.tp.all_reduce(x))
 
 
 def initialised_by_rank():
@@ -345,7 +345,7 @@ def terms_of_tp_ranks_not_summed():
 
 
 def row_balance_per_tp_rank():
-    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.cp.all_reduce(x))
+    return patch.object(ProcessGroupCollection, "sum_over_sequence", lambda self, x: self.cp.all_reduce(x))
 
 
 def tokens_of_the_first_tp_rank_believed_everywhere():

@@ -15,7 +15,6 @@ from safetensors import safe_open
 import automoe
 from automoe.classes.model import TransformersModel, _is_expert_table, longest_span
 from automoe.comm.tokens import MicroBatch
-from automoe.comm.trace import training_pass
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
@@ -31,6 +30,7 @@ from automoe.model.params import count_params
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
+from automoe.passes.trace import training_pass
 from automoe.planner.memory import plan_memory
 from automoe.planner.reserve import not_modelled
 from automoe.run.weights import load_or_initialize

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from automoe.comm.tokens import IGNORE, MicroBatch
-from automoe.comm.trace import training_pass
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from automoe.model import indexer as module
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.indexer import Indexer
 from automoe.model.init import default_dtype, initialize, reset_buffers
+from automoe.passes.trace import training_pass
 
 MODEL = ModelConfig(
     family="deepseek_v32",

@@ -7,7 +7,7 @@ import torch
 from test_router import B, E, S, hidden_states, make_router, make_rows
 
 from automoe.config.schema import RouterConfig
-from automoe.moe.balance import attach_loss, choices_by_row, update_expert_bias
+from automoe.moe.balance import attach_loss, choices_by_sequence, update_expert_bias
 
 pytestmark = pytest.mark.usefixtures("trains")
 
@@ -92,7 +92,7 @@ def test_attaching_a_loss_changes_no_value_and_adds_its_gradient() -> None:
 def test_choices_are_counted_per_row_without_padding() -> None:
     ids = torch.tensor([[[0, 1], [1, 2]], [[3, 3], [0, 1]]])
     valid = torch.tensor([[True, True], [True, False]])
-    assert choices_by_row(ids, valid, 4).tolist() == [[1, 2, 1, 0], [0, 0, 0, 2]]
+    assert choices_by_sequence(ids, valid, 4).tolist() == [[1, 2, 1, 0], [0, 0, 0, 2]]
 
 
 def test_the_bias_moves_towards_even_load_by_its_rate() -> None:

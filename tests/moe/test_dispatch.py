@@ -198,9 +198,9 @@ def test_words_behind_rows_arrive_with_every_bit(
     exchange = RowExchange(Loopback(len(counts), in_8_bits), x, source, words, counts_2P, counts, counts)
     lines, arrived = exchange.wait()
     assert lines.shape[1] == 6 and lines.dtype == dtype and lines.is_contiguous()
-    assert torch.equal(arrived, words) and torch.equal(lines[exchange.into.row_M], x[source])
+    assert torch.equal(arrived, words) and torch.equal(lines[exchange.receive_layout.line_M], x[source])
     grad_words = torch.randn(words.shape, generator=generator).to(words.dtype)
-    rows = lines[exchange.into.row_M]
+    rows = lines[exchange.receive_layout.line_M]
     grads = torch.autograd.grad((rows, arrived), (x, words), (torch.ones_like(rows), grad_words))
     assert torch.equal(grads[0], torch.bincount(source, minlength=5).to(dtype).unsqueeze(1).expand(5, 6))
     assert torch.equal(grads[1], grad_words)

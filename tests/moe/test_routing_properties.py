@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automoe.comm.tokens import Tokens
-from automoe.comm.trace import training_pass
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.model.backend import BackendConfig
 from automoe.moe.balance import LOSSES
 from automoe.moe.capacity import expert_capacity, rank_within_expert
 from automoe.moe.layer import MoE
 from automoe.moe.router import Router
+from automoe.passes.trace import training_pass
 
 COEF = 0.5
 

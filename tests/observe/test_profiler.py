@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from automoe.comm.trace import phase
 from automoe.config.schema import Config
 from automoe.config.validate import parse_profile_steps
 from automoe.errors import ConfigError
 from automoe.observe.profiler import profile_steps
+from automoe.passes.trace import phase
 
 
 def profiled(run_dir, window: str, steps: range, die_at: int | None = None) -> list[int]:

@@ -41,10 +41,10 @@ LAYERS = (
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
-    ("automoe.comm",),
+    ("automoe.comm", "automoe.passes"),
     # the table of parameters, without torch
     ("automoe.model.params", "automoe.model.param_spec"),
-    ("automoe.config", "automoe.storage", "automoe.comm.trace", *PRIVATE_TO_TORCH),
+    ("automoe.config", "automoe.storage", "automoe.passes.trace", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
@@ -163,7 +163,7 @@ def test_the_trainer_does_not_import_the_planner() -> None:
 
 
 def test_the_planner_computes_from_the_configuration_and_the_parameters_alone() -> None:
-    tables = ("automoe.model.params", "automoe.model.adapters", "automoe.observe.flops")
+    tables = ("automoe.model.params", "automoe.model.trainable", "automoe.observe.flops")
     fine = ("automoe.planner", "automoe.config", "automoe.errors", *tables)
     entries = ("search_command", "calibrate", "torchtitan_config", "views")
     arithmetic = [m for m in own_imports() if m.startswith("automoe.planner.") and m.split(".")[2] not in entries]
@@ -354,7 +354,7 @@ def test_a_private_part_of_torch_elsewhere_is_found(code: str, use: str) -> None
 
 # Rooms in which a module keeps what it calls from its constructor on, and what is assigned after construction all the
 # same: to classes of transformers, whose constructors are not ours, and where a reason stands.
-BUILT_ONCE = ("classes", "comm", "model", "moe", "optim", "parallel", "planner", "training")
+BUILT_ONCE = ("classes", "comm", "model", "moe", "optim", "parallel", "passes", "planner", "training")
 ASSIGNED_LATER = {
     "automoe.classes.activations": [
         "setattr(module, name, nn.Parameter(parameter[:num_local].clone()))", "module.forward", "layer.forward",

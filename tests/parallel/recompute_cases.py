@@ -11,12 +11,12 @@ import torch
 
 import automoe.moe.balance
 import automoe.moe.router
-import automoe.parallel.activation_checkpoint
-from automoe.comm.discard_outputs import _Recompute
-from automoe.comm.recompute import is_recomputing, recompute_contexts
+import automoe.passes.activation_checkpoint
 from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from automoe.passes.discard_outputs import _Recompute
+from automoe.passes.recompute import is_recomputing, recompute_contexts
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.toys import VOCAB
 from tests.support.trajectories import run_trajectory
@@ -108,4 +108,4 @@ def made_otherwise_again():
 def results_shared_by_all_micro_batches():
     """One memory for all calls of a region: what a cache on a module comes to."""
     shared = recompute_contexts()
-    return patch.object(automoe.parallel.activation_checkpoint, "recompute_contexts", lambda: shared)
+    return patch.object(automoe.passes.activation_checkpoint, "recompute_contexts", lambda: shared)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from automoe.comm.discard_outputs import discard_outputs, discard_scope
+from automoe.passes.discard_outputs import discard_outputs, discard_scope
 
 WIDTH = 8
 

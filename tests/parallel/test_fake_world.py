@@ -14,8 +14,8 @@ from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import split_layers
 from automoe.config.pipeline import stages_of_ranks
 from automoe.config.validate import validate
-from automoe.model.adapters import with_adapters
 from automoe.model.params import stage_params
+from automoe.model.trainable import with_adapters
 from automoe.parallel.fsdp import defer_reduction
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize

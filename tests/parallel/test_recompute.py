@@ -19,9 +19,9 @@ from automoe.comm.tokens import MicroBatch
 from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.backend import BackendConfig
-from automoe.parallel.activation_checkpoint import Recomputed
 from automoe.parallel.choices import build_backend, layer_calls
 from automoe.parallel.parallelize import build_decoder
+from automoe.passes.activation_checkpoint import Recomputed
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
@@ -223,7 +223,7 @@ def test_nothing_of_a_micro_batch_outlives_its_backward_pass(monkeypatch: pytest
         made.append(weakref.ref(contexts[1]))
         return contexts
 
-    monkeypatch.setattr("automoe.parallel.activation_checkpoint.recompute_contexts", watched)
+    monkeypatch.setattr("automoe.passes.activation_checkpoint.recompute_contexts", watched)
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
     loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()

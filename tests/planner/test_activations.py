@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-import automoe.parallel.activation_checkpoint
-from automoe.comm.recompute import recompute_contexts
+import automoe.passes.activation_checkpoint
 from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import resolve_mesh
@@ -29,6 +28,7 @@ from automoe.model.lora import freeze_and_adapt
 from automoe.parallel.choices import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
+from automoe.passes.recompute import recompute_contexts
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes
 from automoe.planner.step_memory import adapter_activation_bytes
 from automoe.planner.workspace import head_workspace_bytes, layer_workspaces
@@ -97,7 +97,7 @@ def results_kept(seen: list[list]) -> Iterator[None]:
         seen.append(contexts[0].saved)
         return contexts
 
-    with patch.object(automoe.parallel.activation_checkpoint, "recompute_contexts", watched):
+    with patch.object(automoe.passes.activation_checkpoint, "recompute_contexts", watched):
         yield
 
 

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
 from automoe.model.lora import freeze_and_adapt
 from automoe.model.params import PARTS, count_params, layer_params, model_params
+from automoe.model.trainable import is_trained, with_adapters
 from automoe.observe.flops import step_flops_per_token, train_flops_per_token
 from automoe.parallel.parallelize import allocate, build_decoder
 from tests.support.configurations import quick_config

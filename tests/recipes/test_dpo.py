@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.comm.trace import listening
 from automoe.config.convert import config_from_dict, config_to_dict
 from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import dump_config
@@ -42,6 +41,7 @@ from automoe.hf.read import load_hf
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
+from automoe.passes.trace import listening
 from automoe.run.reference import REFERENCE_FILE, Reference, _belongs, _write, open_reference
 from automoe.run.run import Run
 from automoe.run.weights import load_or_initialize

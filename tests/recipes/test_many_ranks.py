@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from pretrain_runs import config, run_rank
 
-from automoe.comm.trace import listening
 from automoe.config.schema import Config
 from automoe.observe.metrics import read_metrics
+from automoe.passes.trace import listening
 from automoe.verify.pool import RankError, RankPool
 from tests.support.command import comparable
 

@@ -29,10 +29,10 @@ import pytest
 import torch
 
 from automoe.comm.tokens import MicroBatch, Tokens
-from automoe.comm.trace import training_pass
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError, DataError
 from automoe.moe.router import Router, recorded_choices
+from automoe.passes.trace import training_pass
 from automoe.rl.routes import check_routes, read_sglang, read_vllm
 from automoe.session import Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
@@ -132,7 +132,7 @@ def test_tokens_are_forced_one_by_one_within_a_layer(config: RouterConfig) -> No
     assert torch.equal(routing.topk_expert_ids[:, 1::2], forced[:, 1::2, 1, 0].long())
     assert torch.equal(routing.plain_ids, own.plain_ids)
     scores = router.score(x, None).choice
-    assert torch.equal(routing.topk_probs, router.weigh(scores, routing.topk_expert_ids))
+    assert torch.equal(routing.topk_probs, router.topk_probs(scores, routing.topk_expert_ids))
     lacking = sum(
         len({*forced[b, s, 1, 0].tolist()} - {*own.topk_expert_ids[b, s].tolist()})
         for b in range(2)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from automoe.comm.trace import listening
+from automoe.passes.trace import listening
 from automoe.run import slow_ranks
 from automoe.run.slow_ranks import SlowRanks
 from automoe.training.context import RunContext

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from automoe.comm.trace import listening, phase
+from automoe.passes.trace import listening, phase
 
 Told = list[tuple[str, int | None, str]]
 
@@ -46,5 +46,5 @@ def test_a_phase_that_raises_has_no_end_and_a_listener_that_raises_is_heard() ->
 
 
 def test_a_phase_needs_no_torch() -> None:
-    code = "import sys\nfrom automoe.comm.trace import phase\nwith phase('step', 1): pass\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom automoe.passes.trace import phase\nwith phase('step', 1): pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

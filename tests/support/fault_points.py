@@ -1,6 +1,6 @@
 """Faults on demand: named points of a run where a rank can be made to die, raise, sleep or find the disk full.
 
-The product knows nothing of them. A point is the begin or the end of one of its phases (``automoe.comm.trace``), to which
+The product knows nothing of them. A point is the begin or the end of one of its phases (``automoe.passes.trace``), to which
 ``faults`` listens, or the middle of a file that it wraps. ``faulty_pretrain.py`` is the shipped recipe with them:
 
     AUTOMOE_FAULT=kill:rank=1:at=shard_written:step=4 python -m automoe.train recipe=tests/support/faulty_pretrain.py
@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from automoe.comm.trace import listening
 from automoe.errors import ConfigError
+from automoe.passes.trace import listening
 
 VARIABLE = "AUTOMOE_FAULT"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from automoe.comm.trace import phase
 from automoe.errors import ConfigError
+from automoe.passes.trace import phase
 from tests.support.fault_points import AT_PHASES, POINTS, VARIABLE, Fault, InjectedFault, fault_point, faults, parse
 
 WRONG = {

@@ -17,7 +17,7 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 @dataclass
 class AllToAllDispatcher:
-    """Dispatcher that sends each chosen (token, expert) pair and its weight to the expert's rank.
+    """Dispatcher that sends every (token, expert) pair with its routing weight to the expert's rank.
 
     Each call has one host sync, for the number of pairs to receive, or none if the caller gives
     ``rows_per_expert``, an equal number for every expert.
@@ -49,7 +49,7 @@ class AllToAllDispatcher:
 
         Returns:
             [P, L] rows from each of P ranks for each of this rank's L experts; [2, P] rows sent to
-            and received from each rank; the two rows of this tensor as lists.
+            and received from each rank; both as lists.
         """
         num_ranks = self.ep.num_ranks
         if rows_per_expert is not None:

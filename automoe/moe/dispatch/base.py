@@ -1,19 +1,9 @@
 """Dispatchers send each token to the ranks of its experts and bring the results back.
 
-This file holds the parts that all dispatchers share, and the dispatcher for one rank. Every
-dispatcher is an object with one signature:
-
-    x_TH            this rank's tokens
-    topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
-    probs_TK        routing weights
-    experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
-    rows_per_expert number of choices that every expert gets from every rank, if known (padding to
-                    capacity): sizes then need no host sync. Default: None
-    returns [T, H]  sum over k of weights * expert(x)
-
-A dispatcher receives the group that it sends over (``DispatchGroup``) and knows nothing else of the
+This file holds the parts that all dispatchers share, and the dispatcher for one rank. A dispatcher
+receives the group that it sends over (``DispatchGroup``) and knows nothing else of the
 mesh. One object serves every layer and micro-batch, so it keeps nothing from one call to the next.
-Weights do not depend on the dispatcher, so any of them runs on any checkpoint.
+Parameters do not depend on the dispatcher, so any of them runs on any checkpoint.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, P ranks, M rows of (token, choice)
 pairs.
@@ -23,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +23,25 @@ from automoe.config.schema import MoEConfig
 from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.wire import rounded_to_8_bits
 
+# this rank's experts: the first four arguments and the result of an ``ExpertBackend``
 RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Dispatcher = Callable[..., Tensor]  # the module docstring lists its arguments
+
+
+class Dispatcher(Protocol):
+    """Function that returns each token's sum over its k choices of probs * expert(x): [T, H].
+
+    Args:
+        x_TH: this rank's tokens.
+        topk_ids_TK: int64, chosen experts, numbered over all E of the layer; E: a dropped choice.
+        probs_TK: routing weights.
+        experts: function that runs this rank's experts on rows sorted by expert.
+        rows_per_expert: number of choices that every expert gets from every rank, if known (padding
+            to capacity): sizes then need no host sync.
+    """
+
+    def __call__(
+        self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None, /
+    ) -> Tensor: ...
 
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

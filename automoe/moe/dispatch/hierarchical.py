@@ -5,7 +5,7 @@ exchanges with the ranks of the same local rank in the other nodes, so that all 
 work. With routing limited to G groups of experts, one group per node, a token is sent to at most G
 nodes, where plain all-to-all sends one copy per choice. Results come back the same way: one partial
 sum per token and rank, then one per token and node. Shapes: T tokens, K top-k, H hidden, E experts,
-P ranks of a level, M copies sent, R copies received in a buffer of B rows, C = 2 K metadata of a copy.
+P ranks of a level, M copies sent, R copies received in a buffer of B lines, C = 2 K metadata of a copy.
 """
 
 from __future__ import annotations
@@ -44,15 +44,9 @@ class HierarchicalDispatcher:
     def __call__(
         self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
+        """Send tokens over the first level's group, then over the other levels.
 
-        Tokens go over the first level's group, then over the other levels. Expert ids outside 0 ...
-        E - 1 are dropped.
-
-        Args:
-            experts: function that runs this rank's experts.
-            rows_per_expert: how many of this rank's choices each expert has, if these numbers are
-                all equal; None: sizes are exchanged.
+        Expert ids outside 0 ... E - 1 are dropped; all else is as of ``Dispatcher``.
         """
         group = self.group
         num_tokens, top_k = topk_ids_TK.shape
@@ -64,15 +58,16 @@ class HierarchicalDispatcher:
         meta_MC = meta_TC[token_idx_M]
         exchange = RowExchange(group, x_TH, token_idx_M, meta_MC, counts_2P, sent, received)
         x_BH, meta_RC = exchange.wait()
-        ids_BK, probs_BK = self._routing(meta_RC, exchange.into.row_M, x_BH.shape[0])
+        ids_BK, probs_BK = self._routing(meta_RC, exchange.receive_layout.line_M, x_BH.shape[0])
         if self.inner is not None:
             if rows_per_expert is not None:
                 rows_per_expert *= group.num_ranks
             out_BH = self.inner(x_BH, ids_BK, probs_BK, experts, rows_per_expert)
         else:
             out_BH = run_choices(x_BH, ids_BK, probs_BK, experts, self.num_local, choices)
-        out_BH = group.all_to_all(out_BH, exchange.out.splits, exchange.into.splits)
-        return sum_to_tokens(out_BH, exchange.source_B, num_tokens)
+        sent_lines, received_lines = exchange.send_layout.splits, exchange.receive_layout.splits
+        out_BH = group.all_to_all(out_BH, sent_lines, received_lines)
+        return sum_to_tokens(out_BH, exchange.token_idx_B, num_tokens)
 
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the choices that send a copy of their token, and counts for each rank of the level.
@@ -100,7 +95,7 @@ class HierarchicalDispatcher:
                 all equal; None: sizes are exchanged.
 
         Returns:
-            [2, P] copies sent to and received from each rank; the two rows of this tensor as lists;
+            [2, P] copies sent to and received from each rank; both as lists;
             the number of choices that arrive for this rank's experts.
         """
         num_parts = self.group.num_ranks
@@ -114,21 +109,21 @@ class HierarchicalDispatcher:
         *sizes, num_choices = torch.cat((counts_2P.flatten(), choices)).tolist()
         return counts_2P, sizes[:num_parts], sizes[num_parts:], num_choices
 
-    def _routing(self, meta_RC: Tensor, row_R: Tensor, num_lines: int) -> tuple[Tensor, Tensor]:
-        """Return expert ids and routing weights [B, K] of the B rows of the receive buffer.
+    def _routing(self, meta_RC: Tensor, line_R: Tensor, num_lines: int) -> tuple[Tensor, Tensor]:
+        """Return expert ids and routing weights [B, K] of the B lines of the receive buffer.
 
-        A row that holds metadata instead of a token, and a choice of another rank's expert, have
+        A line that holds metadata instead of a token, and a choice of another rank's expert, have
         the id L, the number of this rank's experts, which stands for no expert.
 
         Args:
             meta_RC: routing weights, then expert ids, of the R copies received.
-            row_R: row of the buffer that holds each copy.
-            num_lines: number of rows B.
+            line_R: line of the buffer that holds each copy.
+            num_lines: number of lines B.
         """
         top_k = meta_RC.shape[1] // 2
         num_local = self.num_local
         ids_RK = meta_RC[:, top_k:].to(torch.int64) - self.group.rank * num_local
         ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
-        ids_BK = ids_RK.new_full((num_lines, top_k), num_local).index_copy_(0, row_R, ids_RK)
-        probs_BK = meta_RC.new_zeros(num_lines, top_k).index_copy(0, row_R, meta_RC[:, :top_k])
+        ids_BK = ids_RK.new_full((num_lines, top_k), num_local).index_copy_(0, line_R, ids_RK)
+        probs_BK = meta_RC.new_zeros(num_lines, top_k).index_copy(0, line_R, meta_RC[:, :top_k])
         return ids_BK, probs_BK

@@ -1,18 +1,13 @@
 """All-to-all of tokens' hidden states together with metadata of each, in one exchange.
 
-A row is the hidden state of one token that goes to one rank. Its metadata are a few numbers: the
-routing weight, and for the hierarchical dispatcher expert ids. A buffer consists of lines as wide as
-a row:
-
-    rows for rank 0 | lines with their metadata | rows for rank 1 | lines with their metadata ...
-
-With 2 rows for rank 0, 3 for rank 1, one metadata per row and 2 per line these are 2 + 1 and 3 + 2
-lines: rows in lines 0, 1 and 3, 4, 5; metadata at 4, 5 and 12, 13, 14, counted in metadata.
+A row is a copy of one token's hidden state on its way to one rank. Its metadata are a few numbers:
+the routing weight, and for the hierarchical dispatcher expert ids. A buffer consists of lines as wide as
+a row, which hold rows or metadata; ``Layout`` shows an example.
 
 Rows thus keep their width and alignment, rows and metadata are separated without a copy, float32
-weights beside bfloat16 rows lose no bit, and the gradient of the metadata comes back the same way. If
-the group sends rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``), and gradients
-come back in as many lines of x's dtype.
+routing weights beside bfloat16 rows lose no bit, and the gradient of the metadata comes back the
+same way. If the group sends rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``),
+and gradients come back in as many lines of x's dtype.
 
 Shapes: T tokens to read from, M rows sent, R rows received, B lines of a buffer, W int64 of an
 encoded line, H hidden, C metadata per row, P ranks.
@@ -33,59 +28,66 @@ from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
 class Layout:
     """Layout of a send or receive buffer: for each rank rows, then lines with their metadata.
 
-    A row is one token's hidden state; its metadata are a few numbers, such as the routing weight.
     The buffer consists of lines, each as wide as a row: a line holds a row, or metadata of several.
+    Rows a and b for rank 0, and c, d and e for rank 1, with one number w each, two to a line:
+
+        line       0  1  2      3  4  5  6      7
+        holds      a  b  wa wb  c  d  e  wc wd  we
+        number           4  5            12 13  14
+
+    ``splits`` is then [3, 5], ``line_M`` [0, 1, 3, 4, 5], and ``metadata_index(2)`` [4, 5, 12, 13, 14].
 
     Args:
         counts_P: rows for (or from) each rank.
         counts: ``counts_P`` on the host, so that the device need not wait for the host.
-        num_meta: metadata per row.
-        per_line: metadata that fill a line.
+        num_meta: numbers of metadata per row.
+        meta_per_line: numbers of metadata that fill a line.
 
     Attributes:
         splits: number of lines for each rank.
-        row_M: int64, the line of each row.
-        slot_MC: int64, the position of each row's metadata, counted in numbers of their dtype from
-            the start of the buffer.
+        line_M: int64, the line of each row.
     """
 
-    def __init__(self, counts_P: Tensor, counts: list[int], num_meta: int, per_line: int) -> None:
-        self.per_line = per_line
-        self.splits = [count - (-count * num_meta // per_line) for count in counts]
+    def __init__(
+        self, counts_P: Tensor, counts: list[int], num_meta: int, meta_per_line: int
+    ) -> None:
+        self.meta_per_line = meta_per_line
+        self.splits = [count - (-count * num_meta // meta_per_line) for count in counts]
         num_rows = sum(counts)
         device = counts_P.device
-        tail_P = (counts_P * num_meta + per_line - 1) // per_line
-        block_M = torch.arange(len(counts), device=device).repeat_interleave(
+        meta_lines_P = (counts_P * num_meta + meta_per_line - 1) // meta_per_line
+        rank_M = torch.arange(len(counts), device=device).repeat_interleave(
             counts_P, output_size=num_rows
         )
         row_M = torch.arange(num_rows, device=device)
-        self.row_M = row_M + (tail_P.cumsum(0) - tail_P)[block_M]
-        first_P = counts_P.cumsum(0) - counts_P
-        start_P = ((counts_P + tail_P).cumsum(0) - tail_P) * per_line - first_P * num_meta
-        slot_M = start_P[block_M] + row_M * num_meta
-        self.slot_MC = slot_M.unsqueeze(1) + torch.arange(num_meta, device=device)
+        self.line_M = row_M + (meta_lines_P.cumsum(0) - meta_lines_P)[rank_M]
+        first_meta_line_P = (counts_P + meta_lines_P).cumsum(0) - meta_lines_P
+        first_row_P = counts_P.cumsum(0) - counts_P
+        start_P = first_meta_line_P * meta_per_line - first_row_P * num_meta
+        start_M = start_P[rank_M] + row_M * num_meta
+        self._index_MC = start_M.unsqueeze(1) + torch.arange(num_meta, device=device)
 
-    def slots(self, width: int) -> Tensor:
+    def metadata_index(self, width: int) -> Tensor:
         """Return the positions [M, C] of all metadata in the flat view of a buffer [B, ``width``].
 
-        Lines (rows of the buffer) that are wider than ``per_line`` hold metadata only in their
-        first ``per_line`` numbers. Positions and ``width`` count numbers of the metadata's dtype.
+        Lines that are wider than ``meta_per_line`` hold metadata only in their first
+        ``meta_per_line`` numbers. Positions and ``width`` count numbers of the metadata's dtype.
         """
-        if width == self.per_line:
-            return self.slot_MC
-        return self.slot_MC // self.per_line * width + self.slot_MC % self.per_line
+        if width == self.meta_per_line:
+            return self._index_MC
+        return self._index_MC // self.meta_per_line * width + self._index_MC % self.meta_per_line
 
     def metadata(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the metadata [M, C] of all tokens, read as ``dtype`` from a buffer [B, W]."""
+        """Return the metadata [M, C] of all rows, read as ``dtype`` from a buffer [B, W]."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
-        return _flat(lines_BW, dtype)[self.slots(width)]
+        return _flat(lines_BW, dtype)[self.metadata_index(width)]
 
 
 def _flat(lines_BH: Tensor, dtype: torch.dtype) -> Tensor:
     return lines_BH.view(-1).view(dtype)
 
 
-class _Arrived(torch.autograd.Function):
+class _SplitBuffer(torch.autograd.Function):
     """Autograd function that splits a receive buffer: hidden states [B, H], metadata [R, C].
 
     Its inputs x and metadata are those that this rank sent. The backward sends the gradients back to
@@ -97,11 +99,12 @@ class _Arrived(torch.autograd.Function):
         ctx.num_tokens, hidden = x_TH.shape
         ctx.dtype = meta_MC.dtype
         width = hidden * x_TH.element_size() // meta_MC.element_size()
-        out, into = exchange.out, exchange.into
-        ctx.save_for_backward(exchange.source_B, out.slots(width), into.slots(width))
+        sent, received = exchange.send_layout, exchange.receive_layout
+        positions = sent.metadata_index(width), received.metadata_index(width)
+        ctx.save_for_backward(exchange.token_idx_B, *positions)
         ctx.send = exchange.group.all_to_all
-        ctx.splits = out.splits, into.splits
-        meta_RC = into.metadata(lines_BW, ctx.dtype)
+        ctx.splits = sent.splits, received.splits
+        meta_RC = received.metadata(lines_BW, ctx.dtype)
         if exchange.group.in_8_bits:
             return decode_rows(lines_BW, hidden, x_TH.dtype), meta_RC
         return lines_BW.view_as(lines_BW), meta_RC
@@ -109,13 +112,13 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BH, grad_RC):
-        source_B, slot_MC, slot_RC = ctx.saved_tensors
+        token_idx_B, index_MC, index_RC = ctx.saved_tensors
         # Experts read no lines of metadata, so these lines of the gradient are free to be overwritten.
         grad_BH = grad_BH.contiguous()
-        _flat(grad_BH, ctx.dtype)[slot_RC] = grad_RC
+        _flat(grad_BH, ctx.dtype)[index_RC] = grad_RC
         grad_BH = ctx.send(grad_BH, *ctx.splits).contiguous()
-        grad_TH = sum_rows(grad_BH, source_B, ctx.num_tokens)
-        return grad_TH, _flat(grad_BH, ctx.dtype)[slot_MC], None, None
+        grad_TH = sum_rows(grad_BH, token_idx_B, ctx.num_tokens)
+        return grad_TH, _flat(grad_BH, ctx.dtype)[index_MC], None, None
 
 
 class RowExchange:
@@ -131,9 +134,8 @@ class RowExchange:
             the same counts on the host.
 
     Attributes:
-        source_B: for each row of the send buffer its token; T for rows that carry metadata, which
-            follow the tokens for each rank.
-        out, into: where tokens and metadata lie in the send and in the receive buffer.
+        token_idx_B: the token in each line of the send buffer; T for lines of metadata.
+        send_layout, receive_layout: where rows and metadata lie in the two buffers.
     """
 
     def __init__(
@@ -148,39 +150,39 @@ class RowExchange:
     ) -> None:
         self.group = group
         num_tokens, hidden = x_TH.shape
-        per_line, rest = divmod(hidden * x_TH.element_size(), meta_MC.element_size())
+        meta_per_line, rest = divmod(hidden * x_TH.element_size(), meta_MC.element_size())
         assert not rest, (
             f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {meta_MC.dtype} metadata"
         )
         if group.in_8_bits:
             # Encoded rows and gradients share one layout, so the narrower line limits the metadata.
-            per_line = min(per_line, wire_row_bytes(hidden) // meta_MC.element_size())
-        self.out, self.into = (
-            Layout(counts_P, counts, meta_MC.shape[1], per_line)
+            meta_per_line = min(meta_per_line, wire_row_bytes(hidden) // meta_MC.element_size())
+        self.send_layout, self.receive_layout = (
+            Layout(counts_P, counts, meta_MC.shape[1], meta_per_line)
             for counts_P, counts in zip(counts_2P.unbind(0), (sent, received), strict=True)
         )
-        self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
-        self.source_B[self.out.row_M] = token_idx_M
+        self.token_idx_B = token_idx_M.new_full((sum(self.send_layout.splits),), num_tokens)
+        self.token_idx_B[self.send_layout.line_M] = token_idx_M
         rows_TW = encode_rows(x_TH) if group.in_8_bits else x_TH.detach()
         width = rows_TW.shape[1] * rows_TW.element_size() // meta_MC.element_size()
-        lines = rows_TW.index_select(0, self.source_B.clamp(max=num_tokens - 1))
-        _flat(lines, meta_MC.dtype)[self.out.slots(width)] = meta_MC.detach()
+        lines = rows_TW.index_select(0, self.token_idx_B.clamp(max=num_tokens - 1))
+        _flat(lines, meta_MC.dtype)[self.send_layout.metadata_index(width)] = meta_MC.detach()
         self._sent = x_TH, meta_MC
-        self._lines = group.all_to_all(lines, self.into.splits, self.out.splits)
+        self._lines = group.all_to_all(lines, self.receive_layout.splits, self.send_layout.splits)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the exchange; return the receive buffer and the received tokens' metadata.
+        """Wait for the exchange; return the receive buffer and the received rows' metadata.
 
         Call it once.
 
         Returns:
-            The buffer [B, H], in which row ``into.row_M[i]`` is the hidden state of received token
-            i and other rows carry metadata, not tokens; and C metadata of each of R tokens [R, C].
+            The buffer [B, H], in which line ``receive_layout.line_M[i]`` is received row i and other
+            lines hold metadata; and C metadata of each of R rows [R, C].
         """
         lines, sent = self.group.wait(self._lines), self._sent
         del self._lines, self._sent
-        rows_BH, meta_RC = _Arrived.apply(*sent, lines, self)
-        return keep_encoded(rows_BH, lines) if self.group.in_8_bits else rows_BH, meta_RC
+        lines_BH, meta_RC = _SplitBuffer.apply(*sent, lines, self)
+        return keep_encoded(lines_BH, lines) if self.group.in_8_bits else lines_BH, meta_RC
 
 
 def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) -> Tensor:
@@ -193,7 +195,7 @@ def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) 
         counts_PE: tokens from each of P ranks for each of this rank's E experts.
         experts: function that runs the experts on rows sorted by expert.
     """
-    line_R = exchange.into.row_M
+    line_R = exchange.receive_layout.line_M
     by_expert_R, back_R = regroup_by_expert(counts_PE, len(line_R))
     gather_idx_R = line_R[by_expert_R]
     lines_BH, meta_R1 = exchange.wait()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from automoe.comm.discard_outputs import discard
 from automoe.config.rules_kernels import wire_row_bytes
+from automoe.passes.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 _WORD = torch.int64  # wide elements: a gather of rows uses one thread per element
@@ -80,7 +80,7 @@ def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor],
 
     ``send_back`` maps the gradient of the result to the gradient of x.
     """
-    return keep_encoded(_Arrived.apply(x_TH, lines_BW, send_back), lines_BW)
+    return keep_encoded(_DecodeLines.apply(x_TH, lines_BW, send_back), lines_BW)
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
     return x_BH
 
 
-class _Arrived(torch.autograd.Function):
+class _DecodeLines(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, lines_BW, send_back: Callable[[Tensor], Tensor]):
         ctx.send_back = send_back

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import TypeVar
 
-from automoe.comm.trace import trains
+from automoe.passes.trace import trains
 
 T = TypeVar("T")
 

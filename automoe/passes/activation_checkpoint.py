@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from automoe.comm.recompute import recompute_contexts
+from automoe.passes.recompute import recompute_contexts
 
 
-@dataclass
+@dataclass(eq=False)  # hashable: a function may be a key of a cache
 class Recomputed:
     """Activation checkpointing of ``fn``: the backward pass computes intermediate results again.
 
@@ -29,7 +29,7 @@ class Recomputed:
     Args:
         to_end: recompute to the end, not only to the last tensor that is needed. An FSDP unit
             inside ``fn`` needs this: if stopped early, its state would stay that of a forward pass.
-        saves: ``fn`` saves results for its recomputation (``automoe.comm.recompute``).
+        saves: ``fn`` saves results for its recomputation (``automoe.passes.recompute``).
     """
 
     fn: Callable[..., Tensor]
