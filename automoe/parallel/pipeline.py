@@ -193,7 +193,10 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _build_stages(self, step_shape: StepShape) -> list[Stage]:
-        """Return torch's stages around this rank's model parts, with tensors on meta for shapes."""
+        """Return a pipeline stage for each model part of this rank.
+
+        Each gets its inputs and outputs in the shapes of ``step_shape`` as tensors on meta.
+        """
         config, shape = self.config, self.meshes.shape
         rows, positions = step_shape.rows, step_shape.positions
         compute = COMPUTE_DTYPES[config.train.dtype]
