@@ -44,10 +44,7 @@ Args = GRPOArgs
 
 
 def reward(prompt: str, answer: str, num_tokens: int) -> float:
-    """Return the reward of an answer: here its number of digits, divided by ``num_tokens``.
-
-    ``num_tokens`` is the largest number of tokens that an answer may have.
-    """
+    """Return the reward: here the answer's digits per token of ``num_tokens``, its longest length."""
     return sum(letter in "0123456789" for letter in answer) / num_tokens
 
 
@@ -175,8 +172,8 @@ def sample_answers(
     Args:
         stream: the trainer's weights, for that update.
         rollouts: the prompts, and the answers on disk.
-        rollout: number of the rollout, which chooses the prompts.
-        how: settings of sampling; their seed is replaced by one of the run and the rollout.
+        rollout: number of the rollout.
+        how: settings of sampling, except for the seed.
 
     Raises:
         BackendError: the engine returns no expert ids, and ``recipe_args.replay`` needs them.
@@ -257,12 +254,7 @@ def scores_of(
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
-    """Return the values of each answer's own tokens.
-
-    Args:
-        scored: for each answer, the values of its prompt's tokens and then of its own.
-        answers: (prompt index, answer).
-    """
+    """Return for each answer the last of its values ``scored``, which are those of its own tokens."""
     return [
         values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)

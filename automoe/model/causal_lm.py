@@ -158,7 +158,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """Yield (layer number, its experts and router) of each MoE layer of this part, in order."""
+        """Yield (layer number, MoE layer) for the MoE layers of this part, in order."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:

@@ -21,7 +21,7 @@ from automoe.errors import import_backend
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
-    """Return R, the number of rotary dims of a head."""
+    """Return the rotary dims of a head: MLA's, or the partial factor's share of its width."""
     if attention.kind == "mla":
         return attention.qk_rope_head_dim
     return int(attention.head_dim * rope.partial_rotary_factor)

@@ -77,10 +77,6 @@ def slots_per_expert(
 
     With ``moe.drop_scope=rank`` this is the expert's capacity. With ``sequence`` it is the capacity
     for one whole sequence, but at most this rank's positions of it, times the number of sequences.
-
-    Args:
-        tokens: the micro-batch's per-token tensors [B, s].
-        pg_collection: groups of the ranks that share the sequences.
     """
     num_sequences, size = tokens.index.shape
     if moe.drop_scope == "rank":

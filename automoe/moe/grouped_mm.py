@@ -89,11 +89,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return each gradient row times its expert's weight: [R, K].
 
-        Args:
-            grad_RN: gradient of the output.
-            offsets_E: ends of the experts' rows.
-            grad_scales: result of the method ``grad_scales``.
-            w_scales: second result of ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
+        that name, ``w_scales`` the second result of ``scales``.
         """
         return self.mm(grad_RN, w_ENK, offsets_E)
 
@@ -102,11 +99,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K].
 
-        Args:
-            grad_RN: gradient of the output.
-            offsets_E: ends of the experts' rows.
-            grad_scales: result of the method ``grad_scales``.
-            x_scales: first result of ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
+        that name, ``x_scales`` the first result of ``scales``.
         """
         return self.mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
 

@@ -225,7 +225,7 @@ class Muon(torch.optim.AdamW):
     def _momentum(self, i: int) -> Tensor:
         """Advance the momentum of Muon's parameter number ``i``; return its Nesterov update.
 
-        The update has the shape of this rank's shard and is not yet orthogonalised.
+        It has the shape of this rank's shard and is not orthogonalised yet.
         """
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])

@@ -28,12 +28,11 @@ CHUNK = 512  # queries whose logits are in memory at once
 class WatchedAttention:
     """Wrapper of ``AttentionSetup.softmax_attention`` that records largest logits, for QK-clip.
 
-    It records in training passes, not in recomputations, and leaves out queries of padding. The
-    logits are computed a second time, since no attention kernel returns them.
+    It leaves out recomputations and queries of padding. The logits are computed a second time,
+    since no attention kernel returns them.
 
     Attributes:
-        largest: largest logit of each head computed here since the record was cleared; None: no
-            pass since then.
+        largest: largest logit of each head computed here; None: no training pass yet.
         first: number of the first of these heads among the heads of this tp rank.
     """
 
@@ -112,7 +111,7 @@ def take_largest_logits(
 
     Args:
         ranks: group of the stage's ranks; None: this rank alone.
-        device: device of the empty result if nothing was recorded.
+        device: device of an empty result.
     """
     modules = (module for part in model_parts for module in part.modules())
     watched: list[Any] = [

@@ -121,10 +121,7 @@ class MergedPasses:
         self.wait_for_turn(me)
 
     def overlap(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass while an all-to-all travels; then call ``wait``.
-
-        ``wait`` waits for the all-to-all, which the caller has started.
-        """
+        """Run deferred work and the other pass; then call ``wait``, which awaits an all-to-all."""
         self.run_deferred()
         self.swap()
         wait()

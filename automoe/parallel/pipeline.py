@@ -174,7 +174,7 @@ class PipelineRunner(StepRunner):
         self._build_schedule(StepShape(count, train.micro_batch_size, positions))
 
     def _build_schedule(self, step_shape: StepShape) -> None:
-        """Make the pipeline stages and the schedule for steps of this shape."""
+        """Set ``stages`` and ``schedule`` to new ones for steps of this shape."""
         self._step_shape = step_shape
         self.stages = self._build_stages(step_shape)
         pp, parallel = self.meshes.shape.pp, self.config.parallel
@@ -193,10 +193,7 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _build_stages(self, step_shape: StepShape) -> list[Stage]:
-        """Return a pipeline stage for each model part of this rank.
-
-        Each gets its inputs and outputs in the shapes of ``step_shape`` as tensors on meta.
-        """
+        """Return a pipeline stage for each model part of this rank, its tensors' shapes set."""
         config, shape = self.config, self.meshes.shape
         rows, positions = step_shape.rows, step_shape.positions
         compute = COMPUTE_DTYPES[config.train.dtype]

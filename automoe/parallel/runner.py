@@ -150,10 +150,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run the stages forward without gradients; return the last stage's outputs.
-
-        They are joined over micro-batches along the first dim; None on ranks without the last stage.
-        """
+        """Run forward without gradients; return the last stage's joined outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return this rank's sums of the metrics that losses report, by name, and reset them.

@@ -118,7 +118,6 @@ def update_balance_state(
     expert's share of the choices that plain top-k would make, for the next step's balance loss.
 
     Args:
-        stats: statistics of that step, of which ``device_counts`` are used.
         bias_update_rate: amount by which a bias moves.
     """
     for part in model_parts:
