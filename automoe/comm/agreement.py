@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
-    """Return the error that every rank raises for ``error``, which ``rank`` met.
+    """Return the error that every rank raises for ``error``, which rank ``rank`` met.
 
     It can be pickled, and its text is the same on every rank. An ``OSError`` keeps its number, file
     and text; errors of automoe become ``CheckpointError``, all others ``RuntimeError``.

@@ -216,7 +216,7 @@ class GatedDeltaNet(nn.Module):
 
         Returns:
             The convolution's input [B, S, D]: queries, keys, values; the output gates, whose
-            features go by head; [B, S, N] each, what betas and decays are computed from.
+            features go by head; two [B, S, N], from which betas and decays are computed.
         """
         if self.is_split:
             return tuple(

@@ -25,7 +25,7 @@ QuantScales = Tensor | None  # scales of a quantized operand; None: it is not qu
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply groups of rows by matrices of their own (``torch.nn.functional.grouped_mm``).
+    """Return the matrix products of E groups of rows (``torch.nn.functional.grouped_mm``).
 
     a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything. a [M,
     R] and b [R, N] give [E, M, N]. ``offsets`` are the ends of the E groups along R. Float64 takes
@@ -80,7 +80,7 @@ class GroupedProducts:
     ) -> Tensor:
         """Return each row x times its expert's transposed weight: [R, N].
 
-        ``offsets_E`` are the ends of the experts' rows; ``scales`` returned ``x_scales, w_scales``.
+        ``offsets_E`` are the ends of the experts' rows; ``scales`` returned ``(x_scales, w_scales)``.
         """
         return self.mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 

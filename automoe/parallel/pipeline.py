@@ -193,7 +193,7 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _build_stages(self, step_shape: StepShape) -> list[Stage]:
-        """Return a pipeline stage for each model part of this rank, its tensors' shapes set."""
+        """Return a pipeline stage for each model part of this rank, for tensors of these shapes."""
         config, shape = self.config, self.meshes.shape
         rows, positions = step_shape.rows, step_shape.positions
         compute = COMPUTE_DTYPES[config.train.dtype]
