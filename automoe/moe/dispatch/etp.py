@@ -3,8 +3,7 @@
 Each rank of the etp group holds a slice of I of the same experts and has received rows of its own.
 Rows go to the whole group, every rank computes with its slice, and the results are summed on the
 rank that each row came from. Shapes: X rows to read from, R rows of this rank, G rows of the whole
-group, P ranks of the etp axis, E experts of this rank, I
-their width, H hidden.
+group, P ranks of the etp axis, E experts of this rank, I their width, H hidden.
 """
 
 from __future__ import annotations
