@@ -38,7 +38,10 @@ Args = DPOArgs
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; return the last validation loss, else the training loss."""
+    """Train ``config`` on this rank; return the last validation loss, else the training loss.
+
+    None: the run stopped before it had a loss.
+    """
     device = context.device
     train = config.train
     args = config.recipe_args

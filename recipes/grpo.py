@@ -44,7 +44,7 @@ Args = GRPOArgs
 
 
 def reward(prompt: str, answer: str, num_tokens: int) -> float:
-    """Return the reward of an answer: here the share of digits, of at most ``num_tokens`` tokens."""
+    """Return the reward of an answer: here its digits divided by ``num_tokens``, its longest length."""
     return sum(letter in "0123456789" for letter in answer) / num_tokens
 
 
@@ -169,6 +169,12 @@ def sample_answers(
 
     Answers that are not on disk yet are sampled after an update of the engine's weights.
 
+    Args:
+        stream: the trainer's weights, for that update.
+        rollouts: the prompts, and the answers on disk.
+        rollout: number of the rollout.
+        how: settings of sampling, except for the seed.
+
     Raises:
         BackendError: the engine returns no expert ids, and ``recipe_args.replay`` needs them.
     """
@@ -197,6 +203,8 @@ def samples_of(
     """Return a training sample for each answer, with its prompt, expert ids and log-probabilities.
 
     Args:
+        answers: (prompt index, answer).
+        rollouts: the prompts, by index.
         values: name -> a further value for each answer, such as its advantage.
     """
     return [
@@ -221,7 +229,8 @@ def scores_of(
 ) -> dict[str, list[list[Any]]]:
     """Return the log-probabilities of the answers' tokens by trainer, teacher and reference.
 
-    The result has a list of answers for each name, such as ``old_log_probs``. If the engine
+    ``answers`` are (prompt index, answer), ``references`` the result of ``references_of``. The result
+    has a list of answers for each name, such as ``old_log_probs``. If the engine
     returned expert ids ("routes"), ``differing`` has for each token the first MoE layer whose
     router disagrees with them, or -1. The result is stored once for each rollout; later updates and
     a resumed run read it from disk.
@@ -245,7 +254,7 @@ def scores_of(
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
-    """Return for each answer the values of its own tokens, from values of prompt and answer."""
+    """Return for each answer the values of its own tokens, which end its tensor in ``scored``."""
     return [
         values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)

@@ -33,7 +33,10 @@ from automoe.training.validate import validate
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; return the last validation loss, else the training loss."""
+    """Train ``config`` on this rank; return the last validation loss, else the training loss.
+
+    None: the run stopped before it had a loss.
+    """
     device = context.device
     train = config.train
 

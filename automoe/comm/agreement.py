@@ -21,7 +21,11 @@ T = TypeVar("T")
 
 
 def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
-    """Return one rank's error in a form that can be pickled and has the same text on every rank."""
+    """Return the error that every rank raises for ``error``, which rank ``rank`` met.
+
+    It can be pickled, and its text is the same on every rank. An ``OSError`` keeps its number, file
+    and text; errors of automoe become ``CheckpointError``, all others ``RuntimeError``.
+    """
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return OSError(error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}")

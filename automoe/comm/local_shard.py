@@ -16,7 +16,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """Return the index of each dim at which this rank's shard of a DTensor begins."""
+    """Return the index in each dim where this rank's shard begins; zeros if it is no DTensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return offset_of_shard(tensor)

@@ -36,13 +36,17 @@ LATENT_NORM_EPS = 1e-6
 class AttentionSetup:
     """Rotation angles, masks and attention kernel, made once for all layers of a forward pass.
 
-    Modules for multi-token prediction get one of their own (``Decoder.mtp_states``).
-
-    It also holds the ranks from which keys and values are gathered (``key_gather``), or with which
-    positions are exchanged for heads (``head_exchange``, Ulysses). ``doc_ids`` covers whole sequences if a
-    layer sees whole sequences. B, S: this rank's queries; R: positions of the whole sequence.
+    Modules for multi-token prediction get one of their own (``Decoder.mtp_states``). B, S: this
+    rank's sequences and positions; R: positions of the whole sequence.
 
     Attributes:
+        cos, sin: [B, S, 1, P] of the angles of P pairs of rotary dims.
+        key_gather: ranks from which keys and values are gathered.
+        head_exchange: ranks with which positions are exchanged for heads (Ulysses).
+        doc_ids: document ids [B, S], or [B, R] if a layer sees whole sequences; None: no sequence
+            holds two documents.
+        blocks: blocks of this rank's queries with their masks, by window (0: no sliding window).
+        tokens: per-token tensors at the S positions.
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
         chosen: [B, S, R] bool, the keys that the last indexer chose, for layers that share them.
     """
@@ -106,8 +110,8 @@ class AttentionSetup:
     ) -> Tensor:
         """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
 
-        It calls ``BackendConfig.attention_kernel``. A module calls it under the layer's wrappers, as
-        its ``core_attention``.
+        It calls ``BackendConfig.attention_kernel``. Modules call it through the wrapper
+        ``LayerCalls.core_attention``.
 
         Args:
             scale: factor of the products of queries and keys.
@@ -128,10 +132,10 @@ class AttentionSetup:
 
 
 def own_features(ranks: Communicator, num_heads: int, head_dim: int) -> Features:
-    """Return which output features of a projection to ``num_heads`` heads this rank uses, as slices.
+    """Return the output features of a projection to ``num_heads`` heads that this rank uses.
 
-    Heads are spread over ``ranks``; a head is used by several ranks if there are more ranks than
-    heads. None means all features of the local weight.
+    They are slices of the whole projection's features; None: there is one rank, which uses all.
+    Heads are spread over ``ranks``. If there are more ranks than heads, several ranks use one head.
     """
     if ranks.num_ranks == 1:
         return None
@@ -207,7 +211,7 @@ class GroupedQueryAttention(nn.Module):
         return self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
 
     def _norm(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply q_norm and k_norm to each head, or over the heads of all tp ranks together."""
+        """Return normed q and k: each head by itself, or all heads of all tp ranks together."""
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
         both = q_BSND.flatten(2), k_BSGD.flatten(2)

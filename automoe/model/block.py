@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer number ``layer``: a dense FFN below ``first_k_dense``, else MoE."""
+    """Pre-norm decoder layer number ``layer``, from 0; the first ``first_k_dense`` have no experts."""
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig

@@ -158,7 +158,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """Yield (layer number, its experts and router) of each MoE layer of this part, in order."""
+        """Yield (layer number, MoE layer) for the MoE layers of this part, in order."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:
@@ -225,7 +225,13 @@ class CausalLM(nn.Module, ABC):
     def _states(
         self, states: tuple[Tensor, ...], depths_here: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states [B, s, H] for the next stage: the layers', then those of each depth."""
+        """Return the tensors [B, s, H] that the next stage gets: ``states``, then ``depths_here``.
+
+        Args:
+            states: the layers' output, then the outputs of earlier stages' depths of multi-token
+                prediction.
+            depths_here: outputs of the depths of multi-token prediction in this stage.
+        """
         if depths_here:
             # FSDP's hooks make views of inputs, which torch cannot detach between the halves of a
             # backward (zero-bubble schedules)
@@ -242,7 +248,10 @@ class CausalLM(nn.Module, ABC):
         """Return [1] this micro-batch's share of the loss, with the gradients of modules' losses.
 
         Args:
+            x_BsH: the head's input.
             depths: the head's input [B, s, H] at each depth of multi-token prediction.
+            batch: labels and further inputs of the loss.
+            counts: counts of the global batch, by which losses are divided.
         """
         assert batch.labels is not None
         row = self.backend.pg_collection.cp

@@ -209,10 +209,14 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.project_and_scatter(out_BSNV.flatten(2), self.tp)
 
     def _project(self, x_BSH: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Return convolution input, output gates, betas and decays of this rank's heads.
+        """Return four projections of x for the heads of this tp rank.
 
         Args:
             width: value features of one key head (r V).
+
+        Returns:
+            The convolution's input [B, S, D]: queries, keys, values; the output gates, whose
+            features go by head; two [B, S, N], from which betas and decays are computed.
         """
         if self.is_split:
             return tuple(
@@ -228,10 +232,14 @@ class GatedDeltaNet(nn.Module):
     def _exchange(
         self, mixed_BSD: Tensor, b_BSN: Tensor, a_BSN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return convolution input, betas and decays of whole sequences and of fewer heads.
+        """Exchange positions for heads over cp: return the arguments at R positions of fewer heads.
 
-        The recurrence runs through the whole sequence, so each rank of ``cp`` computes some of
-        the heads.
+        The recurrence runs through the whole sequence, so each rank of cp computes some of the
+        heads.
+
+        Args:
+            mixed_BSD: the convolution's input: queries, keys, values.
+            b_BSN, a_BSN: what betas and decays of N value heads are computed from.
         """
         if self.cp.num_ranks == 1:
             return mixed_BSD, b_BSN, a_BSN
@@ -244,7 +252,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
     def _own_features(self, cp: Communicator) -> Features:
-        """Return this rank's channels of the convolution: ranges of queries, keys and values.
+        """Return this rank's channels of the convolution: slices of queries, keys, values; None: all.
 
         They are the channels of this tp rank's heads. If ``cp`` has several ranks, positions are
         exchanged for heads, and only the channels of the heads that are left to this rank are

@@ -84,8 +84,9 @@ class Indexer(nn.Module):
         """Return the inputs of the index scores in at least float32; no gradient reaches x.
 
         Args:
-            x_BsH: hidden states of this tp rank's positions.
-            latent_BsL: latents of their queries.
+            x_BsH: hidden states at this tp rank's positions.
+            latent_BsL: latents of the queries at the same positions.
+            setup: rotation angles, and the ranks from which keys are gathered.
         """
         x_BsH, latent_BsL = x_BsH.detach(), latent_BsL.detach()
         cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))

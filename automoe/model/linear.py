@@ -20,7 +20,7 @@ Features = tuple[slice, ...] | None  # ranges of output features; None: all
 
 
 def take_features(x: Tensor, features: Features) -> Tensor:
-    """Return the rows (output features) of a weight or bias in these ranges, concatenated."""
+    """Return the rows (output features) of a weight or bias in the slices ``features``; None: all."""
     if features is None:
         return x
     return x[features[0]] if len(features) == 1 else torch.cat([x[each] for each in features])

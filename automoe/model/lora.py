@@ -40,7 +40,7 @@ class Lora(Adapter):
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
     def forward(self, x_BSI: Tensor, features: Features) -> Tensor:
-        """Return the adapter's output [B, S, O] for x; only the output features ``features`` if given."""
+        """Return the adapter's output [B, S, O] for x, in the slices ``features`` of O; None: all."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
         return F.linear(low_BSr, take_features(b_Or, features))
@@ -89,10 +89,10 @@ def freeze_and_adapt(
 
 
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
-    """Replace the modules of one layer that have adapters, and experts with quantized matrices.
+    """Replace a layer's modules that get adapters, and its quantized experts, by LoRA's classes.
 
-    Modules of foreign classes are not replaced; the model adds the adapters' outputs to the outputs
-    of these modules (``CausalLM.add_adapter``).
+    These are ``LoRALinear`` and ``LoRAExperts``. Modules of foreign classes are not replaced; the
+    model adds the adapters' outputs to the outputs of these modules (``CausalLM.add_adapter``).
 
     Args:
         params: the layer's own parameters, without adapters.
@@ -144,7 +144,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Set the step number of all adapters, on which the features that dropout drops depend."""
+    """Set the step number of all adapters in ``parts``; it decides which features dropout drops."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

@@ -327,9 +327,12 @@ def _shape_of(spec: ParamSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Number of parameters of a whole model, or of a component of it.
+    """Numbers of parameters of a model.
 
-    ``active`` leaves out the parameters of experts that a token does not choose.
+    Attributes:
+        total: number of all parameters.
+        active: ``total`` without the experts that a token does not choose.
+        by_part: number for each component in ``PARTS``, such as "attention".
     """
 
     total: int

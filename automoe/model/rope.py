@@ -21,7 +21,7 @@ from automoe.errors import import_backend
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
-    """Return R, the number of rotary dims of a head."""
+    """Return how many dims of a head rotate: MLA's rope dims, else ``partial_rotary_factor`` of all."""
     if attention.kind == "mla":
         return attention.qk_rope_head_dim
     return int(attention.head_dim * rope.partial_rotary_factor)

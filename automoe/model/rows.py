@@ -30,7 +30,7 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> Tensor:
 
 
 def gather_row(x_BS: Tensor, ranks: Communicator) -> Tensor:
-    """Gather [B, S, ...] of ranks that share sequences: [B, R, ...] in sequence order."""
+    """Return whole sequences [B, R, ...], in order, of which each of ``ranks`` holds x [B, S, ...]."""
     if ranks.num_ranks == 1:
         return x_BS
     return _in_row_order(ranks.all_gather(x_BS).split(x_BS.shape[1], dim=1))

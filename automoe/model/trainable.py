@@ -68,7 +68,11 @@ def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
 
 
 def as_stored(params: list[Param], config: Config) -> list[Param]:
-    """Return ``params``, with ``packed_shape`` as the shape of those that ``lora.base`` quantizes."""
+    """Return ``params`` with the shapes in which they are stored.
+
+    A matrix that ``lora.base`` quantizes gets the shape that ``packed_shape`` returns, and the
+    numbers per block in ``Param.packed``.
+    """
     shapes = [packed_shape(param, config) for param in params]
     return [
         param

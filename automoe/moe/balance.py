@@ -136,7 +136,7 @@ class LoadCounter(nn.Module):
 
     @staticmethod
     def views(totals: Tensor) -> Loads:
-        """Return the counters as views of one layer's vector [n], or of a table [L, n] of all."""
+        """Return counters as views of ``totals``: one layer's vector [n], or [L, n] of L layers."""
         num_counts = totals.shape[-1] - len(LOSSES) - 3
         experts, losses, dropped, replayed = totals.split((num_counts, len(LOSSES), 1, 2), dim=-1)
         return Loads(experts.unflatten(-1, (2, -1)), losses, dropped.squeeze(-1), replayed)

@@ -73,7 +73,11 @@ def slots_per_expert(
     top_k: int,
     num_experts: int,
 ) -> int:
-    """Return the most choices of this rank's micro-batch that one expert can keep."""
+    """Return the most choices of this rank's micro-batch that one expert can keep.
+
+    With ``moe.drop_scope=rank`` this is the expert's capacity. With ``sequence`` it is the capacity
+    for one whole sequence, but at most this rank's positions of it, times the number of sequences.
+    """
     num_sequences, size = tokens.index.shape
     if moe.drop_scope == "rank":
         return expert_capacity(moe.capacity_factor, num_sequences * size, top_k, num_experts)
@@ -155,9 +159,14 @@ def dispatch_padded(
 ) -> Tensor:
     """Run ``dispatcher`` with exactly ``capacity`` tokens per expert; return its result [T, H].
 
-    No expert may have more than ``capacity`` choices; a choice with the id E is dropped. Each slot
-    of an expert (one of its ``capacity`` places) goes to the dispatcher as a token with one choice.
-    A slot without a choice reads token 0 with weight zero, so it changes no sum and no gradient.
+    No expert may have more than ``capacity`` choices; the id ``num_experts`` marks a dropped choice.
+    Each slot of an expert (one of its ``capacity`` places) goes to the dispatcher as a token with
+    one choice. A slot without a choice reads token 0 with weight zero, so it changes no sum and no
+    gradient.
+
+    Args:
+        num_experts: number of experts of all ranks.
+        experts: function that runs this rank's experts on rows sorted by expert.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     slot_P = torch.arange(capacity, device=x_TH.device)

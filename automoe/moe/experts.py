@@ -27,7 +27,7 @@ from automoe.moe.grouped_mm import grouped_mm_experts
 
 
 class ExpertBackend(Protocol):
-    """Function that multiplies rows by their experts: [R, H] probs * expert(x), in gather_idx order.
+    """Function that returns probs * expert(x) of R rows, sorted by expert: [R, H].
 
     Args:
         x_TH: rows to read from: a rank's tokens, or a dispatcher's receive buffer.

@@ -37,7 +37,10 @@ class GradientSums:
     later: Later | None = None
 
     def find(self, name: str) -> Tensor | None:
-        """Return the tensor in which this rank sums gradients of the matrix ``name``; None if frozen."""
+        """Return the tensor in which this rank sums gradients of the matrix ``name``; None if frozen.
+
+        If there is none yet, it is made of zeros.
+        """
         parameter = getattr(self.experts, name)
         if not parameter.requires_grad:
             return None
@@ -66,7 +69,8 @@ class GradientSums:
             x_TK: rows that the matrix has multiplied.
             gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.
             ends: function that returns the end of each expert's rows, on the host.
-            travels: gradients of tokens will be sent to other ranks after this call.
+            travels: gradients of tokens will be sent to other ranks after this call, so ``later``,
+                if there is one, defers the product until then.
         """
         product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)
         if travels and self.later is not None:

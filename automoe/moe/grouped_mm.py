@@ -25,11 +25,11 @@ QuantScales = Tensor | None  # scales of a quantized operand; None: it is not qu
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply by groups as ``torch.nn.functional.grouped_mm``; in float64 one product per expert.
+    """Return the matrix products of E groups of rows (``torch.nn.functional.grouped_mm``).
 
     a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything. a [M,
-    R] and b [R, N] give [E, M, N]. ``offsets`` are the ends of the E groups along R. A rank may
-    have no rows, which kernels need not accept.
+    R] and b [R, N] give [E, M, N]. ``offsets`` are the ends of the E groups along R. Float64 takes
+    one product per group. R may be 0, which torch's kernels need not accept.
     """
     if not a.numel():
         sizes = (len(offsets_E), len(a)) if b.dim() == 2 else (len(a),)
@@ -80,7 +80,7 @@ class GroupedProducts:
     ) -> Tensor:
         """Return each row x times its expert's transposed weight: [R, N].
 
-        ``offsets_E`` are the ends of the experts' rows; both scales are results of ``scales``.
+        ``offsets_E`` are the ends of the experts' rows; ``scales`` returned ``(x_scales, w_scales)``.
         """
         return self.mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
@@ -89,7 +89,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return each gradient row times its expert's weight: [R, K].
 
-        ``offsets_E`` are the ends of the experts' rows; scales are of ``grad_scales``, ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
+        that name, ``w_scales`` the second result of ``scales``.
         """
         return self.mm(grad_RN, w_ENK, offsets_E)
 
@@ -98,7 +99,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K].
 
-        ``offsets_E`` are the ends of the experts' rows; scales are of ``grad_scales``, ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
+        that name, ``x_scales`` the first result of ``scales``.
         """
         return self.mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
 
@@ -123,7 +125,7 @@ _Tensors = namedtuple(
 
 
 class _Options(NamedTuple):
-    """The other arguments of ``_GroupedExperts``, which ``grouped_mm_experts`` describes."""
+    """Arguments of ``_GroupedExperts`` that are no tensors; ``grouped_mm_experts`` describes each."""
 
     activation: Activation
     up: GroupedProducts

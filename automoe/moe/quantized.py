@@ -80,7 +80,8 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     ) -> Tensor:
         """Quantize gradient and x with their scales; return the weight's gradient [E, N, K].
 
-        ``offsets_E`` are the ends of the experts' rows.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
+        that name, ``x_scales`` the first result of ``scales``.
         """
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
         columns = self.scaling.gradient_transposed(

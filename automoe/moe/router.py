@@ -216,7 +216,7 @@ class BalancedRouter(nn.Module):
         BalancedRouter.reset_buffers(self)
 
     def reset_buffers(self) -> None:
-        """Initialise buffers, which ``to_empty`` leaves undefined after a build on meta."""
+        """Set the expert bias to zeros and load fractions to 1 / E; ``to_empty`` left them undefined."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
@@ -349,7 +349,7 @@ class Router(BalancedRouter):
     # inputs. All else that it reads is equal in all layers, so one compilation serves every layer.
 
     def score(self, x_BsH: Tensor, jitter_BsH: Tensor | None) -> Scores:
-        """Return the scores of all experts for x, after its product with the jitter if given."""
+        """Return the scores of all experts for x, multiplied by the jitter unless that is None."""
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         dtype = torch.promote_types(x_BsH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BsH is not None:
@@ -376,7 +376,8 @@ class Router(BalancedRouter):
     def _jitter(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
         """Return random factors [B, s, H] around one for the input of the router (jitter).
 
-        A factor depends on (seed, layer, sequence of the training stream, index, dimension) alone.
+        A factor depends on the seed, the number of the MoE layer, the sequence's number in the
+        training stream, the token's index in it and the dimension, and on nothing else.
         """
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)

@@ -22,7 +22,7 @@ _CAPABILITIES = (9, 10)
 
 
 def check_gpu() -> None:
-    """Raise ``BackendError`` if the Triton experts do not support this machine's GPU."""
+    """Raise ``BackendError`` for a GPU whose major compute capability is neither 9 nor 10."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         raise BackendError(
             "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and "

@@ -31,7 +31,7 @@ def first_average(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Move the exponential averages (``optim.ema_decay``) towards their weights, in place."""
+    """Set each exponential average to decay * average + (1 - decay) * weight, in place."""
     average = get_ema_multi_avg_fn(decay)
     pairs = list(_pairs(optimizer))
     alike = [(ema, weight) for ema, weight in pairs if ema.dtype == weight.dtype]

@@ -62,7 +62,7 @@ class _Matrix:
 
     Attributes:
         parameter: index of the parameter.
-        place: index of the matrix in this rank's shard of the parameter; () if that is a matrix.
+        place: index of the matrix in this rank's shard, a stack of matrices; () if the shard is one.
         parts: by rank that holds a block of the matrix: the block's rows and columns.
         owner: rank that orthogonalises.
         senders: ranks whose blocks together make up the matrix; replicas send once.
@@ -223,7 +223,10 @@ class Muon(torch.optim.AdamW):
             values.add_(update, alpha=-group["lr"] * _RMS * max(m, n) ** 0.5)
 
     def _momentum(self, i: int) -> Tensor:
-        """Advance the momentum of parameter ``i``; return this rank's Nesterov update."""
+        """Advance the momentum of Muon's parameter number ``i``; return its Nesterov update.
+
+        It has the shape of this rank's shard and is not orthogonalised yet.
+        """
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
         gradient = local_shard(parameter.grad)
@@ -260,9 +263,11 @@ class Muon(torch.optim.AdamW):
         return list(zip(coming, blocks, strict=True))
 
     def _other(self, pair: _Pair) -> int:
-        """Return the rank that this rank exchanges the pair's block with: the owner, or the holder.
+        """Return the rank at the other end of the exchange of ``pair``'s block.
 
-        It is this rank itself if it is both.
+        A pair is a matrix and a rank that holds a block of it. If this rank is that holder, the
+        other end is the matrix's owner, which orthogonalises it; else it is the holder. It is this
+        rank itself if this rank is both.
         """
         matrix, rank = pair
         return matrix.owner if rank == self._rank else rank

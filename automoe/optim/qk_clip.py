@@ -26,10 +26,14 @@ CHUNK = 512  # queries whose logits are in memory at once
 
 
 class WatchedAttention:
-    """``AttentionSetup.softmax_attention`` that records each head's largest logit, for QK-clip.
+    """Wrapper of ``AttentionSetup.softmax_attention`` that records largest logits, for QK-clip.
 
-    Queries of padding do not count. The logits are computed a second time, since no attention
-    kernel returns them.
+    It leaves out recomputations and queries of padding. The logits are computed a second time,
+    since no attention kernel returns them.
+
+    Attributes:
+        largest: largest logit of each head computed here; None: no training pass yet.
+        first: number of the first of these heads among the heads of this tp rank.
     """
 
     def __init__(self, attention: Any) -> None:
@@ -107,6 +111,7 @@ def take_largest_logits(
 
     Args:
         ranks: group of the stage's ranks; None: this rank alone.
+        device: device of an empty result.
     """
     modules = (module for part in model_parts for module in part.modules())
     watched: list[Any] = [

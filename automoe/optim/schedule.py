@@ -57,7 +57,8 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
     """Return the phase of ``optim.phases`` that a step is in, and how far the step is in it.
 
-    ``optim.phases`` begin after the warm-up. Steps past the last phase count as its last step.
+    ``step`` counts from 0, the warm-up included; ``optim.phases`` begin after the warm-up. Steps
+    past the last phase count as its last step.
 
     Returns:
         The phase; the ``lr_ratio`` that the previous phase ends with; the share of the phase that
@@ -74,7 +75,7 @@ def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
 
 
 def bias_update_rate(config: Config, step: int) -> float:
-    """Return the rate at which step ``step`` moves the routers' expert biases.
+    """Return the rate at which optimizer step ``step``, from 0, moves the routers' expert biases.
 
     It is ``bias_update_rate`` of the step's phase, else (and in the warm-up) that of ``moe``.
     """
@@ -82,9 +83,10 @@ def bias_update_rate(config: Config, step: int) -> float:
 
 
 def mtp_loss_weight(config: Config, step: int) -> float:
-    """Return the weight of the loss of the modules for multi-token prediction in step ``step``.
+    """Return the weight of the loss of the modules for multi-token prediction.
 
-    It is ``mtp_loss_weight`` of the step's phase, else (and in the warm-up) that of ``train``.
+    ``step`` is the optimizer step, counted from 0. The weight is ``mtp_loss_weight`` of the step's
+    phase, else (and in the warm-up) that of ``train``.
     """
     return _of_phase(config, step, "mtp_loss_weight", config.train.mtp_loss_weight)
 

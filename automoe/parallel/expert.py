@@ -280,7 +280,10 @@ def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dis
 
 
 def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:
-    """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
+    """Shard every MoE layer's experts over ep and etp, if these axes have several ranks.
+
+    ``style`` is the result of ``expert_parallel_style``.
+    """
     if (mesh := _expert_mesh(meshes)) is not None:
         experts = {layer.experts for _, layer in model.moe_layers()}
         plan = {name: style for name, module in model.named_modules() if module in experts}

@@ -49,7 +49,7 @@ class FP8Linear(Linear):
 
 
 def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
-    """Replace the linear layers that ``train.fp8`` covers by ``FP8Linear``.
+    """Replace the linear layers that ``ParamSpec.fp8`` marks by ``FP8Linear``, if ``train.fp8`` is on.
 
     Call it after tensor parallelism: the new layers keep the sharded weights of the old ones.
     """

@@ -121,7 +121,7 @@ class MergedPasses:
         self.wait_for_turn(me)
 
     def overlap(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass while an all-to-all travels; then call ``wait``."""
+        """Run deferred work and the other pass; then call ``wait``, which awaits an all-to-all."""
         self.run_deferred()
         self.swap()
         wait()
@@ -144,7 +144,10 @@ MERGED_PASSES = MergedPasses()
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function: all-to-all of tokens, forward and backward, while the other pass runs."""
+    """Autograd function: all-to-all of rows, in forward and backward.
+
+    While the rows travel, the other of two merged passes runs (``MergedPasses.overlap``).
+    """
 
     @staticmethod
     def forward(
@@ -167,7 +170,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class OverlappedDispatch(DispatchGroup):
-    """Dispatch group that lets another micro-batch's pass run while its all-to-alls travel."""
+    """Dispatch group during whose all-to-alls the pass of another micro-batch runs (``MergedPasses``)."""
 
     def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
         return _Exchange.apply(x, output_splits, input_splits, self.group)

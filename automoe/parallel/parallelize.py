@@ -66,7 +66,11 @@ def build_decoder(
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which parameters are stored, except those of routers."""
+    """Return the dtype in which parameters are stored, except those of routers.
+
+    It is bfloat16 with ``optim.master_weights=stochastic``, else float32, or float64 with
+    ``train.dtype=float64``.
+    """
     narrow = config.optim.master_weights == "stochastic"
     return torch.bfloat16 if narrow else MASTER_DTYPES[config.train.dtype]
 

@@ -174,7 +174,7 @@ class PipelineRunner(StepRunner):
         self._build_schedule(StepShape(count, train.micro_batch_size, positions))
 
     def _build_schedule(self, step_shape: StepShape) -> None:
-        """Make the pipeline stages and the schedule for steps of this shape."""
+        """Set ``stages`` and ``schedule`` to new ones for steps of this shape."""
         self._step_shape = step_shape
         self.stages = self._build_stages(step_shape)
         pp, parallel = self.meshes.shape.pp, self.config.parallel
@@ -193,7 +193,7 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _build_stages(self, step_shape: StepShape) -> list[Stage]:
-        """Return torch's stages around this rank's model parts, with tensors on meta for shapes."""
+        """Return a pipeline stage for each model part of this rank, for tensors of these shapes."""
         config, shape = self.config, self.meshes.shape
         rows, positions = step_shape.rows, step_shape.positions
         compute = COMPUTE_DTYPES[config.train.dtype]

@@ -109,7 +109,10 @@ def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
 
 
 class _Ring(torch.autograd.Function):
-    """Autograd function: attention of q [B, N, S, D] to all ranks' kv [2, B, G, S, D]."""
+    """Autograd function: attention of q [B, N, S, D] to the keys and values of all ranks.
+
+    Its inputs kv [2, B, G, S, D] are this rank's keys and values. The result has the shape of q.
+    """
 
     @staticmethod
     def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup):
@@ -149,7 +152,10 @@ class _Ring(torch.autograd.Function):
 
 
 def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values) around the ring, while the next ones are received."""
+    """Yield (rank in ``group``, its keys and values) for each rank, while the next are received.
+
+    The first are those of this rank, ``kv``.
+    """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in range(num_ranks - 1):
         coming, work = _pass_on(kv, group)

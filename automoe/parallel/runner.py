@@ -102,8 +102,9 @@ class StepRunner(ABC):
     def train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward; gradients are summed over the global batch on return.
 
-        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
-        on all tp ranks but the first, because tp ranks have equal losses.
+        Returns this rank's share of the loss, a float64 scalar whose sum over ranks is the loss. It
+        is zero on ranks without the last stage, and on all tp ranks but the first, because tp ranks
+        have equal losses.
         """
         for part in self.model_parts.values():
             part.reported.clear()  # of a pass outside of this runner
@@ -113,11 +114,15 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _train(self, inputs: MicroBatch) -> Tensor:
-        """Run forward and backward; return the sum of the losses of this rank's last stage."""
+        """Run forward and backward of all micro-batches; return the sum of their losses, a scalar.
+
+        It is zero if this rank does not hold the last stage.
+        """
 
     def evaluate(self, inputs: MicroBatch) -> Tensor:
         """Return this rank's share of the loss, by a forward pass without gradients.
 
+        It is a float64 scalar: 0 on ranks without the last stage, and on all tp ranks but the first.
         The pass does not count for statistics such as tokens per expert.
         """
         shares = self.outputs(inputs)
@@ -131,7 +136,8 @@ class StepRunner(ABC):
         The pass does not count for statistics such as tokens per expert.
 
         Returns:
-            The outputs joined over micro-batches; None on ranks without the last stage.
+            The model's results (``CausalLM.forward``), joined over micro-batches along the first
+            dim; None on ranks without the last stage.
         """
         for part in self.model_parts.values():
             part.eval().reported.clear()
@@ -144,7 +150,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run the stages forward without gradients; return the last stage's outputs, None elsewhere."""
+        """Run forward without gradients; return the last stage's joined outputs, None elsewhere."""
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return this rank's sums of the metrics that losses report, by name, and reset them.

@@ -78,7 +78,10 @@ class SharedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Context: on exit sum the gradients made inside over ranks, and add those from before."""
+        """Context: on exit sum the shared parameters' gradients over ranks and copies (``sum``).
+
+        Gradients from before the context, which are sums already, are left out and added afterwards.
+        """
         shared = [p for _, parameters in self._by_group for copies in parameters for p in copies]
         with earlier_gradients_added(shared):  # these are sums already
             yield

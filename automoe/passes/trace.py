@@ -28,6 +28,7 @@ _trains = False
 def phase(name: str, step: int | None = None) -> Iterator[None]:
     """Mark the block as the phase ``name``, such as "grad_norm", for listeners and profiler.
 
+    ``step`` is the number of the step that the phase belongs to, from 1; None: of no step.
     If neither listens, the mark costs nothing.
     """
     for listener in tuple(_listeners):
@@ -56,7 +57,10 @@ def trains() -> bool:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener`` at every phase of this process, in any thread, during the block."""
+    """Call ``listener`` at every phase of this process, in any thread, during the block.
+
+    It is called with the phase's name and step (None: of no step), and "begin" or "end".
+    """
     _listeners.append(listener)
     try:
         yield

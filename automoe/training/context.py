@@ -39,7 +39,7 @@ class RunContext:
     Attributes:
         stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
         preempted: set by a recipe that leaves early because of a stop request.
-        fell_back: checkpoints that the run discarded when it went back to an older one.
+        fell_back: a text for each time that the run went back to an older checkpoint.
     """
 
     rank: int

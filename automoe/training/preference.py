@@ -36,8 +36,9 @@ class PreferenceLoss:
     """Loss of preference pairs (DPO): -log sigmoid(beta * (gain of preferred - gain of other)).
 
     The gain of an answer is its log-probability minus its reference log-probability, which the
-    initial weights give it and the input ``reference`` [B, P, 2] holds. Both formulas are the ones
-    of TRL's ``DPOTrainer``. The mean is over all pairs of the global batch.
+    initial weights give it. ``LossInputs.given["reference"]`` [B, P, 2] holds the latter for the P
+    pairs of each packed sequence, each (preferred, other). Both formulas are the ones of TRL's
+    ``DPOTrainer``. A call returns this rank's share of the mean over all pairs of the global batch.
 
     Args:
         beta: strength of the tie to the reference; a larger value keeps the model closer.

@@ -261,8 +261,10 @@ def reason_to_skip(
 ) -> str | None:
     """Return why a step of this loss and gradient norm is skipped, as text; None to take the step.
 
+    Reasons are numbers that are not finite, and a loss above ``spike_threshold``.
+
     Args:
-        recent: losses of the last steps that were taken, for the spike rule.
+        recent: losses of the last steps that were taken.
         skip_zero_gradient: whether a norm of exactly zero is a reason too.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -279,7 +281,7 @@ def reason_to_skip(
 def remember_loss(loss: float, recent: list[float], train: TrainConfig) -> None:
     """Append the loss of a taken step to ``recent``, and keep the last ``train.spike_window`` losses.
 
-    Spikes of the loss are judged by them; without ``train.spike_factor`` none are kept.
+    Without ``train.spike_factor`` nothing is appended.
     """
     if train.spike_factor:
         recent.append(loss)

@@ -16,9 +16,9 @@ from automoe.moe.dispatch.wire import decode_arrived, encode_rows
 class AllGatherDispatcher:
     """Dispatcher that gathers tokens and routing, and reduce-scatters the local experts' outputs.
 
-    Each call has one host sync, for the number of (token, expert) pairs to compute. Without the
-    sync, memory and element-wise work would be needed for every choice of all P ranks: P times the
-    average.
+    Each call has one host sync, for the number of (token, expert) pairs to compute, or none if the
+    caller gives ``rows_per_expert``, an equal number for every expert. Without that number, memory
+    and element-wise work would be needed for every choice of all P ranks: P times the average.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:

@@ -49,7 +49,7 @@ class AllToAllDispatcher:
 
         Returns:
             [P, L] rows from each of P ranks for each of this rank's L experts; [2, P] rows sent to
-            and received from each rank; both as lists.
+            and rows received from each rank; on the host, a list of each of these two.
         """
         num_ranks = self.ep.num_ranks
         if rows_per_expert is not None:

@@ -70,7 +70,7 @@ def count_choices(topk_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def group_ends(counts_E: Tensor) -> Tensor:
-    """Return the ends of groups that grouped matrix products take: counts [E] -> [E] int32."""
+    """Return the cumulative sums of counts [E] as int32, the group ends that grouped products take."""
     return counts_E.cumsum(0).to(torch.int32)
 
 
@@ -154,8 +154,8 @@ class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
     If ``moe`` drops choices without padding, choices may be of no expert (id ``num_experts``), and
-    leaving them out costs one host sync per call. Tokens are rounded to 8 bits if dispatchers
-    between ranks would send them so: results do not depend on the mesh.
+    leaving them out costs one host sync per call. With ``moe.dispatch_dtype=fp8`` tokens are rounded
+    to 8 bits, as if they were sent to other ranks, so that results do not depend on the mesh.
     """
 
     num_experts: int

@@ -3,7 +3,7 @@
 Each rank of the etp group holds a slice of I of the same experts and has received rows of its own.
 Rows go to the whole group, every rank computes with its slice, and the results are summed on the
 rank that each row came from. Shapes: X rows to read from, R rows of this rank, G rows of the whole
-group, P ranks of the etp axis, E experts of this rank, H hidden.
+group, P ranks of the etp axis, E experts of this rank, I their width, H hidden.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class ExpertTensorDispatcher:
     """Wrapper of ``dispatcher`` for experts whose width is sharded over the etp group.
 
     It gathers the tokens of the group and reduce-scatters the outputs. Each call has one more host
-    sync, for the sizes. Both collectives are made of all-to-alls, which take unequal sizes in every
-    backend (gloo's own all-gather and reduce-scatter would need padding).
+    sync, for the sizes, unless the caller gives ``rows_per_expert``, an equal number for every
+    expert. Both collectives are made of all-to-alls, which take unequal sizes in every backend
+    (gloo's own all-gather and reduce-scatter would need padding).
     """
 
     dispatcher: Dispatcher

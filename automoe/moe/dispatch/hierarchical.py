@@ -44,9 +44,11 @@ class HierarchicalDispatcher:
     def __call__(
         self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        """Send tokens over the first level's group, then over the other levels.
+        """Return each token's sum over its K choices of probs * expert(x): [T, H].
 
-        Expert ids outside 0 ... E - 1 are dropped; all else is as of ``Dispatcher``.
+        Tokens are sent over the first level's group, then over the other levels' groups; results
+        come back the same way. Arguments are those of ``Dispatcher``. Choices with expert ids
+        outside 0 ... E - 1 are dropped.
         """
         group = self.group
         num_tokens, top_k = topk_ids_TK.shape
@@ -95,8 +97,8 @@ class HierarchicalDispatcher:
                 all equal; None: sizes are exchanged.
 
         Returns:
-            [2, P] copies sent to and received from each rank; both as lists;
-            the number of choices that arrive for this rank's experts.
+            [2, P] copies sent to and copies received from each rank; on the host, a list of each of
+            these two, and the number of choices that arrive for this rank's experts.
         """
         num_parts = self.group.num_ranks
         if rows_per_expert is not None:  # tokens have one choice each

@@ -53,7 +53,7 @@ def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return two views of encoded rows: the bytes of their codes and the bytes of their scales."""
+    """Return two views of encoded rows as uint8: their codes [B, H], and their scales [B, 4 S]."""
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
     lines = lines_BW.view(torch.uint8)
