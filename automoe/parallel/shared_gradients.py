@@ -70,7 +70,7 @@ class SharedGradients:
             self._by_group.append((etp, [[p] for dim, p in named if dim is None]))
         copies = [part.embedding.weight for part in parts if part.embedding is not None]
         places = sorted(set(holders))
-        self._on_stages = copies if len(places) > 1 else []
+        self._on_stages = copies if len(places) > 1 or len(copies) > 1 else []
         if len(places) > 1:
             self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
         elif len(copies) > 1:

@@ -120,6 +120,12 @@ CASES = [
     Case("gpt-oss", {"dp_shard": 2, "cp": 2, "ep": 4}),
     Case("deepseek-mtp", {"pp": 2, "dp_shard": 2}),
     Case("qwen3-tied", {"pp": 2}, parallel={"recompute": "full"}),
+    # both copies of the embedding on the first rank; a session's loss reads one
+    Case(
+        "deepseek-mtp",
+        {"pp": 2},
+        parallel={"schedule": "ZBVZeroBubble", "stages_per_rank": 2, "layers_per_stage": [1, 2, 1, 1]},
+    ),
 ]
 
 
