@@ -40,6 +40,7 @@ def chunk_loss(
     """Return the sum of a chunk's cross-entropies and its gradient [T, V] with respect to logits.
 
     Args:
+        x_TH: final hidden states of the chunk.
         weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
             ``first_id``.
         labels_T: int64; ``IGNORE`` marks tokens that are not trained.
@@ -240,7 +241,7 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Autograd function: log p(label) of each token, entropy and further log-probabilities.
+    """Autograd function: -log p(label) of each token, entropy and further log-probabilities.
 
     Its backward pass recomputes the logits, which it does not keep.
     """
@@ -381,7 +382,7 @@ def token_scores(
     wants_entropy: bool = False,
     soft_cap: float = 0.0,
 ) -> TokenScores:
-    """Return each token's log p(label) and entropy, p = softmax(x @ weight.T / temperature).
+    """Return each token's -log p(label) and entropy, p = softmax(x @ weight.T / temperature).
 
     The backward recomputes logits, so a step computes four products with the head instead of three.
 
@@ -394,7 +395,8 @@ def token_scores(
         temperature_T: temperature of each token; None: 1.
         candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
             normalised; a token with -1 alone has all ids.
-        scored_ids_TK: further ids whose log-probabilities are wanted.
+        scored_ids_TK: further ids whose log-probabilities are wanted; None: none.
+        wants_entropy: whether the entropy is computed; else it is None.
         soft_cap: bound of the logits before the temperature divides them (``cap_logits``); 0: none.
     """
     head = x_TH, weight_VH, labels_T, first_id, vocab
@@ -411,7 +413,7 @@ def greedy_tokens(
 ) -> Tensor:
     """Return the likeliest next token of each of N positions: int64 [N], the same on all ranks.
 
-    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN.
+    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` (-1) where a logit is NaN.
 
     Args:
         x_NH: final hidden states.
@@ -445,8 +447,8 @@ class LossInputs:
         context: the ranks that hold the other positions of these sequences.
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head
             itself reads three names: ``temperature`` [B, S], ``candidates`` [B, S, N] and
-            ``scored_ids`` [B, S, K] (``token_scores``).
-        reported: receives the sums of ``report``.
+            ``scored_ids`` [B, S, K] (arguments of ``token_scores``).
+        reported: dict to which ``report`` adds this rank's sums of metrics, by name.
         entropy: [B, S] for a loss whose attribute ``uses_entropy`` is True, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
     """
@@ -467,7 +469,8 @@ class LossInputs:
         ranks, so pass it through ``share``, else it counts once per rank.
 
         Args:
-            num_documents: D; by default as many as a sequence could have, most of them empty.
+            num_documents: D, more than every document id; default: the positions of a whole
+                sequence.
         """
         num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
         doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids

@@ -28,7 +28,7 @@ def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's attention temperature 0.1 m ln(s) + 1 (eq. 22).
+    """Return YaRN's attention temperature 0.1 m ln(s) + 1 (eq. 22); 1 if s is at most 1.
 
     Args:
         factor: s, by which YaRN stretches the context.
@@ -212,9 +212,11 @@ def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Rope:
-    """Functions that apply rotary embeddings: ``rotate`` and ``join_keys``, or Triton's.
+    """Functions that apply rotary embeddings, by default in plain torch.
 
     Attributes:
+        rotate: function with the arguments of this module's ``rotate`` but ``turn``.
+        join_keys: function with the arguments of this module's ``join_keys``.
         angle_dtype: dtype of cos and sin; None: the model's dtype.
     """
 
