@@ -192,7 +192,8 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 class _Divergence(torch.autograd.Function):
     """Autograd function: weighted sum over queries of KL(target || softmax of chosen keys' scores).
 
-    The target [B, s, R] are attention's probabilities, the weights [B, s] 1 / number of tokens.
+    The target [B, s, R] are attention's probabilities, the weights [B, s] 1 / number of tokens of
+    the global batch, 0 for padding.
 
     Gradients are made in the forward pass, one chunk of queries after the other: scores of every
     head would take J numbers for each query and key. The gradient of a query's divergence by its

@@ -117,8 +117,8 @@ class Loads(NamedTuple):
 class LoadCounter(nn.Module):
     """Counters of one MoE layer over the micro-batches of a step, zeroed after each step.
 
-    One float64 vector holds all counters, so that a step needs one all-reduce; ``views`` names its
-    parts.
+    One float64 vector, ``totals``, holds all counters, so that a step needs one all-reduce;
+    ``views`` splits it into tokens per expert, losses, and dropped and repeated choices.
     """
 
     totals: Tensor
@@ -181,6 +181,6 @@ def update_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     Args:
         bias_E: float32 bias.
         counts_E: tokens of the global batch given to each expert.
-        rate: step size of the bias.
+        rate: amount that is added to or subtracted from each bias.
     """
     bias_E += rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)

@@ -5,14 +5,14 @@ these are:
 
     rank      The tokens of this rank's micro-batch. Nothing is sent. Which choices are dropped
               depends on how the mesh and the micro-batches split the batch. Choices queue by
-              position, then by sequence, as in Megatron-Core: none is served before another.
+              position, then by sequence, as in Megatron-Core: no sequence goes before another.
     sequence  One whole sequence, wherever its parts are. Choices are summed over the ranks that
               share it, and the dropped choices depend on it alone.
 
 Routing weights are computed before choices are dropped, and are not renormalised. A token that
-loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
-experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups of tokens
-that share capacities, N choices of a group, P slots of an expert, C of all.
+loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the
+shared experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups
+of tokens that share capacities, N choices of a group, P slots of an expert, C of all.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ def choose_kept(
 ) -> Tensor:
     """Return which choices fit their expert's capacity: [B, s, K] bool. No host sync.
 
+    With ``moe.drop_scope=sequence`` collective over the ranks that share a sequence.
+
     Args:
+        tokens: per-token tensors, which say what is padding (it is not kept) and the positions.
         probs_BsK: routing weights, by which an expert ranks its choices with
             ``moe.drop_policy=probs``.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
