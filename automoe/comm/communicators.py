@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Communicator:
-    """One group of ranks, in which this rank is number ``rank``.
+    """One group of ``num_ranks`` ranks, in which this rank is number ``rank``.
 
     The base class is a group of this rank alone, so its methods do nothing; subclasses communicate.
     Shards are along dim 1, the positions of tokens.
@@ -107,7 +107,7 @@ class ProcessGroupCollection:
         return self.cp.all_reduce(self.tp.all_reduce(x))
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks with other sequences of the micro-batch.
+        """Return the sum of x over this rank and the ranks with other sequences of the micro-batch.
 
         Not differentiable.
         """

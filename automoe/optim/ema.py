@@ -45,7 +45,7 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Overwrite every parameter of the optimizer with its exponential average."""
+    """Overwrite every parameter of the optimizer that has an exponential average with this average."""
     for ema, weight in _pairs(optimizer):
         weight.copy_(ema)
 

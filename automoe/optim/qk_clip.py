@@ -32,7 +32,8 @@ class WatchedAttention:
     since no attention kernel returns them.
 
     Attributes:
-        largest: largest logit of each head computed here; None: no training pass yet.
+        largest: [n], largest logit of each of the n heads computed here since the last
+            ``take_largest_logits``; None: no training pass yet.
         first: number of the first of these heads among the heads of this tp rank.
     """
 
@@ -92,7 +93,7 @@ class LargestLogits:
 
     Attributes:
         modules: attention modules of this rank whose logits were recorded.
-        by_head: [modules, heads] largest logit of each head.
+        by_head: [modules, heads] largest logit of each query head of all tp ranks.
     """
 
     modules: list[Any]  # GroupedQueryAttention and LatentAttention
@@ -105,7 +106,7 @@ class LargestLogits:
 def take_largest_logits(
     model_parts: Iterable[nn.Module], ranks: dist.ProcessGroup | None, device: torch.device
 ) -> LargestLogits:
-    """Return each head's largest logit over the step's micro-batches, and clear the records.
+    """Return each head's largest logit over the step's micro-batches; forget what was recorded.
 
     Collective over the ranks of a pipeline stage, which hold other tokens and other heads.
 
@@ -162,7 +163,10 @@ def clip_logits(logits: LargestLogits, limit: float) -> None:
 
 
 def _scale_rows(linear: nn.Module, factors: Tensor) -> None:
-    """Multiply a projection's rows and bias by ``factors`` [heads, rows of a head], in place."""
+    """Multiply a projection's rows and bias by ``factors`` [heads, rows of a head], in place.
+
+    Factors are of all heads; this rank's shard takes its part. Frozen parameters stay.
+    """
     for parameter in linear.parameters():
         if parameter.requires_grad:
             shard, first = local_shard(parameter), global_offset(parameter)[0]

@@ -91,7 +91,7 @@ def build_backend(
     Raises:
         BackendError: the package of an implementation is missing, or this machine does not support
             it.
-        ConfigError: a metric's name of the configured loss is taken (``checked_loss``).
+        ConfigError: the configured loss reports a metric under a name that another metric has.
     """
     kernels = config.kernels
     pg_collection = ProcessGroupCollection()

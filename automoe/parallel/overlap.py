@@ -131,7 +131,7 @@ class MergedPasses:
         self._deferred.append(work)
 
     def run_deferred(self) -> None:
-        """Run the deferred work in order."""
+        """Run the functions that ``defer`` kept, in order, and forget them."""
         while self._deferred:
             self._deferred.popleft()()
 

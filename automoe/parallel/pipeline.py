@@ -139,10 +139,11 @@ def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
 
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Make gloo's sends and receives honour the current timeout of ``group``.
+    """Within the context make torch's schedules wait for gloo only as long as ``group``'s current timeout.
 
-    Torch's schedules use the timeout that the group was created with. On CUDA nothing is replaced:
-    NCCL's watchdog ends late operations, and a wait with a timeout would block the host.
+    Else they would use the timeout that the group was created with. None: nothing is replaced. On
+    CUDA nothing is replaced: NCCL's watchdog ends late operations, and a wait with a timeout would
+    block the host.
     """
     timeout = gloo_timeout(group) if group is not None and device.type == "cpu" else None
     if timeout is None:  # torch's fake groups have none

@@ -28,14 +28,15 @@ from automoe.passes.trace import training_pass
 
 
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
-    """Return ``loss`` after checking that its metric names collide with no other metric.
+    """Return ``loss`` after checking its attributes ``metrics`` and ``mean_over``.
 
     Args:
+        loss: loss function, or None for cross-entropy, which passes.
         name: the loss's name for the error.
 
     Raises:
-        ConfigError: a name is taken, is listed twice or begins with ``val_``; or ``mean_over`` is
-            unknown.
+        ConfigError: a name in ``metrics`` is another metric's, is listed twice or begins with
+            ``val_``; or ``mean_over`` is neither tokens nor documents.
     """
     names = [*getattr(loss, "metrics", ())]
     for metric in names:
@@ -89,8 +90,8 @@ class StepRunner(ABC):
             mtp: False if steps leave modules for multi-token prediction out.
 
         Raises:
-            ConfigError: a metric's name of the loss is taken (``checked_loss``), or modules for
-                multi-token prediction, which train by cross-entropy alone, would run.
+            ConfigError: the loss reports a metric under a name that another metric has, or modules
+                for multi-token prediction, which train by cross-entropy alone, would run.
         """
         loss = checked_loss(loss, "the recipe's")
         for part in self.model_parts.values():
@@ -116,7 +117,7 @@ class StepRunner(ABC):
     def _train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of their losses, a scalar.
 
-        It is zero if this rank does not hold the last stage.
+        The sum is zero if this rank does not hold the last stage.
         """
 
     def evaluate(self, inputs: MicroBatch) -> Tensor:
@@ -150,7 +151,10 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run forward without gradients; return the last stage's joined outputs, None elsewhere."""
+        """Run forward without gradients; return the last stage's outputs, None on other ranks.
+
+        Outputs are joined over micro-batches along the first dim.
+        """
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return this rank's sums of the metrics that losses report, by name, and reset them.
@@ -176,7 +180,7 @@ class SingleStageRunner(StepRunner):
     """Runner of the whole model on this rank, in a loop over micro-batches."""
 
     def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
-        """Split the sequences of a step into micro-batches, as torch's pipeline schedules do."""
+        """Split a step's sequences, in order, into micro-batches of ``micro_batch_rows`` sequences."""
         count = len(inputs.tokens) // self.micro_batch_rows
         _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
         return [part["batch"] for part in parts]

@@ -53,8 +53,9 @@ _CURRENT: ContextVar[_Context | None] = ContextVar("recompute", default=None)
 def save_for_recompute(fn: Callable[..., T], *args: object) -> T:
     """Return ``fn(*args)``, and save it; in a recomputation return the saved result instead.
 
-    The n-th call in the recomputation of a checkpointed function gets the result of the n-th call in
-    its forward pass. Outside of such functions nothing is saved.
+    The n-th call in the recomputation of a checkpointed function gets the result of the n-th call
+    in its forward pass. Outside of functions that are checkpointed with ``recompute_contexts``
+    nothing is saved.
     """
     current = _CURRENT.get()
     if current is None:
