@@ -55,7 +55,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer number ``layer``, from 0; the first ``first_k_dense`` have no experts."""
+    """Pre-norm decoder layer number ``layer``, from 0: attention and a feed-forward with residuals.
+
+    The feed-forward of the first ``first_k_dense`` layers is an ``MLP``, of the others an ``MoE``.
+    """
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig

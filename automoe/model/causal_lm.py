@@ -50,7 +50,7 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Decoder layer that FSDP gathers as one unit, and its submodules that are units of their own.
+    """Decoder layer that FSDP wraps as one unit, and its submodules that are units of their own.
 
     Attributes:
         number: index of the layer in the full model.
@@ -78,8 +78,8 @@ class CausalLM(nn.Module, ABC):
 
     Attributes:
         loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
-        mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction; each
-            step sets its own.
+        mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction;
+            ``forward_backward`` sets it in each step.
         reported: sums of the values that the losses report, by name.
         first_id: token id of the first vocabulary row of embedding and head on this rank.
         notes: lines of text for a run's start that say which kernels compute what.

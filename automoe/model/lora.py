@@ -126,7 +126,8 @@ def fill_adapters(part: CausalLM) -> None:
     """Initialise the adapters of a pipeline stage so that they add nothing to outputs.
 
     A is uniform within +-1 / sqrt(input features), the default of peft; B is zero. A number depends
-    on the name and its index in the whole matrix alone, so every mesh has the same values.
+    on the seed, the matrix's name and its index in the whole matrix alone, so every mesh has the
+    same values.
     """
     for module in part.modules():
         if not isinstance(module, Adapter):
@@ -144,7 +145,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Set the step number of all adapters in ``parts``; it decides which features dropout drops."""
+    """Set the step number (from 0) of all adapters in ``parts``, by which dropout draws features."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

@@ -154,7 +154,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return the function that computes the loss of a chunk of tokens by ``kernel``: torch or triton.
+    """Return ``chunk_loss`` for ``kernel``, torch or triton: it computes the loss of a chunk of tokens.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.

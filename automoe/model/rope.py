@@ -226,7 +226,7 @@ class Rope:
 
 
 def rope_fns(kernel: str) -> Rope:
-    """Return the functions that apply rotary embeddings by ``kernel``, a value of ``kernels.rope``.
+    """Return the functions that apply rotary embeddings by ``kernel``: torch or triton.
 
     Raises:
         BackendError: ``kernels.rope=triton``, and the package is missing.

@@ -147,8 +147,8 @@ def _attention_kernel(
 ) -> tuple[AttentionFn, MaskFn]:
     """Return the function that computes attention, and the one that makes its masks.
 
-    Ring attention has kernels of its own, whose masks need the document ids of all ``cp_ranks``;
-    else ``kernels.attention`` names the kernel.
+    With ``parallel.context=ring`` it is ring attention, whose masks on the CPU need the document
+    ids of all ``cp_ranks``; else ``kernels.attention`` names the kernel.
     """
     kernel = config.kernels.attention
     cp = None if meshes is None or config.parallel.context != "ring" else meshes.submesh("cp")

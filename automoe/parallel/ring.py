@@ -32,10 +32,10 @@ from automoe.model.rows import whole_rows
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the function that makes masks for ``cpu_ring``: one block of queries with ids [B, R].
+    """Return the function that makes the masks of ``cpu_ring``: one block of all queries and keys.
 
-    The mask of this block are document ids of the R positions of whole sequences, which ``ranks``
-    share. None in their place: causality alone.
+    The block's mask is the document ids [B, R] of whole sequences, whose R positions ``ranks``
+    share; None: causality alone.
     """
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:

@@ -32,7 +32,7 @@ class StepStats:
             over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
             before any is dropped; L MoE layers.
-        dropped_share: [L] share of the choices that exceeded an expert's capacity.
+        dropped_share: for each of L layers the share of choices over their expert's capacity.
         device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
             that plain top-k of the scores would give.
         metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers;

@@ -47,8 +47,15 @@ class HierarchicalDispatcher:
         """Return each token's sum over its K choices of probs * expert(x): [T, H].
 
         Tokens are sent over the first level's group, then over the other levels' groups; results
-        come back the same way. Arguments are those of ``Dispatcher``. Choices with expert ids
-        outside 0 ... E - 1 are dropped.
+        come back the same way.
+
+        Args:
+            x_TH: this rank's tokens.
+            topk_ids_TK: int64, chosen experts, numbered over all E; other ids are dropped choices.
+            probs_TK: routing weights.
+            experts: function that runs this rank's experts on rows sorted by expert.
+            rows_per_expert: number of choices that every expert gets from every rank; None:
+                unknown.
         """
         group = self.group
         num_tokens, top_k = topk_ids_TK.shape
