@@ -40,7 +40,7 @@ SAMPLED = {
 
 
 class MoELayer(Protocol):
-    """Interface of an MoE layer: the module of its experts, and the router with counters."""
+    """Interface of an MoE layer: the module of its experts, and its router, which counts loads."""
 
     @property
     def experts(self) -> nn.Module: ...

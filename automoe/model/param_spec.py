@@ -91,7 +91,7 @@ class ParamSpec:
 
     @property
     def per_kv_head(self) -> bool:
-        """Whether it projects to key or value heads (or is the bias); these may be fewer than tp ranks."""
+        """Whether it is of a projection to key or value heads; these may be fewer than tp ranks."""
         return "G" in self.shape
 
 

@@ -141,8 +141,8 @@ def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Within the context make torch's schedules wait for gloo only as long as ``group``'s current timeout.
 
-    Else they would use the timeout that the group was created with. None: nothing is replaced. On
-    CUDA nothing is replaced: NCCL's watchdog ends late operations, and a wait with a timeout would
+    Else they would use the timeout that the group was created with. On CUDA, or if ``group`` is
+    None, nothing is replaced: NCCL's watchdog ends late operations, and a wait with a timeout would
     block the host.
     """
     timeout = gloo_timeout(group) if group is not None and device.type == "cpu" else None
@@ -175,7 +175,7 @@ class PipelineRunner(StepRunner):
         self._build_schedule(StepShape(count, train.micro_batch_size, positions))
 
     def _build_schedule(self, step_shape: StepShape) -> None:
-        """Set ``stages`` and ``schedule`` to new ones for steps of this shape."""
+        """Set ``self.stages`` and ``self.schedule`` (torch's) to new ones for steps of these sizes."""
         self._step_shape = step_shape
         self.stages = self._build_stages(step_shape)
         pp, parallel = self.meshes.shape.pp, self.config.parallel
@@ -194,7 +194,7 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _build_stages(self, step_shape: StepShape) -> list[Stage]:
-        """Return a pipeline stage for each model part of this rank, for tensors of these shapes."""
+        """Return a pipeline stage for each model part of this rank, with inputs and outputs of these sizes."""
         config, shape = self.config, self.meshes.shape
         rows, positions = step_shape.rows, step_shape.positions
         compute = COMPUTE_DTYPES[config.train.dtype]

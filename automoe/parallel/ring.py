@@ -113,7 +113,8 @@ class _Ring(torch.autograd.Function):
     """Autograd function: attention of q [B, N, S, D] to the keys and values of all ranks.
 
     Its inputs are q; kv [2, B, G, S, D], this rank's keys and values; document ids [B, R] of whole
-    sequences, or None; the factor of q k; and the cp group. The result has the shape of q.
+    sequences, or None; the factor of the products of queries and keys; and the cp group. The result
+    has the shape of q.
     """
 
     @staticmethod

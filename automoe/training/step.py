@@ -180,10 +180,10 @@ def optimizer_step(
     report: Mapping[str, float] = MappingProxyType({}),
     options: StepOptions = StepOptions(),
 ) -> Update:
-    """Clip gradients, update the weights and what follows them, and advance the counters. Collective.
+    """Clip gradients, update the weights, clear gradients and advance the step counter. Collective.
 
-    What follows are 8-bit scales, averages of weights, QK-clip, expert biases and load fractions.
-    Gradients are cleared. Any rank can make all of them skip the update.
+    The update includes 8-bit scales, averages of weights, QK-clip, expert biases and load
+    fractions. Any rank can make all of them skip the update.
 
     Args:
         stats: result of the step's ``forward_backward``.

@@ -54,7 +54,7 @@ def validate(
     Args:
         loader: source of the validation batches.
         optimizer: holds the averaged weights; None: no ``val_loss_ema``.
-        extra_inputs: returns a batch's further inputs of the loss, [B, S, ...] by name.
+        extra_inputs: returns a batch's further inputs of the loss, tensors [B, ...] by name.
     """
 
     def losses() -> dict[str, float]:
@@ -119,7 +119,7 @@ def _validation_sums(
     that the loss reports.
 
     Args:
-        extra_inputs: returns a batch's further inputs of the loss, [B, S, ...] by name.
+        extra_inputs: returns a batch's further inputs of the loss, tensors [B, ...] by name.
     """
     sums = defaultdict[str, float](float)
     labels = defaultdict[str, int](int)  # that each reported number is a mean of
