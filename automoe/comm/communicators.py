@@ -65,7 +65,8 @@ SINGLE_RANK = Communicator()
 def first_of_rank(comm: Communicator, total: int) -> int:
     """Return the index of the first item that this rank holds, wholly or in part.
 
-    ``total`` items (heads, key heads or vocabulary rows) are spread evenly over the ranks.
+    ``total`` items (heads, key heads or vocabulary rows) are spread evenly over the ranks of
+    ``comm``.
     """
     return comm.rank * total // comm.num_ranks
 

@@ -104,7 +104,8 @@ class Indexer(nn.Module):
     def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
-        In the indexer's warm-up these are all keys that it may see. Ties between keys are broken as
+        ``inputs`` is the result of ``forward``, ``setup.seen`` says which keys a query may see. In
+        the indexer's warm-up a query attends to all of these. Ties between keys are broken as
         ``torch.topk`` breaks them in whole sequences, whatever part of the queries this rank has.
         """
         if self.warmup:
@@ -177,6 +178,7 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 
     Args:
         mask_BSR: True where a query attends to a key.
+        scale: factor of the products of queries and keys.
     """
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
     k_BNRD = k_BRND.transpose(1, 2)

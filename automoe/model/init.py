@@ -108,7 +108,8 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
     By default biases become zero and all other parameters normal(0, std). A module's attribute
     ``first_values`` has other values for its parameters: a word (``zeros``, ``ones``,
     ``log_uniform``, or ``kept``: leave it unchanged) or the full tensor. ``model`` may be a
-    pipeline stage (its names are global) and its parameters DTensors of any mesh.
+    pipeline stage (its names are global) and its parameters DTensors of any mesh. A random number
+    depends on ``seed``, the parameter's name and the number's index in the full parameter.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})

@@ -105,7 +105,7 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each label is in this rank's rows of the vocabulary head.
+    """Return where each label is in this rank's rows of the vocabulary head, the first of ``first_id``.
 
     Returns:
         Three [T, 1]: whether the token is trained; its label's row in ``weight_VH``, clamped to the
@@ -334,9 +334,11 @@ def _sampler_logits(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
-    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
-    of the soft cap is [T, V]; None: there is no cap. The context ``ctx`` of ``_TokenScores`` holds
-    temperature, allowed ids and cap.
+    Logits [T, V] are of this rank's V rows ``weight_VH`` of the head, -inf for ids not allowed.
+
+    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The
+    derivative of the soft cap is [T, V]; None: there is no cap. The context ``ctx`` of
+    ``_TokenScores`` holds temperature, allowed ids and cap.
     """
     temperature_T, candidates_TN, soft_cap = ctx.sampled_by
     logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)

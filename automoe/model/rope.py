@@ -40,8 +40,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[Tensor, float]:
     """Return rotary frequencies after ``config.scaling``, and the factor of cos and sin.
 
-    The frequencies are float32 [P] for P = ``dim`` / 2 pairs; the factor is YaRN's, for
-    its attention temperature, and 1 for other scalings.
+    The frequencies are float32 [P] for P = ``dim`` / 2 pairs of rotary dims; the factor is YaRN's,
+    for its attention temperature, and 1 for other scalings.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
@@ -107,6 +107,7 @@ def rotary_cos_sin(
     Args:
         dim: number of rotary dims, 2 P.
         positions_BS: index of each token in its document.
+        dtype: dtype of the results; angles are float32.
     """
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P

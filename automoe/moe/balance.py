@@ -42,7 +42,8 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
 def choices_by_sequence(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int) -> Tensor:
     """Return how often the tokens of each sequence chose each expert: [B, E] float64.
 
-    Padding, where ``valid_Bs`` is False, does not count.
+    ``topk_ids_BsK`` are the chosen experts' ids, at this rank's s positions. Padding, where
+    ``valid_Bs`` is False, does not count.
     """
     ones_BsK = valid_Bs.unsqueeze(-1).expand_as(topk_ids_BsK).to(torch.float64)
     counts_BE = ones_BsK.new_zeros(topk_ids_BsK.shape[0], num_experts)
@@ -50,7 +51,10 @@ def choices_by_sequence(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int
 
 
 def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the fraction of choices that each expert received: counts [..., E] to fractions."""
+    """Return the fraction of choices that each expert received, [..., E] in ``dtype``.
+
+    ``counts`` [..., E] are numbers of choices; if all are zero, so are the fractions.
+    """
     counts = counts.to(dtype)
     return counts / counts.sum(-1, keepdim=True).clamp_min(1)
 

@@ -37,7 +37,8 @@ PRIORITY_STEP = 2.0**-16
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Return the most tokens that an expert keeps: ceil(factor * T * K / E), at most T.
 
-    A token chooses an expert once, hence the limit T = ``num_tokens``. The factor is taken as the
+    T is ``num_tokens``, K ``top_k``, E ``num_experts``. A token chooses an expert once, hence the
+    limit T. The factor is taken as the
     decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
     """
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
@@ -77,6 +78,12 @@ def slots_per_expert(
 
     With ``moe.drop_scope=rank`` this is the expert's capacity. With ``sequence`` it is the capacity
     for one whole sequence, but at most this rank's positions of it, times the number of sequences.
+
+    Args:
+        moe: capacity factor and drop scope.
+        tokens: per-token tensors; only the shape [B, s] is read.
+        pg_collection: groups of the ranks that share a sequence; only their sizes are read.
+        top_k, num_experts: K and E of the layer.
     """
     num_sequences, size = tokens.index.shape
     if moe.drop_scope == "rank":
@@ -162,13 +169,15 @@ def dispatch_padded(
 ) -> Tensor:
     """Run ``dispatcher`` with exactly ``capacity`` tokens per expert; return its result [T, H].
 
-    No expert may have more than ``capacity`` choices; the id ``num_experts`` marks a dropped choice.
-    Each slot of an expert (one of its ``capacity`` places) goes to the dispatcher as a token with
-    one choice. A slot without a choice reads token 0 with weight zero, so it changes no sum and no
-    gradient.
+    No expert may have more than ``capacity`` choices; the id ``num_experts`` marks a dropped
+    choice. Each slot of an expert (one of its ``capacity`` places) goes to the dispatcher as a
+    token with one choice. A slot without a choice reads token 0 with weight zero, so it changes no
+    sum and no gradient.
 
     Args:
         num_experts: number of experts of all ranks.
+        x_TH: this rank's tokens, with K chosen experts ``topk_ids_TK`` and routing weights
+            ``probs_TK``.
         experts: function that runs this rank's experts on rows sorted by expert.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)

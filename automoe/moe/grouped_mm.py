@@ -68,11 +68,17 @@ class GroupedProducts:
     mm = staticmethod(grouped_mm)
 
     def scales(self, x_RK, w_ENK, offsets_E) -> tuple[QuantScales, QuantScales]:
-        """Return the quantization scales of x and of the weight: None, as nothing is quantized here."""
+        """Return the quantization scales of x and of the weight: None, as nothing is quantized here.
+
+        ``offsets_E`` are the ends of the experts' rows.
+        """
         return None, None
 
     def grad_scales(self, grad_RN, offsets_E) -> QuantScales:
-        """Return the scales of the output's gradient: None, as nothing is quantized here."""
+        """Return the scales of the output's gradient: None, as nothing is quantized here.
+
+        ``offsets_E`` are the ends of the experts' rows.
+        """
         return None
 
     def output(
@@ -281,7 +287,9 @@ def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tenso
 
 
 def sum_by_expert(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum rows [R, N] by expert into [E, N], without the rows past the last offset.
+    """Sum rows [R, N], sorted by expert, into [E, N]; ``offsets_E`` are the ends of experts' rows.
+
+    Rows past the last offset are left out.
 
     The sum is a product with ones: accumulated wide, in a fixed order, without atomics.
     """

@@ -138,7 +138,7 @@ def _spread_rows(rows: Tensor, place_R: Tensor, size: int) -> Tensor:
 
 
 def _zero_unowned(rows: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return ``rows`` [R, C] with zeros past the last offset."""
+    """Return ``rows`` [R, C] with zeros past the last of ``offsets_E``, the ends of the experts' rows."""
     past_R = torch.arange(rows.shape[0], device=rows.device) >= offsets_E[-1]
     return rows.masked_fill(past_R.unsqueeze(1), 0)
 

@@ -31,7 +31,7 @@ def first_average(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Set each exponential average to decay * average + (1 - decay) * weight, in place."""
+    """Set each exponential average in the optimizer's state to decay * average + (1 - decay) * weight."""
     average = get_ema_multi_avg_fn(decay)
     pairs = list(_pairs(optimizer))
     alike = [(ema, weight) for ema, weight in pairs if ema.dtype == weight.dtype]

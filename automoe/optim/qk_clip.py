@@ -72,6 +72,7 @@ def largest_logits(
 
     Args:
         mask: [B, 1, S, R], True where a query sees a key; None for plain causality.
+        scale: factor of the products of queries and keys.
         valid_BS: True for queries that are not padding; if all are padding, the result is -inf.
     """
     num_queries, num_heads = q_BSND.shape[1:3]
@@ -138,7 +139,8 @@ def take_largest_logits(
 def clip_logits(logits: LargestLogits, limit: float) -> None:
     """Scale the query and key weights so that no head's logit on the same batch exceeds ``limit``.
 
-    gamma = min(1, limit / largest logit) of each head. A head with keys of its own gets
+    ``logits`` has each head's largest logit of the step (``take_largest_logits``), and gamma =
+    min(1, limit / largest logit). A head with keys of its own gets
     W_q <- gamma^alpha W_q and W_k <- gamma^(1 - alpha) W_k with alpha = 0.5 (Kimi K2, section 2.1).
     In latent attention this holds for the parts of queries and keys without rotation; the rotary
     part of queries is scaled by gamma, because all heads share its keys (algorithm 1). In

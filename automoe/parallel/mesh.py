@@ -154,7 +154,9 @@ def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
     """Return this rank and those that differ from it only in the coordinate on ``axis``.
 
     Args:
+        shape: sizes of all axes.
         view: which of the two meshes: "default" or "moe".
+        axis: axis of that mesh, such as "tp".
     """
     stride = shape.stride(view, axis)
     size = getattr(shape, axis)

@@ -101,7 +101,9 @@ class StepRunner(ABC):
             part.loss = loss
 
     def train(self, inputs: MicroBatch) -> Tensor:
-        """Run forward and backward; gradients are summed over the global batch on return.
+        """Run forward and backward of a step; gradients are summed over the global batch on return.
+
+        ``inputs`` are this rank's sequences of all micro-batches.
 
         Returns this rank's share of the loss, a float64 scalar whose sum over ranks is the loss. It
         is zero on ranks without the last stage, and on all tp ranks but the first, because tp ranks
@@ -121,10 +123,10 @@ class StepRunner(ABC):
         """
 
     def evaluate(self, inputs: MicroBatch) -> Tensor:
-        """Return this rank's share of the loss, by a forward pass without gradients.
+        """Return this rank's share of the loss of ``inputs``, by a forward pass without gradients.
 
-        It is a float64 scalar: 0 on ranks without the last stage, and on all tp ranks but the first.
-        The pass does not count for statistics such as tokens per expert.
+        It is a float64 scalar: 0 on ranks without the last stage, and on all tp ranks but the
+        first. The pass does not count for statistics such as tokens per expert.
         """
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
@@ -132,7 +134,7 @@ class StepRunner(ABC):
         return shares.to(torch.float64).sum()
 
     def outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run a forward pass without gradients; return the last stage's outputs.
+        """Run a forward pass of ``inputs`` without gradients; return the last stage's outputs.
 
         The pass does not count for statistics such as tokens per expert.
 

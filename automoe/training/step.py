@@ -160,6 +160,11 @@ def forward_backward(
     """Run forward and backward of a step's micro-batches; return their statistics. Collective.
 
     Gradients are added to the existing gradients of parameters; ``optimizer_step`` clears them.
+
+    Args:
+        state: the model parts, and the number of steps done, on which some weights of losses
+            depend.
+        inputs: this rank's sequences of all micro-batches, from ``prepare_inputs``.
     """
     model_parts = state.model_parts.values()
     if config.lora.dropout:

@@ -81,6 +81,9 @@ class HierarchicalDispatcher:
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the choices that send a copy of their token, and counts for each rank of the level.
 
+        A token sends one copy to each rank of the level that holds any of its chosen experts
+        ``topk_ids_TK``.
+
         Returns:
             [T K] int64 indices of choices: first those that send a copy, sorted by rank; [P] copies
             for each rank; [P] choices of each rank's experts.
