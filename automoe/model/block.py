@@ -26,6 +26,11 @@ class MLP(nn.Module):
 
     Input and output are [B, s, H]. With ``gated_output`` (Qwen2-MoE's shared expert) the result is
     multiplied by sigmoid(x @ w), one number per token.
+
+    Args:
+        intermediate_size: width F.
+        tp: ranks that shard F and the positions.
+        gather: wrapper of the all-gather of positions over ``tp``.
     """
 
     def __init__(

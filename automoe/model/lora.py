@@ -30,6 +30,12 @@ class Lora(Adapter):
     Under tensor parallelism B is sharded with the output features, or A with the input features.
     The other matrix is replicated, and each rank's gradient of it is a term of a sum over ranks, as
     for any replicated parameter.
+
+    Args:
+        name: full name in the model of the ``Linear``.
+        lora: the ``lora`` section of the configuration: rank, alpha, dropout.
+        seed: seed of initialisation and of dropout.
+        in_features, out_features: I and O.
     """
 
     def __init__(
@@ -47,7 +53,12 @@ class Lora(Adapter):
 
 
 class LoRALinear(Linear):
-    """Linear layer that takes the place of ``base`` and adds the output of its LoRA adapter."""
+    """Linear layer that takes the place of ``base`` and adds the output of its LoRA adapter.
+
+    Args:
+        base: layer whose parameters this layer takes over.
+        lora: the adapter.
+    """
 
     def __init__(self, base: Linear, lora: Lora) -> None:
         take_over(self, base)

@@ -36,6 +36,7 @@ class Adapter(nn.Module):
 
     Args:
         name: full name in the model of the module that the adapter belongs to.
+        lora: the ``lora`` section of the configuration: rank, alpha, dropout.
         seed: seed of initialisation and of dropout.
     """
 

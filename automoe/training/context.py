@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StopRequest:
-    """Flag that signal handlers set and the training loop reads.
+    """Flag ``requested``, which signal handlers set and the training loop reads.
 
     ``threading.Event`` would not do: a second signal may interrupt the handler inside ``Event.set``
     and would wait for ever for the lock that the interrupted call holds.
@@ -37,6 +37,7 @@ class RunContext:
     which ranks agree in each optimizer step; other loops call ``any_rank_stops``.
 
     Attributes:
+        rank, local_rank: number of this process among all ``world_size``, and on its machine.
         run_dir: directory of the run's records and checkpoints.
         stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
         preempted: set by a recipe that leaves early because of a stop request.
