@@ -39,6 +39,8 @@ class AttentionSetup:
     Modules for multi-token prediction get one of their own (``Decoder.mtp_states``). B, S: this
     rank's sequences and positions; R: positions of the whole sequence.
 
+    ``dtype`` is the dtype of cos and sin, unless ``backend.rope`` has another.
+
     Attributes:
         cos, sin: [B, S, 1, P], cos and sin of the angles of P pairs of rotary dims.
         key_gather: ranks from which keys and values are gathered.

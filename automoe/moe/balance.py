@@ -122,7 +122,8 @@ class LoadCounter(nn.Module):
     """Counters of one MoE layer over the micro-batches of a step, zeroed after each step.
 
     One float64 vector, ``totals``, holds all counters, so that a step needs one all-reduce;
-    ``views`` splits it into tokens per expert, losses, and dropped and repeated choices.
+    ``views`` splits it into tokens of each of ``num_experts`` experts, losses, and dropped and
+    repeated choices.
     """
 
     totals: Tensor

@@ -191,7 +191,8 @@ class BalancedRouter(nn.Module):
 
     Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
     ``load_fractions`` [E] float64 (saved: each expert's share of the choices of the previous step,
-    for the global balance loss), and the step's counters (not saved).
+    for the global balance loss), and the step's counters (not saved). Subclasses set ``weight`` [E,
+    H].
     """
 
     expert_bias: Tensor | None

@@ -142,8 +142,8 @@ class Muon(torch.optim.AdamW):
     def _split_into_rounds(self) -> list[list[int]]:
         """Split Muon's parameters into rounds that are exchanged and orthogonalised together.
 
-        The rounds, as indices of parameters, are the same on every rank; they bound the memory in
-        use.
+        The rounds, as indices of parameters, are the same on every rank. A round has at most
+        ``MUON_ROUND`` numbers per rank (or one parameter), which bounds the memory in use.
         """
         rounds: list[list[int]] = []
         left = 0

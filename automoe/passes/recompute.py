@@ -19,7 +19,8 @@ T = TypeVar("T")
 class _Context:
     """Context manager around one run of a checkpointed function, its forward or its recomputation.
 
-    The forward appends results to ``saved``; the recomputation reads them in the same order. Torch
+    The forward (``recomputes`` False) appends results to ``saved``, a list that both contexts of a
+    call share; the recomputation reads them in the same order. Torch
     enters the context of the recomputation again for each backward of a retained graph.
     """
 

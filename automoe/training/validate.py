@@ -114,9 +114,9 @@ def _validation_sums(
 ) -> dict[str, float]:
     """Return a validation's sums over batches and ranks, by name.
 
-    ``nats`` is the loss, ``count`` the number of tokens that it is a mean of (of documents, for a
-    loss that is a mean over documents), ``bytes`` the text's length, and ``val_NAME`` each number
-    that the loss reports.
+    ``count`` is the number of tokens with a label (of documents, for a loss that is a mean over
+    documents), ``nats`` the sum of the loss over these, ``val_NAME`` that of each number NAME that
+    the loss reports, and ``bytes`` the text's length.
 
     Args:
         extra_inputs: returns a batch's further inputs of the loss, tensors [B, ...] by name.
