@@ -102,7 +102,7 @@ def join_sequences(x: Tensor, index_Bs: Tensor, pg_collection: ProcessGroupColle
 
     Args:
         index_Bs: index in the sequence of each position of x.
-        pg_collection: its groups hold the other positions.
+        pg_collection: its tp and cp groups are the ranks that hold the other positions.
     """
     if pg_collection.ranks_per_sequence == 1:
         return x  # a rank with whole sequences holds them in order

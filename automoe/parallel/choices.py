@@ -46,7 +46,7 @@ def layer_calls(config: Config, layer: int) -> LayerCalls:
     """Return the wrappers of the calls of layer number ``layer``.
 
     ``train.compile`` compiles, ``parallel.recompute`` names modules of ``recompute_layers`` that
-    run again or discard outputs, and ``optim.qk_clip`` watches logits. Of the wrappers in a
+    run again or discard outputs, and ``optim.qk_clip`` records largest logits. Of the wrappers in a
     ``chain`` the first is innermost.
     """
     modules = recomputed_modules(config.parallel, layer)

@@ -83,7 +83,7 @@ def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
     """Return the expert backend of one layer that multiplies in 8 bits (``train.fp8``).
 
     Raises:
-        BackendError: the GPU has no 8-bit products of this kind.
+        BackendError: the GPU's compute capability is not 9.0 (Hopper).
     """
     etp = meshes.group("etp")
     # Gradients in e4m3 too: torch's grouped product knows no other format.
@@ -130,7 +130,7 @@ def _scaling(
         shards: group of the ranks with other shards of the weight; None: the weight is whole.
 
     Raises:
-        BackendError: the GPU has no 8-bit products of this kind.
+        BackendError: the GPU's compute capability is not 9.0 (Hopper).
     """
     mode = config.train.fp8
     if meshes.default.device_type == "cuda":

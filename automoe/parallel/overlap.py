@@ -121,7 +121,10 @@ class MergedPasses:
         self.wait_for_turn(me)
 
     def overlap(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass; then call ``wait``, which awaits an all-to-all."""
+        """Run deferred functions, then the other pass until it hands over or ends; then call ``wait``.
+
+        ``wait`` awaits an all-to-all that the calling pass has started.
+        """
         self.run_deferred()
         self.swap()
         wait()

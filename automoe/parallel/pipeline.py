@@ -157,7 +157,8 @@ class PipelineRunner(StepRunner):
     """Runner of this rank's stages under one of torch's pipeline schedules.
 
     Stages are given the shapes of their inputs and outputs: torch would find these by a real
-    forward and backward on uninitialised activations, which would pollute the expert counts.
+    forward and backward on uninitialised activations, whose tokens would be counted as loads of
+    experts.
     """
 
     def __init__(

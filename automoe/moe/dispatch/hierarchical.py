@@ -32,7 +32,7 @@ class HierarchicalDispatcher:
     Each level has one host sync, for the sizes, or none if the caller gives ``rows_per_expert``.
 
     Args:
-        num_experts: number of experts of all ranks.
+        num_experts: number of experts of all ranks of the levels together.
         levels: the group across nodes, then the group within the node; either may be left out.
             Each rank of a level has an equal number of consecutive experts.
     """

@@ -138,7 +138,7 @@ class RowExchange:
 
     Attributes:
         token_idx_B: the token in each line of the send buffer; T for lines of metadata.
-        send_layout, receive_layout: where rows and metadata lie in the two buffers.
+        send_layout, receive_layout: ``Layout`` of rows and metadata in either buffer.
     """
 
     def __init__(
