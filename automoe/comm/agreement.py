@@ -108,7 +108,8 @@ class Ranks:
         """Return this rank's share of the names (of files, for example) to work on.
 
         Args:
-            sizes: the work of each name; ranks get about the same sum.
+            sizes: work by name, equal on all ranks; each name goes to one rank, and ranks get about
+                the same sum.
         """
         load = [0] * self.size
         mine: list[str] = []

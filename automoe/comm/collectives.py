@@ -19,7 +19,7 @@ from automoe.interop.torch_private import AsyncTensor
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Return True if ``group`` uses gloo, whose reduce-scatter and all-gather are slow.
+    """Return True if ``group`` uses only gloo, whose reduce-scatter and all-gather are slow.
 
     Gloo's reduce-scatter is an all-reduce, and its all-gather is a ring. An all-to-all, followed by
     a sum in the order of the ranks, takes half the CPU time.
@@ -83,9 +83,9 @@ class GlooReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` [P * N], slice r for rank r, into ``output_tensor`` [N].
+        """Sum ``input_tensor`` [P * N], slice r for rank r, over P ranks into ``output_tensor`` [N].
 
-        The result is there on return, whatever ``async_op`` says.
+        The result is there on return. ``op`` must be SUM, and ``async_op`` False.
         """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
         parts = torch.empty_like(input_tensor)
@@ -123,9 +123,9 @@ class _Sum(torch.autograd.Function):
 
 
 class _Group:
-    """A process group, in which this rank is number ``rank``.
+    """A process group of ``num_ranks`` ranks, in which this rank is number ``rank``.
 
-    Tensors are gathered and scattered along ``dim``, differentiably.
+    Tensors are gathered and scattered along the class's ``dim``, differentiably.
     """
 
     dim = 0
@@ -196,7 +196,7 @@ class DispatchGroup(_Group):
         return torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """Send n counts to each of P ranks and return n from each rank: [P n] int64 -> [P n]."""
+        """Send n counts to each of P ranks and return n from each, in rank order: [P n] int64 -> [P n]."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         return received

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Communicator:
-    """One group of ranks, in which this rank is number ``rank``.
+    """One group of ``num_ranks`` ranks, in which this rank is number ``rank``.
 
     The base class is a group of this rank alone, so its methods do nothing; subclasses communicate.
     Shards are along dim 1, the positions of tokens.
@@ -65,7 +65,8 @@ SINGLE_RANK = Communicator()
 def first_of_rank(comm: Communicator, total: int) -> int:
     """Return the index of the first item that this rank holds, wholly or in part.
 
-    ``total`` items (heads, key heads or vocabulary rows) are spread evenly over the ranks.
+    ``total`` items (heads, key heads or vocabulary rows) are spread evenly over the ranks of
+    ``comm``.
     """
     return comm.rank * total // comm.num_ranks
 
@@ -107,7 +108,7 @@ class ProcessGroupCollection:
         return self.cp.all_reduce(self.tp.all_reduce(x))
 
     def sum_over_data(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks with other sequences of the micro-batch.
+        """Return the sum of x over this rank and the ranks with other sequences of the micro-batch.
 
         Not differentiable.
         """

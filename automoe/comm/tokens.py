@@ -77,8 +77,8 @@ class Tokens:
         forced_ids: [B, S, L, n, K] routing to repeat in L MoE layers: expert ids, -1 where the
             router itself chooses. A recorded run has n = 2: chosen experts and plain top-k; an
             inference engine has n = 1: chosen experts. None: routers choose.
-        row_ids: [B, S] number of the sequence in the whole training stream, for noise and recorded
-            routing.
+        row_ids: [B, S] number of the sequence in the whole training stream, for the router's jitter
+            and recorded routing.
         not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is
             padding.
     """
@@ -92,7 +92,7 @@ class Tokens:
     not_padding: Tensor | None = None
 
     def local_shard(self, tp: Communicator) -> Tokens:
-        """Return these tensors for this rank's shard of the positions."""
+        """Return these tensors for this rank's shard [B, S / ranks of ``tp``] of the positions."""
         if tp.num_ranks == 1:
             return self
         shards = {
@@ -149,9 +149,12 @@ class MicroBatch:
     Attributes:
         tokens: [B, S] int64, which the stage with the embedding reads.
         labels: [B, S] next tokens, for the loss; ``IGNORE`` marks positions that are not trained.
-        positions, index, doc_ids, row_ids, not_padding, forced_ids: fields of ``Tokens``, which all
-            layers read. Defaults: index 0 ... S-1, row_ids 0 ... B-1, positions equal to the index,
-            and a sequence is one document.
+        index: [B, S] index within the sequence; None: 0 ... S-1.
+        positions: [B, S] index within the document, for rotary embeddings; None: the index.
+        doc_ids: [B, S] document within the sequence, -1 for padding; None: a sequence is one.
+        row_ids: [B, S] number of the sequence in the training stream; None: 0 ... B-1.
+        not_padding: [B, S] bool; None: all tokens but those of document -1.
+        forced_ids: [B, S, L, n, K] routing to repeat (``Tokens.forced_ids``); None: routers choose.
         mtp_tokens, mtp_labels: [B, S, D] tokens that each depth of multi-token prediction reads,
             and its labels (``automoe.model.mtp.shift_rows``).
         next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions for
@@ -196,7 +199,11 @@ class MicroBatch:
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
-        """Return ``counts``; without them the counts of these sequences alone."""
+        """Return the counts by which losses are divided: tokens with a label, not padding, documents.
+
+        They are ``counts`` (of the global batch), or, if that is None, those of these B sequences.
+        Missing counts of multi-token prediction are counted in these sequences too.
+        """
         counts = self.counts
         if counts is None:
             trained = documents = torch.zeros((), dtype=torch.int64, device=self.tokens.device)

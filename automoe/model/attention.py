@@ -39,13 +39,16 @@ class AttentionSetup:
     Modules for multi-token prediction get one of their own (``Decoder.mtp_states``). B, S: this
     rank's sequences and positions; R: positions of the whole sequence.
 
+    ``dtype`` is the dtype of cos and sin, unless ``backend.rope`` has another.
+
     Attributes:
-        cos, sin: [B, S, 1, P] of the angles of P pairs of rotary dims.
+        cos, sin: [B, S, 1, P], cos and sin of the angles of P pairs of rotary dims.
         key_gather: ranks from which keys and values are gathered.
         head_exchange: ranks with which positions are exchanged for heads (Ulysses).
         doc_ids: document ids [B, S], or [B, R] if a layer sees whole sequences; None: no sequence
             holds two documents.
-        blocks: blocks of this rank's queries with their masks, by window (0: no sliding window).
+        blocks: blocks of queries, with the keys that they read and their masks, by window in
+            positions (0: no sliding window).
         tokens: per-token tensors at the S positions.
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
         chosen: [B, S, R] bool, the keys that the last indexer chose, for layers that share them.
@@ -211,7 +214,10 @@ class GroupedQueryAttention(nn.Module):
         return self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
 
     def _norm(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normed q and k: each head by itself, or all heads of all tp ranks together."""
+        """Return q and k after their RMSNorms, of each head or of all heads of all tp ranks together.
+
+        Without norms they are returned as they are.
+        """
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
         both = q_BSND.flatten(2), k_BSGD.flatten(2)

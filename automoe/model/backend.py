@@ -37,12 +37,13 @@ class BackendConfig:
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
         chunk_loss: function that computes the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
-        indexer_warmup: attention sees all keys, and indexers learn from all of them.
+        indexer_warmup: True if attention reads all keys, not those that indexers choose, and
+            indexers learn from all of them.
         calls: function of a layer's number that returns the wrappers of that layer's calls.
         last_norm: wrapper of the call of the norm before the head.
         always_masked: make a mask for all sequences that have document ids, also if each is one
             document (``attention_mask``).
-        seed: seed of the router's jitter.
+        seed: seed of the random factors of routers' inputs (``moe.router_jitter``).
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)

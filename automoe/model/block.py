@@ -26,6 +26,11 @@ class MLP(nn.Module):
 
     Input and output are [B, s, H]. With ``gated_output`` (Qwen2-MoE's shared expert) the result is
     multiplied by sigmoid(x @ w), one number per token.
+
+    Args:
+        intermediate_size: width F.
+        tp: ranks that shard F and the positions.
+        gather: wrapper of the all-gather of positions over ``tp``.
     """
 
     def __init__(
@@ -55,7 +60,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer number ``layer``, from 0; the first ``first_k_dense`` have no experts."""
+    """Pre-norm decoder layer number ``layer``, from 0: attention and a feed-forward with residuals.
+
+    The feed-forward of the first ``first_k_dense`` layers is an ``MLP``, of the others an ``MoE``.
+    """
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig

@@ -40,7 +40,7 @@ SAMPLED = {
 
 
 class MoELayer(Protocol):
-    """Interface of an MoE layer: the module of its experts, and the router with counters."""
+    """Interface of an MoE layer: the module of its experts, and its router, which counts loads."""
 
     @property
     def experts(self) -> nn.Module: ...
@@ -50,7 +50,7 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Decoder layer that FSDP gathers as one unit, and its submodules that are units of their own.
+    """Decoder layer that FSDP wraps as one unit, and its submodules that are units of their own.
 
     Attributes:
         number: index of the layer in the full model.
@@ -78,8 +78,8 @@ class CausalLM(nn.Module, ABC):
 
     Attributes:
         loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
-        mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction; each
-            step sets its own.
+        mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction;
+            ``forward_backward`` sets it in each step.
         reported: sums of the values that the losses report, by name.
         first_id: token id of the first vocabulary row of embedding and head on this rank.
         notes: lines of text for a run's start that say which kernels compute what.
@@ -127,8 +127,8 @@ class CausalLM(nn.Module, ABC):
 
         Args:
             x_BsH: the head's input at the previous depth.
-            later_BSD: the later token that each of D depths reads at each position
-                (``automoe.model.mtp``). None: modules do not run, and ``x_BsH`` is yielded in place
+            later_BSD: int64, the later token that each of D depths reads at each position, -1 where
+                the document has ended. None: modules do not run, and ``x_BsH`` is yielded in place
                 of each result.
             tokens: positions, document ids and other tensors [B, S] of the tokens.
             mtp_D2: tokens of the global batch at each depth: with a label, and not padding.
@@ -245,7 +245,10 @@ class CausalLM(nn.Module, ABC):
     def _loss(
         self, x_BsH: Tensor, depths: Iterable[Tensor], batch: MicroBatch, counts: TokenCounts
     ) -> Tensor:
-        """Return [1] this micro-batch's share of the loss, with the gradients of modules' losses.
+        """Return [1] this micro-batch's share of the loss, whose backward also trains the MTP modules.
+
+        The value is without the losses of the modules for multi-token prediction; the gradient is
+        with them. What the losses report is added to ``self.reported``.
 
         Args:
             x_BsH: the head's input.
@@ -275,7 +278,7 @@ class CausalLM(nn.Module, ABC):
 
         Args:
             states: the head's input [B, s, H] at each depth.
-            labels_BSD: the token that each depth predicts.
+            labels_BSD: the token that each depth predicts; ``IGNORE``: none.
             inputs: counts that losses are divided by, and the dict that receives the reports.
         """
         weight_VH = local_shard(self.head_weight)

@@ -109,7 +109,8 @@ def _unit(x: Tensor) -> Tensor:
 def causal_conv(x_BSD: Tensor, weight_D1W: Tensor, doc_ids_BS: Tensor | None = None) -> Tensor:
     """Convolve each of D channels of x over its W last positions, the current one included.
 
-    Positions of other documents count as zeros. The result is [B, S, D].
+    Positions of other documents count as zeros (None: a sequence is one document). The result is
+    [B, S, D].
     """
     width = weight_D1W.shape[-1]
     size = x_BSD.shape[1]
@@ -209,14 +210,15 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.project_and_scatter(out_BSNV.flatten(2), self.tp)
 
     def _project(self, x_BSH: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Return four projections of x for the heads of this tp rank.
+        """Return (mixed, z, b, a): four projections of x for the heads of this tp rank.
 
         Args:
-            width: value features of one key head (r V).
+            width: r V, the features of the r value heads (of width V) of a key head.
 
         Returns:
-            The convolution's input [B, S, D]: queries, keys, values; the output gates, whose
-            features go by head; two [B, S, N], from which betas and decays are computed.
+            mixed [B, S, D]: all queries, then keys, then values, the convolution's input. z: output
+            gates, r V per key head; the caller reshapes them to [B, S, N, V]. b, a [B, S, N]: betas
+            and decays of the N value heads are computed from them.
         """
         if self.is_split:
             return tuple(
@@ -239,7 +241,7 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             mixed_BSD: the convolution's input: queries, keys, values.
-            b_BSN, a_BSN: what betas and decays of N value heads are computed from.
+            b_BSN, a_BSN: numbers from which the betas and the decays of N value heads are computed.
         """
         if self.cp.num_ranks == 1:
             return mixed_BSD, b_BSN, a_BSN

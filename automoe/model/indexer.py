@@ -104,7 +104,8 @@ class Indexer(nn.Module):
     def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
-        In the indexer's warm-up these are all keys that it may see. Ties between keys are broken as
+        ``inputs`` is the result of ``forward``, ``setup.seen`` says which keys a query may see. In
+        the indexer's warm-up a query attends to all of these. Ties between keys are broken as
         ``torch.topk`` breaks them in whole sequences, whatever part of the queries this rank has.
         """
         if self.warmup:
@@ -127,13 +128,13 @@ class Indexer(nn.Module):
         scale: float,
         setup: AttentionSetup,
     ) -> Tensor | None:
-        """Return this rank's term of the indexer's loss, a scalar; None if it needs no gradient.
+        """Return this rank's term of the indexer's loss, a scalar; None if no gradient is needed.
 
         The loss is the divergence of the indexer's scores from attention's probabilities, as a mean
         over the tokens of the global batch. In a training pass the term is added to ``loss_sum``.
 
         Args:
-            inputs: result of ``forward``.
+            inputs: result of ``forward``: queries, keys and head weights of the indexer.
             chosen_BSR: True where a query attends to a key.
             q_BSND, k_BRND, scale: inputs of attention's scores, for this rank's heads.
         """
@@ -160,7 +161,8 @@ def index_scores(q_BcJD: Tensor, k_BRD: Tensor, w_BcJ: Tensor) -> tuple[Tensor, 
     """Return the index scores (DeepSeek-V3.2, eq. 1) of c queries for R keys, summed and by head.
 
     Args:
-        w_BcJ: weight of each of J index heads.
+        q_BcJD, k_BRD: queries of J index heads of width D, and the keys that the heads share.
+        w_BcJ: weight of each head.
 
     Returns:
         [B, c, R] weighted sums over heads, and [B, c, J, R] of each head before its weight.
@@ -176,6 +178,7 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 
     Args:
         mask_BSR: True where a query attends to a key.
+        scale: factor of the products of queries and keys.
     """
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
     k_BNRD = k_BRND.transpose(1, 2)
@@ -190,6 +193,9 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 
 class _Divergence(torch.autograd.Function):
     """Autograd function: weighted sum over queries of KL(target || softmax of chosen keys' scores).
+
+    The target [B, s, R] are attention's probabilities, the weights [B, s] 1 / number of tokens of
+    the global batch, 0 for padding.
 
     Gradients are made in the forward pass, one chunk of queries after the other: scores of every
     head would take J numbers for each query and key. The gradient of a query's divergence by its

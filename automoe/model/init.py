@@ -108,7 +108,8 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
     By default biases become zero and all other parameters normal(0, std). A module's attribute
     ``first_values`` has other values for its parameters: a word (``zeros``, ``ones``,
     ``log_uniform``, or ``kept``: leave it unchanged) or the full tensor. ``model`` may be a
-    pipeline stage (its names are global) and its parameters DTensors of any mesh.
+    pipeline stage (its names are global) and its parameters DTensors of any mesh. A random number
+    depends on ``seed``, the parameter's name and the number's index in the full parameter.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
@@ -131,14 +132,17 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
 
 
 def _fill_log_uniform_(parameter: Tensor, name: str, seed: int) -> None:
-    """Fill with logarithms of numbers uniform in 0 ... 16: the decay rates of a delta net."""
+    """Fill this rank's shard with logarithms of numbers uniform in 0 ... 16: decay rates of a delta net."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
         local[block] = (16 * uniform_at(index, name, seed)).log().to(local.dtype)
 
 
 def reset_buffers(model: nn.Module) -> None:
-    """Give the buffers of every module their first values, which ``to_empty`` leaves undefined."""
+    """Give the buffers of every module their first values, which ``to_empty`` leaves undefined.
+
+    It calls the method ``reset_buffers`` of each module that has one.
+    """
     for module in model.modules():
         if callable(reset := getattr(module, "reset_buffers", None)):
             reset()

@@ -54,11 +54,11 @@ class Linear(nn.Module):
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Return x times this rank's weight, plus a bias. Subclasses override this method."""
+        """Return x @ weight.T + bias_O for this rank's weight (``features`` of it). Subclasses override it."""
         return linear(x_BSI, self.shard(self.weight), bias_O)
 
     def shard(self, parameter: Tensor) -> Tensor:
-        """Return the output features of a weight or bias that this rank uses."""
+        """Return this rank's shard of a weight or bias, and of that only the rows ``features``."""
         return take_features(local_shard(parameter), self.features)
 
 

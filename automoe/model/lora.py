@@ -30,6 +30,12 @@ class Lora(Adapter):
     Under tensor parallelism B is sharded with the output features, or A with the input features.
     The other matrix is replicated, and each rank's gradient of it is a term of a sum over ranks, as
     for any replicated parameter.
+
+    Args:
+        name: full name in the model of the ``Linear``.
+        lora: the ``lora`` section of the configuration: rank, alpha, dropout.
+        seed: seed of initialisation and of dropout.
+        in_features, out_features: I and O.
     """
 
     def __init__(
@@ -47,7 +53,12 @@ class Lora(Adapter):
 
 
 class LoRALinear(Linear):
-    """Linear layer that takes the place of ``base`` and adds the output of its LoRA adapter."""
+    """Linear layer that takes the place of ``base`` and adds the output of its LoRA adapter.
+
+    Args:
+        base: layer whose parameters this layer takes over.
+        lora: the adapter.
+    """
 
     def __init__(self, base: Linear, lora: Lora) -> None:
         take_over(self, base)
@@ -126,7 +137,8 @@ def fill_adapters(part: CausalLM) -> None:
     """Initialise the adapters of a pipeline stage so that they add nothing to outputs.
 
     A is uniform within +-1 / sqrt(input features), the default of peft; B is zero. A number depends
-    on the name and its index in the whole matrix alone, so every mesh has the same values.
+    on the seed, the matrix's name and its index in the whole matrix alone, so every mesh has the
+    same values.
     """
     for module in part.modules():
         if not isinstance(module, Adapter):
@@ -144,7 +156,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Set the step number of all adapters in ``parts``; it decides which features dropout drops."""
+    """Set the step number (from 0) of all adapters in ``parts``, by which dropout draws features."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

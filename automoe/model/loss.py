@@ -40,6 +40,7 @@ def chunk_loss(
     """Return the sum of a chunk's cross-entropies and its gradient [T, V] with respect to logits.
 
     Args:
+        x_TH: final hidden states of the chunk.
         weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
             ``first_id``.
         labels_T: int64; ``IGNORE`` marks tokens that are not trained.
@@ -104,7 +105,7 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each label is in this rank's rows of the vocabulary head.
+    """Return where each label is in this rank's rows of the vocabulary head, the first of ``first_id``.
 
     Returns:
         Three [T, 1]: whether the token is trained; its label's row in ``weight_VH``, clamped to the
@@ -153,7 +154,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return the function that computes the loss of a chunk of tokens by ``kernel``: torch or triton.
+    """Return ``chunk_loss`` for ``kernel``, torch or triton: it computes the loss of a chunk of tokens.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.
@@ -240,7 +241,7 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Autograd function: log p(label) of each token, entropy and further log-probabilities.
+    """Autograd function: -log p(label) of each token, entropy and further log-probabilities.
 
     Its backward pass recomputes the logits, which it does not keep.
     """
@@ -333,9 +334,11 @@ def _sampler_logits(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
-    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
-    of the soft cap is [T, V]; None: there is no cap. The context ``ctx`` of ``_TokenScores`` holds
-    temperature, allowed ids and cap.
+    Logits [T, V] are of this rank's V rows ``weight_VH`` of the head, -inf for ids not allowed.
+
+    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The
+    derivative of the soft cap is [T, V]; None: there is no cap. The context ``ctx`` of
+    ``_TokenScores`` holds temperature, allowed ids and cap.
     """
     temperature_T, candidates_TN, soft_cap = ctx.sampled_by
     logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)
@@ -381,7 +384,7 @@ def token_scores(
     wants_entropy: bool = False,
     soft_cap: float = 0.0,
 ) -> TokenScores:
-    """Return each token's log p(label) and entropy, p = softmax(x @ weight.T / temperature).
+    """Return each token's -log p(label) and entropy, p = softmax(x @ weight.T / temperature).
 
     The backward recomputes logits, so a step computes four products with the head instead of three.
 
@@ -394,7 +397,8 @@ def token_scores(
         temperature_T: temperature of each token; None: 1.
         candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
             normalised; a token with -1 alone has all ids.
-        scored_ids_TK: further ids whose log-probabilities are wanted.
+        scored_ids_TK: further ids whose log-probabilities are wanted; None: none.
+        wants_entropy: whether the entropy is computed; else it is None.
         soft_cap: bound of the logits before the temperature divides them (``cap_logits``); 0: none.
     """
     head = x_TH, weight_VH, labels_T, first_id, vocab
@@ -411,7 +415,7 @@ def greedy_tokens(
 ) -> Tensor:
     """Return the likeliest next token of each of N positions: int64 [N], the same on all ranks.
 
-    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` for NaN.
+    Of equally likely tokens the first is returned, and ``NAN_TOKEN`` (-1) where a logit is NaN.
 
     Args:
         x_NH: final hidden states.
@@ -445,8 +449,8 @@ class LossInputs:
         context: the ranks that hold the other positions of these sequences.
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head
             itself reads three names: ``temperature`` [B, S], ``candidates`` [B, S, N] and
-            ``scored_ids`` [B, S, K] (``token_scores``).
-        reported: receives the sums of ``report``.
+            ``scored_ids`` [B, S, K] (arguments of ``token_scores``).
+        reported: dict to which ``report`` adds this rank's sums of metrics, by name.
         entropy: [B, S] for a loss whose attribute ``uses_entropy`` is True, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
     """
@@ -467,7 +471,8 @@ class LossInputs:
         ranks, so pass it through ``share``, else it counts once per rank.
 
         Args:
-            num_documents: D; by default as many as a sequence could have, most of them empty.
+            num_documents: D, more than every document id; default: the positions of a whole
+                sequence.
         """
         num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
         doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids

@@ -65,7 +65,7 @@ def shift_rows(
     """Return the tokens that each multi-token depth reads, and its labels: [B, S, D] each.
 
     Depth k (from 1) reads the token k positions later and has the label of that position if it
-    belongs to the same document; else ``ENDED`` and ``IGNORE``.
+    belongs to the same document; else ``ENDED`` (-1) and ``IGNORE``.
 
     Args:
         tokens_BS, labels_BS: whole sequences.

@@ -166,11 +166,14 @@ def norm_over_ranks(
 ) -> tuple[Tensor, ...]:
     """Apply RMSNorms over features that are sharded over ranks, with one all-reduce for all norms.
 
+    Returns the normed inputs, in their order and dtypes.
+
     Args:
         norms: norms with the same epsilon.
         inputs: for each norm this rank's features [..., w]. If features are replicated, each is on
             equally many ranks, so copies do not change the mean.
-        features: for each norm the ranges of its whole weight that this rank has.
+        features: for each norm the ranges of its whole weight that belong to this rank's
+            features; None: all.
     """
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
     weights = [

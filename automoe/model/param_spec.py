@@ -91,7 +91,7 @@ class ParamSpec:
 
     @property
     def per_kv_head(self) -> bool:
-        """Whether the matrix projects to key or value heads; these may be fewer than ranks."""
+        """Whether it is of a projection to key or value heads; these may be fewer than tp ranks."""
         return "G" in self.shape
 
 

@@ -28,7 +28,7 @@ def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's attention temperature 0.1 m ln(s) + 1 (eq. 22).
+    """Return YaRN's attention temperature 0.1 m ln(s) + 1 (eq. 22); 1 if s is at most 1.
 
     Args:
         factor: s, by which YaRN stretches the context.
@@ -40,8 +40,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[Tensor, float]:
     """Return rotary frequencies after ``config.scaling``, and the factor of cos and sin.
 
-    The frequencies are float32 [P] for P = ``dim`` / 2 pairs; the factor is YaRN's, for
-    its attention temperature, and 1 for other scalings.
+    The frequencies are float32 [P] for P = ``dim`` / 2 pairs of rotary dims; the factor is YaRN's,
+    for its attention temperature, and 1 for other scalings.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
@@ -107,6 +107,7 @@ def rotary_cos_sin(
     Args:
         dim: number of rotary dims, 2 P.
         positions_BS: index of each token in its document.
+        dtype: dtype of the results; angles are float32.
     """
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
@@ -212,9 +213,11 @@ def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Rope:
-    """Functions that apply rotary embeddings: ``rotate`` and ``join_keys``, or Triton's.
+    """Functions that apply rotary embeddings, by default in plain torch.
 
     Attributes:
+        rotate: function with the arguments of this module's ``rotate`` but ``turn``.
+        join_keys: function with the arguments of this module's ``join_keys``.
         angle_dtype: dtype of cos and sin; None: the model's dtype.
     """
 
@@ -224,7 +227,7 @@ class Rope:
 
 
 def rope_fns(kernel: str) -> Rope:
-    """Return the functions that apply rotary embeddings by ``kernel``, a value of ``kernels.rope``.
+    """Return the functions that apply rotary embeddings by ``kernel``: torch or triton.
 
     Raises:
         BackendError: ``kernels.rope=triton``, and the package is missing.

@@ -91,5 +91,8 @@ def exchange_positions(ranks: Communicator, row_BRnD: Tensor) -> Tensor:
 
 
 def own_heads(ranks: Communicator, x_N: Tensor) -> Tensor:
-    """Return the entries [n] of x [N] for the heads that ``exchange_heads`` gives to this rank."""
+    """Return the entries [n] of x [N] for the n heads that this rank has after an exchange of heads.
+
+    Of N heads, number p of ``ranks`` has the p-th n = N / P.
+    """
     return x_N if ranks.num_ranks == 1 else x_N.chunk(ranks.num_ranks)[ranks.rank]

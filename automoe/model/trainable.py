@@ -28,7 +28,7 @@ def is_target(param: Param, lora: LoraConfig) -> bool:
 
 
 def adapters(param: Param, rank: int) -> list[Param]:
-    """Return the parameters of the LoRA adapter of ``param``: A [r, I] and B [O, r].
+    """Return the parameters of the LoRA adapter of ``param``: A [r, I] and B [O, r] for rank r.
 
     Routed experts have stacks of E adapters, with one A for gate and up projection.
     """
@@ -56,9 +56,12 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 
 def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
-    """Return the shape [..., rows, blocks, bytes] in which a frozen matrix is stored quantized.
+    """Return the shape [..., rows, blocks, bytes] in which the matrix ``param`` is stored quantized.
 
-    None: the matrix is stored unquantized (``lora.base`` names the format of frozen matrices).
+    Blocks are of consecutive numbers of a row, bytes those of one block.
+
+    None: it is stored unquantized, since it is trained, takes no adapter, or ``lora.base`` is
+    weights; else ``lora.base`` names the format.
     """
     stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):

@@ -42,7 +42,8 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
 def choices_by_sequence(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int) -> Tensor:
     """Return how often the tokens of each sequence chose each expert: [B, E] float64.
 
-    Padding, where ``valid_Bs`` is False, does not count.
+    ``topk_ids_BsK`` are the chosen experts' ids, at this rank's s positions. Padding, where
+    ``valid_Bs`` is False, does not count.
     """
     ones_BsK = valid_Bs.unsqueeze(-1).expand_as(topk_ids_BsK).to(torch.float64)
     counts_BE = ones_BsK.new_zeros(topk_ids_BsK.shape[0], num_experts)
@@ -50,7 +51,10 @@ def choices_by_sequence(topk_ids_BsK: Tensor, valid_Bs: Tensor, num_experts: int
 
 
 def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the fraction of choices that each expert received: counts [..., E] to fractions."""
+    """Return the fraction of choices that each expert received, [..., E] in ``dtype``.
+
+    ``counts`` [..., E] are numbers of choices; if all are zero, so are the fractions.
+    """
     counts = counts.to(dtype)
     return counts / counts.sum(-1, keepdim=True).clamp_min(1)
 
@@ -117,8 +121,9 @@ class Loads(NamedTuple):
 class LoadCounter(nn.Module):
     """Counters of one MoE layer over the micro-batches of a step, zeroed after each step.
 
-    One float64 vector holds all counters, so that a step needs one all-reduce; ``views`` names its
-    parts.
+    One float64 vector, ``totals``, holds all counters, so that a step needs one all-reduce;
+    ``views`` splits it into tokens of each of ``num_experts`` experts, losses, and dropped and
+    repeated choices.
     """
 
     totals: Tensor
@@ -181,6 +186,6 @@ def update_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     Args:
         bias_E: float32 bias.
         counts_E: tokens of the global batch given to each expert.
-        rate: step size of the bias.
+        rate: amount that is added to or subtracted from each bias.
     """
     bias_E += rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)

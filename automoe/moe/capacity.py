@@ -5,14 +5,14 @@ these are:
 
     rank      The tokens of this rank's micro-batch. Nothing is sent. Which choices are dropped
               depends on how the mesh and the micro-batches split the batch. Choices queue by
-              position, then by sequence, as in Megatron-Core: none is served before another.
+              position, then by sequence, as in Megatron-Core: no sequence goes before another.
     sequence  One whole sequence, wherever its parts are. Choices are summed over the ranks that
               share it, and the dropped choices depend on it alone.
 
 Routing weights are computed before choices are dropped, and are not renormalised. A token that
-loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
-experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups of tokens
-that share capacities, N choices of a group, P slots of an expert, C of all.
+loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the
+shared experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups
+of tokens that share capacities, N choices of a group, P slots of an expert, C of all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PRIORITY_STEP = 2.0**-16
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Return the most tokens that an expert keeps: ceil(factor * T * K / E), at most T.
 
-    A token chooses an expert once, hence the limit T = ``num_tokens``. The factor is taken as the
+    T is ``num_tokens``, K ``top_k``, E ``num_experts``. A token chooses an expert once, hence the
+    limit T. The factor is taken as the
     decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
     """
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
@@ -77,6 +78,12 @@ def slots_per_expert(
 
     With ``moe.drop_scope=rank`` this is the expert's capacity. With ``sequence`` it is the capacity
     for one whole sequence, but at most this rank's positions of it, times the number of sequences.
+
+    Args:
+        moe: capacity factor and drop scope.
+        tokens: per-token tensors; only the shape [B, s] is read.
+        pg_collection: groups of the ranks that share a sequence; only their sizes are read.
+        top_k, num_experts: K and E of the layer.
     """
     num_sequences, size = tokens.index.shape
     if moe.drop_scope == "rank":
@@ -95,7 +102,7 @@ def join_sequences(x: Tensor, index_Bs: Tensor, pg_collection: ProcessGroupColle
 
     Args:
         index_Bs: index in the sequence of each position of x.
-        pg_collection: its groups hold the other positions.
+        pg_collection: its tp and cp groups are the ranks that hold the other positions.
     """
     if pg_collection.ranks_per_sequence == 1:
         return x  # a rank with whole sequences holds them in order
@@ -117,7 +124,10 @@ def choose_kept(
 ) -> Tensor:
     """Return which choices fit their expert's capacity: [B, s, K] bool. No host sync.
 
+    With ``moe.drop_scope=sequence`` collective over the ranks that share a sequence.
+
     Args:
+        tokens: per-token tensors, which say what is padding (it is not kept) and the positions.
         probs_BsK: routing weights, by which an expert ranks its choices with
             ``moe.drop_policy=probs``.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
@@ -159,13 +169,15 @@ def dispatch_padded(
 ) -> Tensor:
     """Run ``dispatcher`` with exactly ``capacity`` tokens per expert; return its result [T, H].
 
-    No expert may have more than ``capacity`` choices; the id ``num_experts`` marks a dropped choice.
-    Each slot of an expert (one of its ``capacity`` places) goes to the dispatcher as a token with
-    one choice. A slot without a choice reads token 0 with weight zero, so it changes no sum and no
-    gradient.
+    No expert may have more than ``capacity`` choices; the id ``num_experts`` marks a dropped
+    choice. Each slot of an expert (one of its ``capacity`` places) goes to the dispatcher as a
+    token with one choice. A slot without a choice reads token 0 with weight zero, so it changes no
+    sum and no gradient.
 
     Args:
         num_experts: number of experts of all ranks.
+        x_TH: this rank's tokens, with K chosen experts ``topk_ids_TK`` and routing weights
+            ``probs_TK``.
         experts: function that runs this rank's experts on rows sorted by expert.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)

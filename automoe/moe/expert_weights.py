@@ -25,7 +25,10 @@ class ExpertWeights(NamedTuple):
     down_proj_bias: Tensor | None = None
 
     def joined(self) -> ExpertWeights:
-        """Return the same weights with gate and up in one dim J = 2I: [E, J, H], biases [E, J]."""
+        """Return the same weights with gate and up joined in one dim J = 2I: all of gate, then all of up.
+
+        gate_up_proj [E, 2, I, H] becomes [E, J, H], its bias [E, 2, I] becomes [E, J].
+        """
         bias = self.gate_up_proj_bias
         return self._replace(
             gate_up_proj=self.gate_up_proj.flatten(1, 2),

@@ -57,9 +57,17 @@ MakeExpertBackend = Callable[[nn.Module], ExpertBackend]
 def loop_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> Tensor:
-    """Return the experts' weighted outputs [R, H], one expert after the other.
+    """Return probs * expert(x) of R rows, sorted by expert: [R, H], one expert after the other.
 
     This reference ``ExpertBackend`` takes any dtype, float64 included.
+
+    Args:
+        x_TH: rows to read from, such as a rank's tokens.
+        gather_idx_R: row of x that each of the R computed rows reads.
+        offsets_E: int32, end of each expert's rows among the R.
+        probs_R: routing weight of each computed row.
+        weights: matrices and biases of this rank's experts.
+        activation: function of gate and up.
     """
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
@@ -117,7 +125,7 @@ class GroupedExperts(nn.Module):
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
-        make_expert_backend: makes the function that multiplies by the weights of this module.
+        make_expert_backend: function that takes this module and returns its ``ExpertBackend``.
     """
 
     # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
@@ -149,7 +157,14 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
     ) -> Tensor:
-        """Return the experts' output [R, H] of R rows; arguments are those of ``ExpertBackend``."""
+        """Return probs * expert(x) of R rows, sorted by expert: [R, H], by the module's backend.
+
+        Args:
+            x_TH: rows to read from: a rank's tokens, or a dispatcher's receive buffer.
+            gather_idx_R: row of x that each of the R computed rows reads.
+            offsets_E: int32, end of each expert's rows among the R.
+            probs_R: routing weight of each computed row.
+        """
         # Rows are of this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         weights = ExpertWeights(*(None if p is None else local_shard(p) for p in parameters))

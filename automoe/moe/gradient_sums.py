@@ -69,8 +69,8 @@ class GradientSums:
             x_TK: rows that the matrix has multiplied.
             gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.
             ends: function that returns the end of each expert's rows, on the host.
-            travels: gradients of tokens will be sent to other ranks after this call, so ``later``,
-                if there is one, defers the product until then.
+            travels: True if gradients of tokens will be sent to other ranks after this call, so
+                ``later``, if there is one, defers the product until then.
         """
         product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)
         if travels and self.later is not None:
@@ -91,7 +91,7 @@ class GradientSums:
 
 
 def add_product(sum_NK: Tensor, grad_RN: Tensor, x_RK: Tensor) -> None:
-    """Add grad.T @ x to ``sum``, without rounding the product to the dtype of its operands."""
+    """Add grad.T @ x to ``sum_NK`` in place, without rounding the product to the dtype of its operands."""
     if sum_NK.dtype == grad_RN.dtype:
         sum_NK.addmm_(grad_RN.T, x_RK)
     elif sum_NK.is_cuda:
@@ -101,7 +101,7 @@ def add_product(sum_NK: Tensor, grad_RN: Tensor, x_RK: Tensor) -> None:
 
 
 def read_later(offsets_E: Tensor) -> Ends:
-    """Start a copy of ``offsets`` to the host; return a function that returns the copy.
+    """Start a copy of ``offsets_E`` to the host; return a function that returns it as a list.
 
     The function waits for the copy, which by the backward pass has long finished.
     """

@@ -68,11 +68,17 @@ class GroupedProducts:
     mm = staticmethod(grouped_mm)
 
     def scales(self, x_RK, w_ENK, offsets_E) -> tuple[QuantScales, QuantScales]:
-        """Return the quantization scales of x and of the weight: None, as nothing is quantized here."""
+        """Return the quantization scales of x and of the weight: None, as nothing is quantized here.
+
+        ``offsets_E`` are the ends of the experts' rows.
+        """
         return None, None
 
     def grad_scales(self, grad_RN, offsets_E) -> QuantScales:
-        """Return the scales of the output's gradient: None, as nothing is quantized here."""
+        """Return the scales of the output's gradient: None, as nothing is quantized here.
+
+        ``offsets_E`` are the ends of the experts' rows.
+        """
         return None
 
     def output(
@@ -80,7 +86,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return each row x times its expert's transposed weight: [R, N].
 
-        ``offsets_E`` are the ends of the experts' rows; ``scales`` returned ``(x_scales, w_scales)``.
+        ``offsets_E`` are the ends of the experts' rows, ``x_scales`` and ``w_scales`` the two
+        results of ``self.scales(x_RK, w_ENK, offsets_E)``.
         """
         return self.mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
@@ -89,8 +96,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return each gradient row times its expert's weight: [R, K].
 
-        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
-        that name, ``w_scales`` the second result of ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of
+        ``self.grad_scales``, ``w_scales`` the second result of ``self.scales``.
         """
         return self.mm(grad_RN, w_ENK, offsets_E)
 
@@ -99,8 +106,8 @@ class GroupedProducts:
     ) -> Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K].
 
-        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
-        that name, ``x_scales`` the first result of ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of
+        ``self.grad_scales``, ``x_scales`` the first result of ``self.scales``.
         """
         return self.mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
 
@@ -125,7 +132,14 @@ _Tensors = namedtuple(
 
 
 class _Options(NamedTuple):
-    """Arguments of ``_GroupedExperts`` that are no tensors; ``grouped_mm_experts`` describes each."""
+    """Arguments of ``_GroupedExperts`` that are no tensors.
+
+    Attributes:
+        activation: function of gate and up.
+        up, down: the products of gate_up_proj and of down_proj.
+        sums: receives the gradients of both matrices; None: autograd returns them.
+        lora_scale: factor of the adapters' outputs.
+    """
 
     activation: Activation
     up: GroupedProducts
@@ -273,7 +287,9 @@ def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tenso
 
 
 def sum_by_expert(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Sum rows [R, N] by expert into [E, N], without the rows past the last offset.
+    """Sum rows [R, N], sorted by expert, into [E, N]; ``offsets_E`` are the ends of experts' rows.
+
+    Rows past the last offset are left out.
 
     The sum is a product with ones: accumulated wide, in a fixed order, without atomics.
     """
@@ -299,13 +315,18 @@ def grouped_mm_experts(
     adapters: Sequence[Tensor | None] = (None,) * 4,
     lora_scale: float = 1.0,
 ) -> Tensor:
-    """Return the experts' weighted outputs [R, H], computed with grouped products on CPU or GPU.
+    """Return probs * expert(x) of R rows, sorted by expert: [R, H], by grouped products on CPU or GPU.
 
-    The first arguments are those of ``automoe.moe.experts.ExpertBackend``. Rows past the last offset
-    are not computed: their output and their terms in the gradients of x and probs are uninitialised
-    memory.
+    Rows past the last offset are not computed: their output and their terms in the gradients of x
+    and probs are uninitialised memory.
 
     Args:
+        x_TH: rows to read from, such as a rank's tokens.
+        gather_idx_R: row of x that each of the R computed rows reads.
+        offsets_E: int32, end of each expert's rows among the R.
+        probs_R: routing weight of each computed row.
+        weights: matrices and biases of this rank's experts.
+        activation: function of gate and up.
         up, down: the products of gate_up_proj and of down_proj.
         sums: receives the gradients of both matrices; None: autograd returns them.
         adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of

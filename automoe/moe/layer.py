@@ -85,7 +85,8 @@ class MoE(nn.Module):
 
         Args:
             routing: the experts that each token chose, and its routing weights.
-            tokens: per-token tensors such as document ids; capacity counts what is no padding.
+            tokens: per-token tensors; their shape gives the slots per expert if choices are padded
+                to the experts' capacity.
         """
         x_TH, ids_TK, probs_TK = (
             x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)

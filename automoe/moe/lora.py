@@ -36,6 +36,7 @@ class Adapter(nn.Module):
 
     Args:
         name: full name in the model of the module that the adapter belongs to.
+        lora: the ``lora`` section of the configuration: rank, alpha, dropout.
         seed: seed of initialisation and of dropout.
     """
 
@@ -49,11 +50,18 @@ class Adapter(nn.Module):
 
     @property
     def first_values(self) -> dict[str, str]:
-        """Initial values by parameter name: "kept", since ``fill_adapters`` initialises them."""
+        """The word ``kept`` for each parameter, by name.
+
+        ``initialize`` then leaves it unchanged; ``fill_adapters`` fills it.
+        """
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return this rank's shard of parameter ``name`` in ``dtype``; in training after dropout."""
+        """Return this rank's shard of parameter ``name`` in ``dtype``.
+
+        In training mode the columns of A that dropout drops in ``self.step`` are zero, and the
+        others are divided by 1 - dropout.
+        """
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):
@@ -75,7 +83,7 @@ class ExpertLora(Adapter):
 
     Args:
         shapes: shapes of the parameters that exist, by name.
-        product: multiplies rows by their experts' matrices (``grouped_mm``).
+        product: multiplies rows by their experts' matrices, adapters included.
     """
 
     NAMES = ("A13", "B13", "A2", "B2")
@@ -100,7 +108,13 @@ class ExpertLora(Adapter):
     ) -> Tensor:
         """Return the experts' weighted outputs [R, H], adapters included; weights get no gradient.
 
-        The arguments are those of ``automoe.moe.experts.ExpertBackend``.
+        Args:
+            x_TH: rows to read from, such as a rank's tokens.
+            gather_idx_R: row of x that each of the R computed rows, sorted by expert, reads.
+            offsets_E: int32, end of each expert's rows among the R.
+            probs_R: routing weight of each computed row.
+            weights: frozen matrices, which may be quantized, and biases of this rank's experts.
+            activation: function of gate and up.
         """
         a13, b13, a2, b2 = (
             None if getattr(self, name) is None else self.weight(name, x_TH.dtype)

@@ -22,8 +22,11 @@ from automoe.quantize.scaling import GRAD, Blockwise, Scaling, X
 class QuantizedExperts(nn.Module):
     """Expert backend whose products are in 8 bits.
 
-    ``up`` scales the operands of the gate and up projection, ``down`` those of the down projection.
     Activation, routing weights and biases are applied in the dtype of x.
+
+    Args:
+        up, down: rules by which the operands of the gate and up projection, and of the down
+            projection, are scaled to 8 bits.
     """
 
     def __init__(self, up: Scaling, down: Scaling) -> None:
@@ -40,6 +43,9 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
 
     Rows past the last offset belong to no expert and may hold anything. They are set to zero before
     scales are computed.
+
+    Args:
+        scaling: rule by which x, weight and gradient are scaled to 8 bits.
     """
 
     def __init__(self, scaling: Scaling) -> None:
@@ -80,8 +86,8 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     ) -> Tensor:
         """Quantize gradient and x with their scales; return the weight's gradient [E, N, K].
 
-        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of the method of
-        that name, ``x_scales`` the first result of ``scales``.
+        ``offsets_E`` are the ends of the experts' rows, ``grad_scales`` the result of
+        ``self.grad_scales``, ``x_scales`` the first result of ``self.scales``.
         """
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
         columns = self.scaling.gradient_transposed(
@@ -124,7 +130,7 @@ def whole_tiles(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
 def _spread_rows(rows: Tensor, place_R: Tensor, size: int) -> Tensor:
     """Return [size, C] with the rows [R, C] at the positions ``place_R``, and zeros elsewhere.
 
-    Rows past the last expert's are left out.
+    The last position is zero too: rows of no expert are sent there (``whole_tiles``).
     """
     spread = rows.new_zeros(size, rows.shape[1]).index_copy_(0, place_R, rows)
     spread[-1] = 0  # rows past the last offset were all written to this place
@@ -132,7 +138,7 @@ def _spread_rows(rows: Tensor, place_R: Tensor, size: int) -> Tensor:
 
 
 def _zero_unowned(rows: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return ``rows`` [R, C] with zeros past the last offset."""
+    """Return ``rows`` [R, C] with zeros past the last of ``offsets_E``, the ends of the experts' rows."""
     past_R = torch.arange(rows.shape[0], device=rows.device) >= offsets_E[-1]
     return rows.masked_fill(past_R.unsqueeze(1), 0)
 
@@ -140,16 +146,16 @@ def _zero_unowned(rows: Tensor, offsets_E: Tensor) -> Tensor:
 def grouped_product(a: Quantized, b: Quantized, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply quantized operands by expert, over rows or over columns.
 
-    Over rows each row is multiplied by its expert's weight: a [R, K] @ b[e] [E, N, K].T -> [R, N];
-    rows past the last offset may hold anything. Over columns each expert's columns are multiplied:
-    a [M, R] @ b [N, R].T -> [E, M, N].
+    If b has 3 dims, each row of a is multiplied by its expert's weight: a [R, K] @ b[e] [E, N, K].T
+    -> [R, N]; rows past the last offset may hold anything. If b has 2 dims, each expert's columns
+    are multiplied: a [M, R] @ b [N, R].T -> [E, M, N].
 
     Args:
-        a: quantized with one scale per line of 128 numbers, or with one scale.
-        b: quantized with one scale per block of 128 x 128 numbers, or per expert; over columns
-            with one per line, or with one scale.
-        offsets_E: int32, end of each expert's rows or columns. Over columns no expert is empty, and
-            lines end at the offsets.
+        a: quantized with one scale per 1 x 128 numbers of a row, or with one scale.
+        b: with 3 dims quantized with one scale per block of 128 x 128 numbers, or per expert; with
+            2 dims with one scale per 1 x 128 numbers of a row, or with one scale.
+        offsets_E: int32, end of each expert's rows or columns along R. Over columns no expert is
+            empty, and offsets are multiples of 128, so that no scale is of two experts' columns.
         dtype: of the result.
     """
     if not a.codes.numel():  # a rank without rows

@@ -72,7 +72,10 @@ class Scores(NamedTuple):
     sum_to_one: bool
 
     def shares(self) -> Tensor:
-        """Return the scores normalised to sum to one: P of the balance losses."""
+        """Return [B, s, E], each token's scores divided by their sum.
+
+        Their means over tokens are P of the balance losses.
+        """
         return (
             self.scores
             if self.sum_to_one
@@ -81,7 +84,7 @@ class Scores(NamedTuple):
 
 
 def score_experts(logits_BsE: Tensor, config: RouterConfig) -> Scores:
-    """Return each token's scores of all experts from the router's logits, by ``config.score``.
+    """Return each token's scores of all experts: the function ``config.score`` of the router's logits.
 
     The score functions are softmax, sigmoid and sqrt(softplus).
     """
@@ -116,10 +119,11 @@ def topk_indices(x: Tensor, k: int, exact_ties: bool) -> Tensor:
 def select_experts(
     scores_BsE: Tensor, bias_E: Tensor | None, config: RouterConfig, top_k: int
 ) -> Tensor:
-    """Return the top-k of score + bias inside the best groups of experts: [B, s, K] int64.
+    """Return the top-k of score + bias (None: 0) inside the best groups of experts: [B, s, K] int64.
 
-    DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
-    experts, never in the routing weights.
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The best ``topk_groups`` of ``num_groups`` groups
+    are those with the largest sum of their ``group_score_topk`` best experts. The bias takes part
+    in the selection of groups and experts, never in the routing weights.
     """
     choice_BsE = scores_BsE if bias_E is None else scores_BsE + bias_E
     if config.num_groups > 1:
@@ -136,8 +140,9 @@ def select_experts(
 def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig) -> Tensor:
     """Return the routing weights [B, s, K] of the chosen experts.
 
-    They are the scores (or logits) of the chosen experts, normalised over the K and scaled as
-    ``config`` says.
+    They are the experts' entries of ``choice_BsE`` (scores or logits, ``Scores.choice``) times
+    ``routed_scaling_factor``; before, with ``softmax_after_topk``, their softmax over the K, or
+    with ``norm_topk_prob`` divided by their sum.
     """
     probs_BsK = choice_BsE.gather(-1, topk_ids_BsK)
     if config.softmax_after_topk:
@@ -177,7 +182,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
-    """Return the forced expert ids, but the router's ``live`` ids where forced ones are -1."""
+    """Return ``forced_BsK``, expert ids to repeat, but the router's own ids ``live_BsK`` where they are -1."""
     return torch.where(forced_BsK >= 0, forced_BsK.to(live_BsK.dtype), live_BsK)
 
 
@@ -185,8 +190,9 @@ class BalancedRouter(nn.Module):
     """Base of routers: balance losses and load counters, whatever chooses the experts.
 
     Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
-    ``load_fractions`` [E] float64 (saved: fractions of the previous step, for the lagged balance
-    loss), and the step's counters (not saved).
+    ``load_fractions`` [E] float64 (saved: each expert's share of the choices of the previous step,
+    for the global balance loss), and the step's counters (not saved). Subclasses set ``weight`` [E,
+    H].
     """
 
     expert_bias: Tensor | None
@@ -224,7 +230,7 @@ class BalancedRouter(nn.Module):
     def load_and_losses(
         self, scores: Scores, topk_ids_BsK: Tensor, plain_ids_BsK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return two counts [B, E] and the auxiliary losses of a micro-batch.
+        """Return two counts [B, E] of a micro-batch, and its four auxiliary losses, scalars.
 
         The first counts how often each sequence's tokens chose each expert, the second how often
         plain top-k would, which ignores the expert bias and groups. The losses are sequence, global
@@ -258,15 +264,21 @@ class BalancedRouter(nn.Module):
     def replay(
         self, live_BsK: Tensor, plain_BsK: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the expert ids to use, those of plain top-k, and ``Routing.differing``.
+        """Return the expert ids to use, those of plain top-k, and how many choices differ.
 
         Tokens with ``forced_ids``, which a recorded run or an inference engine chose, repeat those
-        ids; other tokens keep the router's choices.
+        ids; other tokens keep the router's choices. Layers of modules for multi-token prediction,
+        which an engine does not run, repeat none.
 
         Args:
             live_BsK: the router's own choices.
-            plain_BsK: plain top-k of the router's scores, used unless a recorded run gives its own;
-                an inference engine returns only the ids that it chose.
+            plain_BsK: plain top-k of the router's scores.
+
+        Returns:
+            Ids to use and ids of plain top-k (``plain_BsK``, unless a recorded run has its own),
+            both [B, s, K]; and [B, s], how many of a token's ids from an engine the router would
+            not choose (-1: a token without such ids), or None: nothing is repeated, or a recorded
+            run is.
         """
         forced = tokens.forced_ids
         # An engine runs no modules for multi-token prediction: their layers come after its last.
@@ -322,7 +334,7 @@ class Router(BalancedRouter):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Routing:
-        """Route the tokens x [B, s, H]: choose experts, weight and drop the choices.
+        """Return the routing of tokens x [B, s, H]: chosen experts, their weights, and which are dropped.
 
         In training the load counters count the micro-batch, and the routing weights carry the
         auxiliary losses into the backward. They multiply every expert output, so they always have a
@@ -349,7 +361,7 @@ class Router(BalancedRouter):
     # inputs. All else that it reads is equal in all layers, so one compilation serves every layer.
 
     def score(self, x_BsH: Tensor, jitter_BsH: Tensor | None) -> Scores:
-        """Return the scores of all experts for x, multiplied by the jitter unless that is None."""
+        """Return the scores of all experts for x times the random factors ``jitter_BsH`` (None: for x)."""
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
         dtype = torch.promote_types(x_BsH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BsH is not None:
@@ -362,7 +374,7 @@ class Router(BalancedRouter):
     def select(self, choice_BsE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts of each token, and those of plain top-k: [B, s, K] int64 each.
 
-        Plain top-k is of the scores alone: without the expert bias and without groups.
+        Plain top-k is of ``choice_BsE`` (scores or logits) alone: without expert bias and groups.
         """
         plain_ids_BsK = topk_indices(choice_BsE, self.top_k, self.config.exact_ties)
         if self.expert_bias is None and self.config.num_groups == 1:
@@ -370,11 +382,15 @@ class Router(BalancedRouter):
         return select_experts(choice_BsE, self.expert_bias, self.config, self.top_k), plain_ids_BsK
 
     def topk_probs(self, choice_BsE: Tensor, topk_ids_BsK: Tensor) -> Tensor:
-        """Return the routing weights [B, s, K] of the chosen experts, from the scores of all experts."""
+        """Return the routing weights [B, s, K] of the chosen experts.
+
+        They are their entries of ``choice_BsE`` (scores or logits, ``Scores.choice``), normalised
+        over the K and scaled as configured (``routing_probs``).
+        """
         return routing_probs(choice_BsE, topk_ids_BsK, self.config)
 
     def _jitter(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
-        """Return random factors [B, s, H] around one for the input of the router (jitter).
+        """Return random factors [B, s, H] of the router's input, uniform in 1 +- ``moe.router_jitter``.
 
         A factor depends on the seed, the number of the MoE layer, the sequence's number in the
         training stream, the token's index in it and the dimension, and on nothing else.
@@ -438,7 +454,7 @@ def gate_ids(
 def watch_routing(
     modules: Iterable[nn.Module], keep: Callable[[BalancedRouter, Tokens, Routing], object]
 ) -> Iterator[None]:
-    """Call ``keep(router, tokens, routing)`` after every router's forward in ``modules``.
+    """Within the context call ``keep(router, tokens, routing)`` after each forward of a router in ``modules``.
 
     Recomputed forwards are left out.
     """

@@ -33,10 +33,18 @@ def check_gpu() -> None:
 def triton_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> torch.Tensor:
-    """Return the experts' weighted outputs [R, H], on CUDA in bfloat16, float16 or float32.
+    """Return probs * expert(x) of R rows, sorted by expert: [R, H], on CUDA in bfloat16, float16 or float32.
 
-    It is an ``automoe.moe.experts.ExpertBackend``. Rows past the last offset are not computed: their
-    output and their gradient of probs are uninitialised memory. They add nothing to the gradient of x.
+    Rows past the last offset are not computed: their output and their gradient of probs are
+    uninitialised memory. They add nothing to the gradient of x.
+
+    Args:
+        x_TH: rows to read from, such as a rank's tokens.
+        gather_idx_R: row of x that each of the R computed rows reads.
+        offsets_E: end of each expert's rows among the R.
+        probs_R: routing weight of each computed row.
+        weights: matrices and biases of this rank's experts.
+        activation: SwiGLU, clamped or not; kernels have no other.
 
     Raises:
         BackendError: tensors are on the CPU, or of another dtype.
@@ -52,7 +60,10 @@ def triton_experts(
 
 
 class _TritonExperts(torch.autograd.Function):
-    """Autograd function of ``triton_experts``; saves gate and up [R, 2I] (``pre``)."""
+    """Autograd function of ``triton_experts``.
+
+    It saves its arguments, and gate and up [R, 2I] before the activation (``pre``).
+    """
 
     @staticmethod
     def forward(ctx, activation, *args):

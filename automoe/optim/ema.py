@@ -31,7 +31,7 @@ def first_average(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Set each exponential average to decay * average + (1 - decay) * weight, in place."""
+    """Set each exponential average in the optimizer's state to decay * average + (1 - decay) * weight."""
     average = get_ema_multi_avg_fn(decay)
     pairs = list(_pairs(optimizer))
     alike = [(ema, weight) for ema, weight in pairs if ema.dtype == weight.dtype]
@@ -45,7 +45,7 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Overwrite every parameter of the optimizer with its exponential average."""
+    """Overwrite every parameter of the optimizer that has an exponential average with this average."""
     for ema, weight in _pairs(optimizer):
         weight.copy_(ema)
 

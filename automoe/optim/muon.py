@@ -61,8 +61,9 @@ class _Matrix:
     """A matrix that one rank orthogonalises; ranks that hold blocks of it send these to that rank.
 
     Attributes:
-        parameter: index of the parameter.
-        place: index of the matrix in this rank's shard, a stack of matrices; () if the shard is one.
+        parameter: index of the parameter among those that Muon updates.
+        place: index of the matrix in this rank's shard, a stack of matrices; () if the shard is
+            one.
         parts: by rank that holds a block of the matrix: the block's rows and columns.
         owner: rank that orthogonalises.
         senders: ranks whose blocks together make up the matrix; replicas send once.
@@ -88,7 +89,7 @@ class Muon(torch.optim.AdamW):
         dtype: dtype of exchange and iterations; None: that of the parameters.
         ranks: group of this stage's ranks, which hold the blocks of the same parameters; None if
             this rank holds them whole.
-        options: options of AdamW.
+        options: keyword arguments of ``torch.optim.AdamW``.
 
     Raises:
         ConfigError: a matrix is sharded, and ``ranks`` is None.
@@ -128,7 +129,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter with a gradient; free the gradients of Muon's. Collective."""
+        """Update every parameter with a gradient. Collective.
+
+        The gradients of parameters that Muon updates are set to None.
+        """
         for matrices in self._rounds:
             self._update(matrices)
         for _, parameter in self._parameters:
@@ -138,8 +142,8 @@ class Muon(torch.optim.AdamW):
     def _split_into_rounds(self) -> list[list[int]]:
         """Split Muon's parameters into rounds that are exchanged and orthogonalised together.
 
-        The rounds, as indices of parameters, are the same on every rank; they bound the memory in
-        use.
+        The rounds, as indices of parameters, are the same on every rank. A round has at most
+        ``MUON_ROUND`` numbers per rank (or one parameter), which bounds the memory in use.
         """
         rounds: list[list[int]] = []
         left = 0
@@ -242,7 +246,7 @@ class Muon(torch.optim.AdamW):
         Args:
             pairs: (matrix, rank that holds a block of it): all pairs that this rank holds or owns;
                 any two ranks have theirs in the same order.
-            block_of: returns the block of a pair that this rank sends.
+            block_of: function (matrix, rank) that returns the block of a pair that this rank sends.
             back: send from the owners to the holders.
 
         Returns:
@@ -309,7 +313,8 @@ def _holds(shard: tuple[slice, ...], index: tuple[int, ...]) -> bool:
 def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:
     """Return the matrices orthogonalised, those of one shape in one batch.
 
-    ``whole`` is emptied meanwhile, to free its matrices.
+    ``whole`` has the matrices that this rank owns, with their numbers; it is emptied meanwhile, to
+    free them.
     """
     by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
     for matrix, values in whole.items():

@@ -32,7 +32,8 @@ class WatchedAttention:
     since no attention kernel returns them.
 
     Attributes:
-        largest: largest logit of each head computed here; None: no training pass yet.
+        largest: [n], largest logit of each of the n heads computed here since the last
+            ``take_largest_logits``; None: no training pass yet.
         first: number of the first of these heads among the heads of this tp rank.
     """
 
@@ -71,6 +72,7 @@ def largest_logits(
 
     Args:
         mask: [B, 1, S, R], True where a query sees a key; None for plain causality.
+        scale: factor of the products of queries and keys.
         valid_BS: True for queries that are not padding; if all are padding, the result is -inf.
     """
     num_queries, num_heads = q_BSND.shape[1:3]
@@ -92,7 +94,7 @@ class LargestLogits:
 
     Attributes:
         modules: attention modules of this rank whose logits were recorded.
-        by_head: [modules, heads] largest logit of each head.
+        by_head: [modules, heads] largest logit of each query head of all tp ranks.
     """
 
     modules: list[Any]  # GroupedQueryAttention and LatentAttention
@@ -105,7 +107,7 @@ class LargestLogits:
 def take_largest_logits(
     model_parts: Iterable[nn.Module], ranks: dist.ProcessGroup | None, device: torch.device
 ) -> LargestLogits:
-    """Return each head's largest logit over the step's micro-batches, and clear the records.
+    """Return each head's largest logit over the step's micro-batches; forget what was recorded.
 
     Collective over the ranks of a pipeline stage, which hold other tokens and other heads.
 
@@ -137,7 +139,8 @@ def take_largest_logits(
 def clip_logits(logits: LargestLogits, limit: float) -> None:
     """Scale the query and key weights so that no head's logit on the same batch exceeds ``limit``.
 
-    gamma = min(1, limit / largest logit) of each head. A head with keys of its own gets
+    ``logits`` has each head's largest logit of the step (``take_largest_logits``), and gamma =
+    min(1, limit / largest logit). A head with keys of its own gets
     W_q <- gamma^alpha W_q and W_k <- gamma^(1 - alpha) W_k with alpha = 0.5 (Kimi K2, section 2.1).
     In latent attention this holds for the parts of queries and keys without rotation; the rotary
     part of queries is scaled by gamma, because all heads share its keys (algorithm 1). In
@@ -162,7 +165,10 @@ def clip_logits(logits: LargestLogits, limit: float) -> None:
 
 
 def _scale_rows(linear: nn.Module, factors: Tensor) -> None:
-    """Multiply a projection's rows and bias by ``factors`` [heads, rows of a head], in place."""
+    """Multiply a projection's rows and bias by ``factors`` [heads, rows of a head], in place.
+
+    Factors are of all heads; this rank's shard takes its part. Frozen parameters stay.
+    """
     for parameter in linear.parameters():
         if parameter.requires_grad:
             shard, first = local_shard(parameter), global_offset(parameter)[0]

@@ -83,7 +83,7 @@ def bias_update_rate(config: Config, step: int) -> float:
 
 
 def mtp_loss_weight(config: Config, step: int) -> float:
-    """Return the weight of the loss of the modules for multi-token prediction.
+    """Return the weight of the mean loss of the modules for multi-token prediction.
 
     ``step`` is the optimizer step, counted from 0. The weight is ``mtp_loss_weight`` of the step's
     phase, else (and in the warm-up) that of ``train``.

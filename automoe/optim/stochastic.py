@@ -51,7 +51,7 @@ class AdamWScalars:
         second_scales: float32 [P] on the device, ``1 / (1 - beta2**step)``: the bias correction of
             the second moment.
         place: index of this parameter in ``steps``, ``rates`` and ``second_scales``.
-        key: key of the parameter's stream of random numbers.
+        key: int64 key of the parameter's stream of random numbers, from its name and the seed.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: term added to the root of the second moment.
@@ -176,7 +176,7 @@ def update_in_torch(parameter: Tensor, state: dict[str, Tensor], numbers: AdamWS
 
 
 def local_tensors(parameter: Tensor, state: dict[str, Tensor]) -> list[Tensor]:
-    """Return this rank's shards of ``parameter``, its gradient and its two moments."""
+    """Return this rank's shards of ``parameter``, its gradient, ``exp_avg`` and ``exp_avg_sq``."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     return [local_shard(tensor) for tensor in tensors]

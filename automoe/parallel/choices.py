@@ -46,7 +46,7 @@ def layer_calls(config: Config, layer: int) -> LayerCalls:
     """Return the wrappers of the calls of layer number ``layer``.
 
     ``train.compile`` compiles, ``parallel.recompute`` names modules of ``recompute_layers`` that
-    run again or discard outputs, and ``optim.qk_clip`` watches logits. Of the wrappers in a
+    run again or discard outputs, and ``optim.qk_clip`` records largest logits. Of the wrappers in a
     ``chain`` the first is innermost.
     """
     modules = recomputed_modules(config.parallel, layer)
@@ -91,7 +91,7 @@ def build_backend(
     Raises:
         BackendError: the package of an implementation is missing, or this machine does not support
             it.
-        ConfigError: a metric's name of the configured loss is taken (``checked_loss``).
+        ConfigError: the configured loss reports a metric under a name that another metric has.
     """
     kernels = config.kernels
     pg_collection = ProcessGroupCollection()
@@ -147,8 +147,8 @@ def _attention_kernel(
 ) -> tuple[AttentionFn, MaskFn]:
     """Return the function that computes attention, and the one that makes its masks.
 
-    Ring attention has kernels of its own, whose masks need the document ids of all ``cp_ranks``;
-    else ``kernels.attention`` names the kernel.
+    With ``parallel.context=ring`` it is ring attention, whose masks on the CPU need the document
+    ids of all ``cp_ranks``; else ``kernels.attention`` names the kernel.
     """
     kernel = config.kernels.attention
     cp = None if meshes is None or config.parallel.context != "ring" else meshes.submesh("cp")

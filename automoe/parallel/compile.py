@@ -26,7 +26,7 @@ VERSIONS = 256
 def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     """Return ``fn`` compiled without graph breaks, once per dtype and shape of its arguments.
 
-    The compiler runs at the first call.
+    The compiler runs at the first call. ``backend`` is torch.compile's.
     """
     import torch.compiler.config as limits
 

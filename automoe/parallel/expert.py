@@ -36,9 +36,9 @@ from automoe.parallel.overlap import OverlappedDispatch
 def node_levels(
     ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None
 ) -> list[dist.ProcessGroup]:
-    """Split the ep group in two: ranks of equal position on every node, and the ranks of this node.
+    """Return two groups of ep ranks: those of equal position on every node, then those of this node.
 
-    Returns only the ep group if either of the two would have one rank. Collective over the world,
+    It is only the ep group if either of the two would have one rank. Collective over the world,
     since NCCL makes groups by splitting the world's.
 
     Args:
@@ -189,6 +189,8 @@ class ExpertStyle(ParallelStyle):
         world.
 
         Args:
+            device_mesh: mesh with the axes ep, etp or both.
+            num_experts: number of experts of all ranks.
             moe: options of ``LocalDispatcher``, which dispatches if no axis is ep.
         """
         meshes = _axes(device_mesh, ("ep", "etp"))
@@ -269,7 +271,7 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
 
 
 def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dispatcher | None:
-    """Return the dispatcher to experts that ``style`` shards; None: all experts are here.
+    """Return the dispatcher to experts that ``style`` shards; None: ep and etp have one rank.
 
     World collective: NCCL makes groups by splitting the world's, so ranks of a pipeline stage
     without experts take part.

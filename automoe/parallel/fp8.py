@@ -38,7 +38,12 @@ from automoe.quantize.scaling import (
 
 
 class FP8Linear(Linear):
-    """Linear layer that takes the place of ``base`` and multiplies by its weight in 8 bits."""
+    """Linear layer that takes the place of ``base`` and multiplies by its weight in 8 bits.
+
+    Args:
+        base: layer whose parameters, sharded or not, this layer takes over.
+        product: scales and quantizes x, weight and gradients, and multiplies them.
+    """
 
     def __init__(self, base: Linear, product: QuantizedProduct) -> None:
         take_over(self, base)
@@ -78,7 +83,7 @@ def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
     """Return the expert backend of one layer that multiplies in 8 bits (``train.fp8``).
 
     Raises:
-        BackendError: the GPU has no 8-bit products of this kind.
+        BackendError: the GPU's compute capability is not 9.0 (Hopper).
     """
     etp = meshes.group("etp")
     # Gradients in e4m3 too: torch's grouped product knows no other format.
@@ -96,6 +101,11 @@ def _sum_of_terms(
     One rank without tp would round the sum of the terms to 8 bits, so it is summed before the
     rounding: the first of these ranks gets the sum and the others zeros, since gradients of
     replicated weights are summed over tp later.
+
+    Args:
+        rows: range of the projection's output features that this rank uses.
+        num_rows: number of all output features.
+        group: the tp ranks.
     """
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
@@ -120,7 +130,7 @@ def _scaling(
         shards: group of the ranks with other shards of the weight; None: the weight is whole.
 
     Raises:
-        BackendError: the GPU has no 8-bit products of this kind.
+        BackendError: the GPU's compute capability is not 9.0 (Hopper).
     """
     mode = config.train.fp8
     if meshes.default.device_type == "cuda":
@@ -151,7 +161,8 @@ def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> I
     """Within this context quantize each weight once to 8 bits and keep the result.
 
     No weight may change meanwhile. The 8-bit copies take a byte for each number of a weight, so
-    they are kept only if weights stay unsharded for the whole step; else the context does nothing.
+    they are kept only if weights stay unsharded for the whole step; else, and without
+    ``train.fp8``, the context does nothing.
     """
     scalings = []
     if config.train.fp8 != "off" and gathers_once(config, config.mesh.pp):

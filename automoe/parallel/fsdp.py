@@ -45,10 +45,11 @@ def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], 
 def apply_data_parallel(
     model: CausalLM, meshes: Meshes, parallel: ParallelConfig, dtype: str
 ) -> None:
-    """Wrap experts, layers and the model itself with ``fully_shard``, in that order.
+    """Wrap with ``fully_shard``: of each layer the experts, the router and the layer; then the model.
 
-    The root is wrapped too, so that a pipeline stage is an ``FSDPModule`` and torch defers gradient
-    reduction and resharding over its micro-batches.
+    The router is a unit only if parameters are multiplied in a narrower dtype than they are stored
+    in; it multiplies in the stored one. The root is wrapped too, so that a pipeline stage is an
+    ``FSDPModule`` and torch defers gradient reduction and resharding over its micro-batches.
 
     Args:
         dtype: ``train.dtype``, in which unsharded parameters are multiplied.
@@ -84,7 +85,7 @@ def apply_data_parallel(
 
 
 def _gather_ahead(model: CausalLM) -> None:
-    """Make each unit all-gather the next unit's weights before its own forward pass.
+    """Make each FSDP unit start to all-gather the next unit's weights before its own forward pass.
 
     By default FSDP starts the all-gather when the host reaches the unit, and the host waits in
     every MoE layer for the dispatch's sizes. Backward passes prefetch by themselves, in the
@@ -116,10 +117,10 @@ def reshard(model_parts: Iterable[nn.Module]) -> None:
 def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
     """Set whether FSDP reduces gradients and reshards weights after the next micro-batch.
 
-    This is for steps without a pipeline. If ``parallel`` defers both to the step's last
-    micro-batch, unsharded weights and gradients stay on the rank for the whole step: the price of
-    one all-gather and one reduction per step, which the memory planner counts. A model without FSDP
-    is left alone.
+    This is for steps without a pipeline. ``parallel.grad_sync`` and ``parallel.reshard`` say
+    whether each happens in every micro-batch, or in the step's last one. In the latter case
+    unsharded weights and gradients stay on the rank for the whole step: the price of one all-gather
+    and one reduction per step, which the memory planner counts. A model without FSDP is left alone.
 
     Args:
         last: the next micro-batch is the step's last one.

@@ -41,7 +41,7 @@ class Meshes:
     stage: dist.ProcessGroup | None  # the ranks of this rank's pipeline stage; None: it is alone
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return this rank's group along ``axis``; None if the axis has one rank."""
+        """Return this rank's group along ``axis``, such as "tp" or "ep"; None if the axis has one rank."""
         mesh = self.submesh(axis)
         return None if mesh is None else mesh.get_group()
 
@@ -61,12 +61,12 @@ class Meshes:
         return self.stage
 
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Return this rank's group along pp; with pp = 1 a new group of this rank alone."""
+        """Return this rank's group along pp; with pp = 1 a group of this rank alone."""
         group = self.group("pp")
         return group or _make_group("pp", [dist.get_rank()], self.timeout)
 
     def pipeline_members(self, places: list[int]) -> dist.ProcessGroup:
-        """Return a new group of the ranks with the pp coordinates ``places``.
+        """Return a group of those ranks of this rank's pipeline that have the pp coordinates ``places``.
 
         A rank with another coordinate gets a group of itself alone. Collective over the world.
         """
@@ -111,6 +111,7 @@ def build_meshes(
     """Return both DeviceMeshes of the initialised process group.
 
     Args:
+        device: device of this rank, whose type the meshes get.
         timeout: time after which a collective of any of the meshes' groups fails. Groups do not
             inherit the world's timeout: by default they wait as long as torch lets new groups wait.
 
@@ -153,7 +154,9 @@ def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
     """Return this rank and those that differ from it only in the coordinate on ``axis``.
 
     Args:
+        shape: sizes of all axes.
         view: which of the two meshes: "default" or "moe".
+        axis: axis of that mesh, such as "tp".
     """
     stride = shape.stride(view, axis)
     size = getattr(shape, axis)
@@ -163,15 +166,18 @@ def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
 
 
 def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a new process group of ``ranks``, this one among them. Collective over the world.
+    """Return a process group of ``ranks``, this one among them. Collective over the world.
+
+    It is new, except that the world's own group is returned if ``ranks`` are all ranks and ``name``
+    is neither an axis over which tokens are dispatched nor that of pipeline neighbours.
 
     A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
     device, and gives the gloo backend torch's default options. Torch names a group by its ranks and
     the number of groups that this rank has made, so all ranks must make equally many groups.
 
     Args:
-        name: of the group in logs.
-        timeout: of its collectives; None is torch's default.
+        name: name of the group in logs.
+        timeout: timeout of the group's collectives; None is torch's default.
     """
     if len(ranks) == dist.get_world_size() and name not in (*DISPATCH_AXES, NEIGHBOUR):
         assert dist.group.WORLD is not None

@@ -121,7 +121,10 @@ class MergedPasses:
         self.wait_for_turn(me)
 
     def overlap(self, wait: Callable[[], object]) -> None:
-        """Run deferred work and the other pass; then call ``wait``, which awaits an all-to-all."""
+        """Run deferred functions, then the other pass until it hands over or ends; then call ``wait``.
+
+        ``wait`` awaits an all-to-all that the calling pass has started.
+        """
         self.run_deferred()
         self.swap()
         wait()
@@ -131,7 +134,7 @@ class MergedPasses:
         self._deferred.append(work)
 
     def run_deferred(self) -> None:
-        """Run the deferred work in order."""
+        """Run the functions that ``defer`` kept, in order, and forget them."""
         while self._deferred:
             self._deferred.popleft()()
 

@@ -29,8 +29,8 @@ from automoe.parallel.tensor import apply_tensor_parallel
 def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertStyle) -> None:
     """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
-    Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.choices``
-    has decided before what is compiled and recomputed.
+    Tp, ep and etp shard weights first; then linear layers are replaced for 8 bits, and FSDP cuts
+    the shards. What is compiled and recomputed was decided when the stage was built.
 
     Args:
         style: shards the experts.
@@ -55,6 +55,7 @@ def build_decoder(
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
 
     Args:
+        layers: numbers of the stage's layers; None: all. A model of a foreign class is built whole.
         backend: communicators and kernels; default: one rank and plain torch.
         ends: ``embeds`` and ``predicts``: whether the stage holds the embedding, and the head.
     """

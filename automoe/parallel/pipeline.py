@@ -139,10 +139,11 @@ def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
 
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Make gloo's sends and receives honour the current timeout of ``group``.
+    """Within the context make torch's schedules wait for gloo only as long as ``group``'s current timeout.
 
-    Torch's schedules use the timeout that the group was created with. On CUDA nothing is replaced:
-    NCCL's watchdog ends late operations, and a wait with a timeout would block the host.
+    Else they would use the timeout that the group was created with. On CUDA, or if ``group`` is
+    None, nothing is replaced: NCCL's watchdog ends late operations, and a wait with a timeout would
+    block the host.
     """
     timeout = gloo_timeout(group) if group is not None and device.type == "cpu" else None
     if timeout is None:  # torch's fake groups have none
@@ -156,7 +157,8 @@ class PipelineRunner(StepRunner):
     """Runner of this rank's stages under one of torch's pipeline schedules.
 
     Stages are given the shapes of their inputs and outputs: torch would find these by a real
-    forward and backward on uninitialised activations, which would pollute the expert counts.
+    forward and backward on uninitialised activations, whose tokens would be counted as loads of
+    experts.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class PipelineRunner(StepRunner):
         self._build_schedule(StepShape(count, train.micro_batch_size, positions))
 
     def _build_schedule(self, step_shape: StepShape) -> None:
-        """Set ``stages`` and ``schedule`` to new ones for steps of this shape."""
+        """Set ``self.stages`` and ``self.schedule`` (torch's) to new ones for steps of these sizes."""
         self._step_shape = step_shape
         self.stages = self._build_stages(step_shape)
         pp, parallel = self.meshes.shape.pp, self.config.parallel
@@ -193,7 +195,7 @@ class PipelineRunner(StepRunner):
                 stage.neighbours = self._neighbours(stage.stage_index)
 
     def _build_stages(self, step_shape: StepShape) -> list[Stage]:
-        """Return a pipeline stage for each model part of this rank, for tensors of these shapes."""
+        """Return a pipeline stage for each model part of this rank, with inputs and outputs of these sizes."""
         config, shape = self.config, self.meshes.shape
         rows, positions = step_shape.rows, step_shape.positions
         compute = COMPUTE_DTYPES[config.train.dtype]

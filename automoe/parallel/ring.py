@@ -32,9 +32,10 @@ from automoe.model.rows import whole_rows
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the function that makes masks for ``cpu_ring``: document ids [B, R], or None.
+    """Return the function that makes the masks of ``cpu_ring``: one block of all queries and keys.
 
-    R are the positions of whole sequences, which ``ranks`` share. None: causality alone.
+    The block's mask is the document ids [B, R] of whole sequences, whose R positions ``ranks``
+    share; None: causality alone.
     """
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
@@ -111,7 +112,9 @@ def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
 class _Ring(torch.autograd.Function):
     """Autograd function: attention of q [B, N, S, D] to the keys and values of all ranks.
 
-    Its inputs kv [2, B, G, S, D] are this rank's keys and values. The result has the shape of q.
+    Its inputs are q; kv [2, B, G, S, D], this rank's keys and values; document ids [B, R] of whole
+    sequences, or None; the factor of the products of queries and keys; and the cp group. The result
+    has the shape of q.
     """
 
     @staticmethod

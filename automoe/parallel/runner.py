@@ -28,14 +28,15 @@ from automoe.passes.trace import training_pass
 
 
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
-    """Return ``loss`` after checking that its metric names collide with no other metric.
+    """Return ``loss`` after checking its attributes ``metrics`` and ``mean_over``.
 
     Args:
+        loss: loss function, or None for cross-entropy, which passes.
         name: the loss's name for the error.
 
     Raises:
-        ConfigError: a name is taken, is listed twice or begins with ``val_``; or ``mean_over`` is
-            unknown.
+        ConfigError: a name in ``metrics`` is another metric's, is listed twice or begins with
+            ``val_``; or ``mean_over`` is neither tokens nor documents.
     """
     names = [*getattr(loss, "metrics", ())]
     for metric in names:
@@ -89,8 +90,8 @@ class StepRunner(ABC):
             mtp: False if steps leave modules for multi-token prediction out.
 
         Raises:
-            ConfigError: a metric's name of the loss is taken (``checked_loss``), or modules for
-                multi-token prediction, which train by cross-entropy alone, would run.
+            ConfigError: the loss reports a metric under a name that another metric has, or modules
+                for multi-token prediction, which train by cross-entropy alone, would run.
         """
         loss = checked_loss(loss, "the recipe's")
         for part in self.model_parts.values():
@@ -100,7 +101,9 @@ class StepRunner(ABC):
             part.loss = loss
 
     def train(self, inputs: MicroBatch) -> Tensor:
-        """Run forward and backward; gradients are summed over the global batch on return.
+        """Run forward and backward of a step; gradients are summed over the global batch on return.
+
+        ``inputs`` are this rank's sequences of all micro-batches.
 
         Returns this rank's share of the loss, a float64 scalar whose sum over ranks is the loss. It
         is zero on ranks without the last stage, and on all tp ranks but the first, because tp ranks
@@ -116,14 +119,14 @@ class StepRunner(ABC):
     def _train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of their losses, a scalar.
 
-        It is zero if this rank does not hold the last stage.
+        The sum is zero if this rank does not hold the last stage.
         """
 
     def evaluate(self, inputs: MicroBatch) -> Tensor:
-        """Return this rank's share of the loss, by a forward pass without gradients.
+        """Return this rank's share of the loss of ``inputs``, by a forward pass without gradients.
 
-        It is a float64 scalar: 0 on ranks without the last stage, and on all tp ranks but the first.
-        The pass does not count for statistics such as tokens per expert.
+        It is a float64 scalar: 0 on ranks without the last stage, and on all tp ranks but the
+        first. The pass does not count for statistics such as tokens per expert.
         """
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
@@ -131,7 +134,7 @@ class StepRunner(ABC):
         return shares.to(torch.float64).sum()
 
     def outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run a forward pass without gradients; return the last stage's outputs.
+        """Run a forward pass of ``inputs`` without gradients; return the last stage's outputs.
 
         The pass does not count for statistics such as tokens per expert.
 
@@ -150,7 +153,10 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        """Run forward without gradients; return the last stage's joined outputs, None elsewhere."""
+        """Run forward without gradients; return the last stage's outputs, None on other ranks.
+
+        Outputs are joined over micro-batches along the first dim.
+        """
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return this rank's sums of the metrics that losses report, by name, and reset them.
@@ -176,7 +182,7 @@ class SingleStageRunner(StepRunner):
     """Runner of the whole model on this rank, in a loop over micro-batches."""
 
     def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
-        """Split the sequences of a step into micro-batches, as torch's pipeline schedules do."""
+        """Split a step's sequences, in order, into micro-batches of ``micro_batch_rows`` sequences."""
         count = len(inputs.tokens) // self.micro_batch_rows
         _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
         return [part["batch"] for part in parts]

@@ -31,7 +31,7 @@ def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter
 
 @contextmanager
 def earlier_gradients_added(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context: set existing gradients aside on entry; on exit add them to those made inside."""
+    """Context: on entry set gradients of ``parameters`` to None; on exit add them to those made inside."""
     earlier = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None

@@ -29,7 +29,7 @@ class Recomputed:
     Args:
         to_end: recompute to the end, not only to the last tensor that is needed. An FSDP unit
             inside ``fn`` needs this: if stopped early, its state would stay that of a forward pass.
-        saves: ``fn`` saves results for its recomputation (``automoe.passes.recompute``).
+        saves: ``fn`` calls ``save_for_recompute``, whose results its recomputation reads.
     """
 
     fn: Callable[..., Tensor]

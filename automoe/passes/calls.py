@@ -59,8 +59,9 @@ class LayerCalls:
             are recomputed instead of kept, the gathered copies are too.
         project_up: latent attention's projections from latents to heads.
         core_attention: softmax attention or the delta rule, without projections.
-        mlp, shared_experts: a feed-forward that all tokens pass.
-        router: each part of the router's arithmetic.
+        mlp, shared_experts: the feed-forward of a dense layer, and the one that all tokens pass
+            next to their experts.
+        router: each of the router's functions for scores, choice, routing weights and losses.
         run_experts: dispatch, experts and combine.
         side_stream: whether shared experts may run on a CUDA stream of their own.
     """

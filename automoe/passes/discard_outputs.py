@@ -161,7 +161,7 @@ class _Recompute:
 
 
 class _SavedView:
-    """Saved form of one discarded output, or of a view of it; a call recomputes the tensor."""
+    """Saved form of output number ``index`` of ``recompute``, or of a view of it; a call recomputes it."""
 
     def __init__(self, recompute: _Recompute, index: int, tensor: Tensor) -> None:
         self.recompute = recompute

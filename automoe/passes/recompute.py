@@ -19,7 +19,8 @@ T = TypeVar("T")
 class _Context:
     """Context manager around one run of a checkpointed function, its forward or its recomputation.
 
-    The forward appends results to ``saved``; the recomputation reads them in the same order. Torch
+    The forward (``recomputes`` False) appends results to ``saved``, a list that both contexts of a
+    call share; the recomputation reads them in the same order. Torch
     enters the context of the recomputation again for each backward of a retained graph.
     """
 
@@ -53,8 +54,9 @@ _CURRENT: ContextVar[_Context | None] = ContextVar("recompute", default=None)
 def save_for_recompute(fn: Callable[..., T], *args: object) -> T:
     """Return ``fn(*args)``, and save it; in a recomputation return the saved result instead.
 
-    The n-th call in the recomputation of a checkpointed function gets the result of the n-th call in
-    its forward pass. Outside of such functions nothing is saved.
+    The n-th call in the recomputation of a checkpointed function gets the result of the n-th call
+    in its forward pass. Outside of functions that are checkpointed with ``recompute_contexts``
+    nothing is saved.
     """
     current = _CURRENT.get()
     if current is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StopRequest:
-    """Flag that signal handlers set and the training loop reads.
+    """Flag ``requested``, which signal handlers set and the training loop reads.
 
     ``threading.Event`` would not do: a second signal may interrupt the handler inside ``Event.set``
     and would wait for ever for the lock that the interrupted call holds.
@@ -33,10 +33,12 @@ class RunContext:
     """A rank's place in the run and its stop request: third argument of a recipe's ``main``.
 
     Ranks receive a signal at different moments and must leave at the same step, so no loop acts on
-    ``stop`` alone. With a ``Run``, ranks agree in ``optimizer_step`` (``Run.report``,
-    ``Run.stopping``); other loops call ``any_rank_stops``.
+    ``stop`` alone. A recipe that trains by an ``automoe.run.run.Run`` reads ``Run.stopping``, on
+    which ranks agree in each optimizer step; other loops call ``any_rank_stops``.
 
     Attributes:
+        rank, local_rank: number of this process among all ``world_size``, and on its machine.
+        run_dir: directory of the run's records and checkpoints.
         stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
         preempted: set by a recipe that leaves early because of a stop request.
         fell_back: a text for each time that the run went back to an older checkpoint.

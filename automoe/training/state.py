@@ -22,8 +22,8 @@ class TrainState:
         step: optimizer steps done (skipped ones included).
         tokens: tokens with a label trained so far, over all ranks.
         skipped: number of consecutive skipped steps.
-        recent_losses: losses that the next step's loss is compared with
-            (``automoe.training.step``).
+        recent_losses: losses of the last steps that were not skipped, oldest first, by which
+            ``spike_threshold`` judges the next loss.
     """
 
     model_parts: dict[int, CausalLM]

@@ -32,7 +32,7 @@ class StepStats:
             over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
             before any is dropped; L MoE layers.
-        dropped_share: [L] share of the choices that exceeded an expert's capacity.
+        dropped_share: for each of L layers the share of choices over their expert's capacity.
         device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
             that plain top-k of the scores would give.
         metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers;
@@ -114,11 +114,13 @@ def update_balance_state(
 ) -> None:
     """Update expert biases and load fractions from the loads of a step whose update was done.
 
-    Biases move towards equal load; those of a frozen router stay. Load fractions become each
-    expert's share of the choices that plain top-k would make, for the next step's balance loss.
+    Biases move towards equal load; those of a frozen router stay. Load fractions, which the next
+    step's global balance loss reads, become each expert's share of the choices that plain top-k of
+    the scores (without bias and groups) would make.
 
     Args:
-        bias_update_rate: amount by which a bias moves.
+        stats: result of the step's ``gather_stats``.
+        bias_update_rate: amount that is added to or subtracted from a bias.
     """
     for part in model_parts:
         for _, layer in part.moe_layers():
@@ -130,7 +132,10 @@ def update_balance_state(
 
 
 def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]:
-    """Return the sum of each value over all ranks, in float64."""
+    """Return the sum of each value (a number or scalar tensor) over all ranks, in float64. Collective.
+
+    The all-reduce runs on ``device``; the host waits for it.
+    """
     sums = torch.stack(
         [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
     )

@@ -72,11 +72,11 @@ class Update:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Differences of a reinforcement learning step from a pretraining step, which is the default.
+    """Options of a step; the defaults are pretraining's, other values are for reinforcement learning.
 
     Attributes:
-        loss_inputs: [B, R, ...] by name, per-token inputs of the loss for the R positions of whole
-            sequences.
+        loss_inputs: [B, R, ...] by name, per-token inputs of the loss, for the R positions of the B
+            whole sequences of this data-parallel rank.
         auxiliary_losses: False to leave modules for multi-token prediction out of the step, and
             expert biases and load fractions as they are.
         balance_replayed: True to update expert biases and load fractions also in a step that
@@ -99,15 +99,16 @@ def prepare_inputs(
     forced_ids: Tensor | None = None,
     options: StepOptions = StepOptions(),
 ) -> tuple[MicroBatch, int]:
-    """Return this rank's tokens of one step, and the global batch's label count. Collective.
+    """Return this rank's tokens of one step on ``device``, and the global batch's label count. Collective.
 
     The loader made the labels before sequences are cut over cp here, so the label of a chunk's last
     position is kept. Counts are known before the first forward.
 
     Args:
-        batch: full sequences of this data-parallel rank.
-        forced_ids: [B, R, L, 1 or 2, K] expert ids that L MoE layers use instead of their routers'
-            choices (``Tokens.forced_ids``); None: routers choose.
+        batch: full sequences of this data-parallel rank, on the CPU.
+        forced_ids: [B, R, L, n, K] expert ids that L MoE layers use instead of their routers'
+            choices; n = 1: chosen ids, n = 2: also those of plain top-k (``Tokens.forced_ids``).
+            None: routers choose.
         options: further inputs of the loss, and whether multi-token prediction runs.
     """
     num_rows, seq_len = batch.tokens.shape
@@ -159,6 +160,11 @@ def forward_backward(
     """Run forward and backward of a step's micro-batches; return their statistics. Collective.
 
     Gradients are added to the existing gradients of parameters; ``optimizer_step`` clears them.
+
+    Args:
+        state: the model parts, and the number of steps done, on which some weights of losses
+            depend.
+        inputs: this rank's sequences of all micro-batches, from ``prepare_inputs``.
     """
     model_parts = state.model_parts.values()
     if config.lora.dropout:
@@ -179,9 +185,10 @@ def optimizer_step(
     report: Mapping[str, float] = MappingProxyType({}),
     options: StepOptions = StepOptions(),
 ) -> Update:
-    """Clip gradients, update the weights and advance the step counter. Collective.
+    """Clip gradients, update the weights, clear gradients and advance the step counter. Collective.
 
-    Any rank can make all of them skip the update.
+    The update includes 8-bit scales, averages of weights, QK-clip, expert biases and load
+    fractions. Any rank can make all of them skip the update.
 
     Args:
         stats: result of the step's ``forward_backward``.
@@ -236,14 +243,15 @@ def optimizer_step(
 
 
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
-    """Return the loss, in nats, above which a step is a spike; infinite until the window is full.
+    """Return the loss, in nats, above which a step is a spike.
 
-    ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Single outliers do not move a median
-    and a median absolute deviation (MAD), as they would move a mean and a standard deviation.
+    ``median + train.spike_factor * max(1.4826 * MAD, 0.001 * |median|)`` over ``recent``. Single
+    outliers do not move a median and a median absolute deviation (MAD), as they would move a mean
+    and a standard deviation. Infinite without ``train.spike_factor``, and while ``recent`` has
+    fewer than ``train.spike_window`` losses.
 
     Args:
-        recent: losses of the last steps that were taken, oldest first; judged once there are
-            ``train.spike_window`` of them.
+        recent: losses of the last steps that were taken, oldest first.
     """
     if not train.spike_factor or len(recent) < train.spike_window:
         return math.inf
@@ -261,11 +269,13 @@ def reason_to_skip(
 ) -> str | None:
     """Return why a step of this loss and gradient norm is skipped, as text; None to take the step.
 
-    Reasons are numbers that are not finite, and a loss above ``spike_threshold``.
+    Reasons, in this order: loss or norm is not finite; the loss is above ``spike_threshold(recent,
+    train)``, that is ``train.spike_factor`` deviations above the median of ``recent``; with
+    ``skip_zero_gradient``, the norm is exactly zero.
 
     Args:
-        recent: losses of the last steps that were taken.
-        skip_zero_gradient: whether a norm of exactly zero is a reason too.
+        loss: mean loss of the step, in nats.
+        recent: losses of the last steps that were taken, oldest first.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"

@@ -23,13 +23,13 @@ from automoe.training.step import prepare_inputs
 
 
 class ValidationSource(Protocol):
-    """Interface of validation data: names of one or more sources, their weights, and batches."""
+    """Interface of validation data: one or more sources, each with a name, a weight and batches."""
 
     names: Sequence[str]
     weights: Sequence[float]
 
     def batches(self, split: Literal["validation"], most: int, source: int) -> Iterator[StepBatch]:
-        """Return at most ``most`` batches of the validation split of source number ``source``."""
+        """Return at most ``most`` batches of the validation split of source number ``source``, from 0."""
         ...
 
 
@@ -43,7 +43,7 @@ def validate(
     optimizer: torch.optim.Optimizer | None = None,
     extra_inputs: Callable[[StepBatch], Mapping[str, Tensor]] = lambda batch: {},
 ) -> Mapping[str, float]:
-    """Return the validation losses for the record of a step; empty without data. Collective.
+    """Return the validation losses by name, for a step's metrics; {} without data. Collective.
 
     ``val_loss`` is in nats per token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is
     added for text. With several sources, these are means by weight, and each source adds a
@@ -54,7 +54,7 @@ def validate(
     Args:
         loader: source of the validation batches.
         optimizer: holds the averaged weights; None: no ``val_loss_ema``.
-        extra_inputs: returns the inputs of the loss that the recipe adds to those of a batch.
+        extra_inputs: returns a batch's further inputs of the loss, tensors [B, ...] by name.
     """
 
     def losses() -> dict[str, float]:
@@ -114,12 +114,12 @@ def _validation_sums(
 ) -> dict[str, float]:
     """Return a validation's sums over batches and ranks, by name.
 
-    ``nats`` is the loss, ``count`` the number of tokens that it is a mean of (of documents, for a
-    loss that is a mean over documents), ``bytes`` the text's length, and ``val_NAME`` each number
-    that the loss reports.
+    ``count`` is the number of tokens with a label (of documents, for a loss that is a mean over
+    documents), ``nats`` the sum of the loss over these, ``val_NAME`` that of each number NAME that
+    the loss reports, and ``bytes`` the text's length.
 
     Args:
-        extra_inputs: returns further inputs of the loss for a batch.
+        extra_inputs: returns a batch's further inputs of the loss, tensors [B, ...] by name.
     """
     sums = defaultdict[str, float](float)
     labels = defaultdict[str, int](int)  # that each reported number is a mean of

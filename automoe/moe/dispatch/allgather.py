@@ -17,8 +17,13 @@ class AllGatherDispatcher:
     """Dispatcher that gathers tokens and routing, and reduce-scatters the local experts' outputs.
 
     Each call has one host sync, for the number of (token, expert) pairs to compute, or none if the
-    caller gives ``rows_per_expert``, an equal number for every expert. Without that number, memory
-    and element-wise work would be needed for every choice of all P ranks: P times the average.
+    caller gives ``rows_per_expert``, the equal number of choices of every expert by each rank.
+    Without that number, memory and element-wise work would be needed for every choice of all P
+    ranks: P times the average.
+
+    Args:
+        num_experts: number of experts of all ranks.
+        ep: the P ranks that hold them, each an equal number of consecutive experts.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:

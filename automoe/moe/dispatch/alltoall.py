@@ -21,6 +21,10 @@ class AllToAllDispatcher:
 
     Each call has one host sync, for the number of pairs to receive, or none if the caller gives
     ``rows_per_expert``, an equal number for every expert.
+
+    Attributes:
+        num_experts: number of experts of all ranks.
+        ep: the ranks that hold them, each an equal number of consecutive experts.
     """
 
     num_experts: int

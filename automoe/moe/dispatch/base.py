@@ -28,7 +28,7 @@ RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Dispatcher(Protocol):
-    """Function that returns each token's sum over its k choices of probs * expert(x): [T, H].
+    """Function that returns each token's sum over its K choices of probs * expert(x): [T, H].
 
     Args:
         x_TH: this rank's tokens.
@@ -136,8 +136,8 @@ def run_choices(
         topk_ids_TK: expert ids; an id of ``num_experts`` or more is a choice of no expert here.
         experts: function that runs the experts on rows sorted by expert.
         num_experts: number of experts of this rank.
-        num_rows: number of choices of these experts; None: choices are counted, which makes the
-            host wait.
+        num_rows: number of all choices of this rank's experts; None: choices are counted, which
+            makes the host wait.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     if num_rows is None:
@@ -154,8 +154,13 @@ class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
     If ``moe`` drops choices without padding, choices may be of no expert (id ``num_experts``), and
-    leaving them out costs one host sync per call. With ``moe.dispatch_dtype=fp8`` tokens are rounded
-    to 8 bits, as if they were sent to other ranks, so that results do not depend on the mesh.
+    leaving them out costs one host sync per call. With ``moe.dispatch_dtype=fp8`` tokens are
+    rounded to 8 bits, as if they were sent to other ranks, so that results do not depend on the
+    mesh.
+
+    Attributes:
+        num_experts: number of experts of the layer.
+        moe: the ``moe`` section of the configuration.
     """
 
     num_experts: int

@@ -25,6 +25,10 @@ class ExpertTensorDispatcher:
     sync, for the sizes, unless the caller gives ``rows_per_expert``, an equal number for every
     expert. Both collectives are made of all-to-alls, which take unequal sizes in every backend
     (gloo's own all-gather and reduce-scatter would need padding).
+
+    Attributes:
+        dispatcher: sends tokens to the ranks of their experts over ep.
+        etp: the ranks that hold slices of the width of this rank's experts.
     """
 
     dispatcher: Dispatcher

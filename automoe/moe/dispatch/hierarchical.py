@@ -32,6 +32,7 @@ class HierarchicalDispatcher:
     Each level has one host sync, for the sizes, or none if the caller gives ``rows_per_expert``.
 
     Args:
+        num_experts: number of experts of all ranks of the levels together.
         levels: the group across nodes, then the group within the node; either may be left out.
             Each rank of a level has an equal number of consecutive experts.
     """
@@ -47,8 +48,15 @@ class HierarchicalDispatcher:
         """Return each token's sum over its K choices of probs * expert(x): [T, H].
 
         Tokens are sent over the first level's group, then over the other levels' groups; results
-        come back the same way. Arguments are those of ``Dispatcher``. Choices with expert ids
-        outside 0 ... E - 1 are dropped.
+        come back the same way.
+
+        Args:
+            x_TH: this rank's tokens.
+            topk_ids_TK: int64, chosen experts, numbered over all E; other ids are dropped choices.
+            probs_TK: routing weights.
+            experts: function that runs this rank's experts on rows sorted by expert.
+            rows_per_expert: number of choices that every expert gets from every rank; None:
+                unknown.
         """
         group = self.group
         num_tokens, top_k = topk_ids_TK.shape
@@ -73,6 +81,9 @@ class HierarchicalDispatcher:
 
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the choices that send a copy of their token, and counts for each rank of the level.
+
+        A token sends one copy to each rank of the level that holds any of its chosen experts
+        ``topk_ids_TK``.
 
         Returns:
             [T K] int64 indices of choices: first those that send a copy, sorted by rank; [P] copies

@@ -78,7 +78,7 @@ class Layout:
         return self._index_MC // self.meta_per_line * width + self._index_MC % self.meta_per_line
 
     def metadata(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the metadata [M, C] of all rows, read as ``dtype`` from a buffer [B, W]."""
+        """Return the metadata [M, C] of all rows, whose bytes are ``dtype`` in the buffer ``lines_BW``."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _flat(lines_BW, dtype)[self.metadata_index(width)]
 
@@ -129,6 +129,7 @@ class RowExchange:
     The constructor starts it, ``wait`` returns the result.
 
     Args:
+        group: the ranks that exchange rows; it says whether rows are sent in 8 bits.
         x_TH: hidden states of this rank's tokens.
         token_idx_M: token that each sent row copies, sorted by the destination rank.
         meta_MC: metadata of each row; their size must divide that of a row of x.
@@ -137,7 +138,7 @@ class RowExchange:
 
     Attributes:
         token_idx_B: the token in each line of the send buffer; T for lines of metadata.
-        send_layout, receive_layout: where rows and metadata lie in the two buffers.
+        send_layout, receive_layout: ``Layout`` of rows and metadata in either buffer.
     """
 
     def __init__(

@@ -53,7 +53,10 @@ def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return two views of encoded rows as uint8: their codes [B, H], and their scales [B, 4 S]."""
+    """Return two views, as uint8, of rows ``lines_BW`` that ``encode_rows`` made from H = ``hidden`` columns.
+
+    They are the codes [B, H] and the S float32 scales as bytes [B, 4 S].
+    """
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
     lines = lines_BW.view(torch.uint8)
@@ -61,7 +64,10 @@ def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 8-bit codes times the scale of each block of 128 columns: [B, H] in ``dtype``."""
+    """Return 8-bit codes times the scale of each block of 128 columns: [B, H] in ``dtype``.
+
+    ``scales_BS`` has one float32 scale for each of the S blocks of a row.
+    """
     x_BH = codes_BH.to(dtype)
     scales_BS = scales_BS.to(dtype)
     whole = x_BH.shape[1] // SIDE
@@ -78,7 +84,8 @@ def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
 def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
     """Decode received 8-bit rows to tokens [B, H], differentiably in the x that this rank sent.
 
-    ``send_back`` maps the gradient of the result to the gradient of x.
+    ``lines_BW`` are the received rows, as ``encode_rows`` makes them. ``send_back`` maps the
+    gradient of the result to the gradient of x.
     """
     return keep_encoded(_DecodeLines.apply(x_TH, lines_BW, send_back), lines_BW)
 
