@@ -36,7 +36,9 @@ class Written:
     """Summary of a written checkpoint and of its comparison with the model.
 
     Attributes:
-        num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
+        path: the checkpoint directory.
+        num_tensors, num_files: numbers of tensors and of safetensors files in it.
+        num_bytes: bytes of all tensors, scales included.
         dtype: dtype of the first parameter.
         checked: True if the files were compared with the live weights and with transformers.
         encoding: encoding of the quantized tensors, ``plain`` if there are none.
@@ -85,7 +87,10 @@ class Written:
 def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") -> StoredTensor:
     """Describe a tensor that will be stored in ``dtype``, or as codes and scales of ``encoding``.
 
-    The description does not name the file and the byte range yet.
+    Its fields ``file`` and ``start`` are not set yet.
+
+    Args:
+        shape: shape of the tensor before quantization.
     """
     if encoding == "plain":
         name = _DTYPE_NAMES[dtype]

@@ -60,7 +60,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
     The digest does not depend on the folder or on the split into files. The whole checkpoint is
     read, since another one may differ in a few rows. Collective over ``ranks``, which share the
-    reading.
+    reading; if None, this process reads it alone.
 
     Raises:
         CheckpointError: files are missing or damaged, or cannot be read; every rank raises it.

@@ -216,7 +216,7 @@ def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[s
 
 
 def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield the module name, suffix, A and B of each LoRA adapter in ``tensors``.
+    """Yield (module name, suffix, A, B) of each LoRA adapter in ``tensors``, which has our names.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """
@@ -263,7 +263,9 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
     A piece describes the slice, and its place in a tensor of adapter_model.safetensors.
 
     Args:
-        keys, names: layout and names of the parameters that peft adapts.
+        tensors: LoRA factors A and B by our names; only names and shapes are used.
+        keys: layout of the weights that peft adapts.
+        names: map between plain names and names in the class that peft adapts.
     """
     table = []
     for module, suffix, a, b in _adapters(tensors):
@@ -299,7 +301,11 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
     """Return how many of our matrices each module of peft joins, for modules that join several.
 
-    Keys are names of ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``rank`` is one matrix's rank.
+    Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``.
+
+    Args:
+        table: result of ``adapter_table``.
+        rank: rank of the adapter of one of our matrices.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}
@@ -390,11 +396,12 @@ def verify_peft(
     """Compare the delta that peft adds to each matrix with ``ours``, without reading base weights.
 
     Args:
-        ours: whole adapters by their names in the model.
+        lora: settings that the adapters were trained with.
+        ours: whole LoRA factors A and B by their names in the model.
 
     Returns:
         Number of adapted matrices by kind, such as attention; all experts of one tensor count as
-            one.
+        one.
 
     Raises:
         CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the
@@ -461,7 +468,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield the update that peft adds to a parameter: one matrix per expert, in its layout.
+    """Yield what peft adds to a parameter, scale B A: one matrix, or one per expert if stacked.
 
     Args:
         module: peft's layer around the parameter.
@@ -480,7 +487,10 @@ def _mine(adapters: list[tuple[str, str, Tensor, Tensor]], keys: KeyMap) -> Iter
     """Yield B A of our adapters, without its scale: one matrix per expert, in transformers' layout.
 
     Args:
-        adapters: those of one parameter, as ``_adapters`` yields them.
+        adapters: (module name, suffix, A, B) of each of our matrices that one parameter of
+            transformers holds; the suffix is 13 for gate and up of routed experts, 2 for down, else
+            empty.
+        keys: layout of the parameters in transformers.
     """
     module, suffix, a, b = adapters[0]
     if not suffix:

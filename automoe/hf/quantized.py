@@ -51,10 +51,11 @@ def dequantize(
     block: tuple[int, int],
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Return a rectangle of a quantized matrix in float32.
+    """Return a rectangle of a quantized matrix in float32, [rows, columns].
 
     Args:
-        codes: codes of the rectangle, as stored.
+        encoding: rule that turns codes and scales into numbers, such as ``fp8`` or ``nvfp4``.
+        codes: codes of the rectangle's rows; packed encodings have several numbers per element.
         scales: scales of the blocks that the rectangle touches, [row blocks, column blocks].
         start: row and column of the rectangle's first element in the whole matrix.
         block: rows and columns of a block.
@@ -245,7 +246,12 @@ def to_codes(
 
 
 def from_codes(parts: Sequence[Tensor], encoding: Encoding) -> Tensor:
-    """Decode a file's codes and scales to float32, in the shape of the unquantized tensor."""
+    """Decode a file's codes and scales to float32, in the shape of the unquantized tensor.
+
+    Args:
+        parts: whole tensors that the file stores: codes, scales; a third one is ignored.
+        encoding: ``fp8``, ``int4`` or ``mxfp4``.
+    """
     codes, scales = parts[:2]
     if encoding == "fp8":
         return dequantize_fp8(codes, scales)

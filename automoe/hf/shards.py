@@ -45,7 +45,7 @@ def export_dtype(name: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor of the model, as loading and exporting see it.
+    """This rank's shard of one tensor of the model, and its position in the full tensor.
 
     The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
     ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
