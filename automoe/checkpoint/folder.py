@@ -93,10 +93,10 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     """Delete the steps that the settings ``checkpoint`` do not keep.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
-    an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
-    written in a streak of skipped steps, because the cause of the streak may be in it. A copy of a
-    step under another step's name stays: a person put it there. So does a step that cannot be read
-    or that another version of automoe wrote.
+    an older step may be the only checkpoint left. Nothing is deleted either if the optimizer steps
+    before ``newest`` was written were skipped, because their cause may be in it. A copy of a step
+    under another step's name stays: a person put it there. So does a step that cannot be read or
+    that another version of automoe wrote.
 
     Args:
         folder: checkpoint folder of the run.
@@ -139,7 +139,7 @@ def _manifest(step_dir: Path) -> Mapping[str, Any] | None:
 def superfluous(
     names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig
 ) -> list[str]:
-    """Return the steps to delete, by ``keep``, ``keep_best`` and ``keep_every``.
+    """Return the names of the steps to delete, by ``keep``, ``keep_best`` and ``keep_every``.
 
     A step stays if it is among the newest ``keep`` or the best ``keep_best``, or is a multiple of
     ``keep_every``.
@@ -158,9 +158,10 @@ def superfluous(
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:
-    """Return the steps that ``checkpoint.resume`` names, oldest first; [] for auto and never.
+    """Return the step folders that ``resume`` names, oldest first; [] for auto and never.
 
-    The path may be a step directory or a run directory.
+    ``resume`` is the setting ``checkpoint.resume``: a step directory, a run directory, auto or
+    never. Of a run directory all steps are returned.
 
     Raises:
         CheckpointError: the path has no checkpoint, or it is a step of the run itself.

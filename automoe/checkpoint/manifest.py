@@ -194,6 +194,7 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
     Fixed weights are frozen ones, which a step omits, and those of a reference model.
 
     Args:
+        manifest: the step's manifest, which holds the digest of its fixed weights.
         base: ``checkpoint_identity`` (a digest) of this run's fixed weights; None if it has none.
     """
     saved = manifest.get("base", base)
@@ -206,7 +207,10 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
 
 
 def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]]:
-    """Return the settings that affect a run's numbers and differ from the ``saved`` configuration.
+    """Return the settings that affect a run's numbers and differ from those of a checkpoint.
+
+    Args:
+        saved: the configuration in the checkpoint's manifest.
 
     Returns:
         (saved values, values of ``config``), each a list of ``key=value``.

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a ``TrainState``: its tensors by name, and its counters."""
+"""Tensors and counters of a ``TrainState`` that a checkpoint stores."""
 
 from __future__ import annotations
 

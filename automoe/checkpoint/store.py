@@ -296,7 +296,7 @@ class CheckpointStore:
 
     @cached_property
     def first_weights(self) -> str:
-        """Digest of the weights that the run starts from; their seed if random. Collective."""
+        """Digest of the checkpoint that the run starts from, or ``random:SEED``. Collective."""
         hf_path = self.config.model.hf_path
         if hf_path is None:
             return f"random:{self.config.train.seed}"
@@ -452,8 +452,8 @@ class CheckpointStore:
         """Rename the ``resumed`` step, so that no run uses it, and load the step before it.
 
         Returns:
-            None, with nothing changed, if no earlier step exists or the step belongs to another
-            run.
+            Position of the loaded step; None, with nothing changed, if no earlier step exists or
+            the ``resumed`` one belongs to another run.
 
         Raises:
             CheckpointError: no earlier step verifies, or the disk cannot be read.

@@ -259,7 +259,7 @@ class ReadItem(NamedTuple):
         """Split the read into chunks of rows of one matrix, about ``max_bytes`` of the file each.
 
         Yields (index of the matrix in the stored tensor, first and end row in that matrix, slice of
-        ``place`` to fill: [rows / ``row_unit``, columns]). A chunk has at least ``row_unit`` rows.
+        ``place`` to fill: [rows / ``row_unit``, columns]).
         """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -365,9 +365,7 @@ class Reader:
     def fill(self, items: Iterable[ReadItem]) -> None:
         """Read every item into the slice of the shard that it fills.
 
-        Raises:
-            CheckpointError: a file was removed, shortened or made unreadable since its header was
-                read.
+        Raises ``CheckpointError`` if a file is missing, shorter or unreadable by now.
         """
         for item in items:
             place = item.place
@@ -393,9 +391,7 @@ class Reader:
         rows in the same shape: on the CPU, in the checkpoint's dtype, or float32 if the checkpoint
         is quantized.
 
-        Raises:
-            CheckpointError: a file was removed, shortened or made unreadable since its header was
-                read.
+        Raises ``CheckpointError`` if a file is missing, shorter or unreadable by now.
         """
         for item in items:
             for matrix, begin, end, part in item.chunks(CHUNK_BYTES):

@@ -387,7 +387,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem, rank: int) -> Tensor | None:
-    """Return the whole checkpoint tensor of ``item``, in its dtype; None on all but its holders.
+    """Return the whole checkpoint tensor of ``item``; None on ranks that are not its holders.
 
     Collective over the ranks of the item's pipeline stage.
 

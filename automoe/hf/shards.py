@@ -115,7 +115,7 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield each matrix of this shard as (its index, empty shard on the CPU to read it into)."""
+        """Yield (index of a matrix in this shard, empty CPU shard to read it into) of each matrix."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
