@@ -191,18 +191,18 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest step that verifies, and its manifest; None if the folder holds no step.
+    """Return the newest step whose files are all intact, and its manifest; None without any step.
 
     Collective.
 
     Args:
         folder: checkpoint folder of a run.
-        warn: function that prints a warning.
+        warn: function that gets a warning, a sentence, and prints it.
         of_run: True if the folder is the run's own; damaged newer steps are then renamed, so that
             the returned step is the newest.
 
     Raises:
-        CheckpointError: no step verifies, or ``LATEST`` names a step in a folder without steps.
+        CheckpointError: no step is intact, or ``LATEST`` names a step in a folder without steps.
     """
     steps, promised = ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
     if promised is not None and promised not in steps:
@@ -256,7 +256,7 @@ def step_to_resume(
         (step folder, its manifest, True if the step is in this run's own directory).
 
     Raises:
-        CheckpointError: no step verifies, or the path of ``resume`` has none.
+        CheckpointError: there are steps and none is intact, or the path of ``resume`` has no step.
     """
     newest = newest_valid(run_dir / FOLDER, ranks, warn, of_run=True)
     source = Path(resume).expanduser()

@@ -368,7 +368,7 @@ class CheckpointStore:
     # ---------------------------------------------------------------- resuming
 
     def load_latest(self, state: TrainState) -> Resumed | None:
-        """Fill ``state`` from the newest checkpoint that verifies; any mesh may have written it.
+        """Fill ``state`` from the newest intact checkpoint; any mesh may have written it.
 
         Checkpoints in the run's own directory come first, whatever ``checkpoint.resume`` says. With
         ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the

@@ -53,8 +53,10 @@ def turn_heads(
     ``x`` [B, S, N, DIM] is read by its strides, ``out`` [B * S, N, DIM] written; ``cos`` and
     ``sin`` are [B * S, HALF]. Dims START ... START + 2 HALF - 1 are rotated, the others copied. The
     two dims of a rotation are adjacent in the input with FROM_PAIRS, and in the output with
-    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle. PRECISION ``ieee`` is
-    for float32 and for Triton's interpreter, which would not round to bfloat16 by itself.
+    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle. BLOCK_HALF and
+    BLOCK_KEPT are HALF and the number of copied dims, rounded up to powers of two. PRECISION
+    ``ieee`` is for float32 and for Triton's interpreter, which would not round to bfloat16 by
+    itself.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
