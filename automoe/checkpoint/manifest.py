@@ -39,7 +39,7 @@ def write_manifest(step_dir: Path, content: Facts, files: Facts) -> None:
 
     Args:
         content: entries of the manifest, such as the step and the model's settings.
-        files: size and digest of each file of the step, by name.
+        files: ``bytes`` (size) and ``xxh128`` (XXH3 digest) of each file of the step, by name.
     """
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest = {"format": FORMAT, "versions": versions, **content}
@@ -99,7 +99,7 @@ def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
     """Return a description of the damage to one file of a checkpoint, or None.
 
     Args:
-        facts: the file's size and digest as the manifest lists them.
+        facts: the file's ``bytes`` and XXH3 digest ``xxh128`` in the manifest.
         content: False compares the file's size alone.
 
     Raises:
@@ -228,5 +228,5 @@ def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]
 
 
 def _with_defaults(saved: Facts) -> dict[str, Any]:
-    """Return a saved configuration by dotted key, with defaults for keys that were added later."""
+    """Return a manifest's configuration by dotted key, with defaults for keys added since then."""
     return flat(config_to_dict(Config())) | flat(saved)

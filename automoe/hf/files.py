@@ -106,7 +106,7 @@ def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") ->
 
 
 def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[Contents]:
-    """Distribute tensors, in order, over files; return the tensors of each file by name.
+    """Distribute tensors (name, description) over files, in order; return each file's, by name.
 
     A file has at most ``max_bytes``, unless one tensor alone is larger.
     """
@@ -183,7 +183,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
 
 
 def header_bytes(contents: Contents) -> bytes:
-    """Return length and JSON header of a safetensors file with the tensors of ``contents``."""
+    """Return the first bytes of a safetensors file of ``contents``: header length, JSON header."""
     entries = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, stored in _in_file(contents).items():

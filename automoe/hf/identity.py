@@ -39,9 +39,11 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 
 def complete(config: Config, weights: bool = True) -> None:
-    """Download the files of Hub ids in a run's configuration that this machine lacks.
+    """Download files that this machine lacks of the Hub ids in a run's configuration.
 
     Args:
+        config: its ``model.hf_path`` and ``data.tokenizer`` may be Hub ids; other values are
+            ignored.
         weights: False to leave out the weights of ``model.hf_path``.
 
     Raises:

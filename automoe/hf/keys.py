@@ -294,7 +294,8 @@ class KeyMap:
 
         Args:
             shape: full shape of our tensor.
-            experts: experts that are needed; slices of other experts may be left out.
+            experts: numbers of the experts that are needed; slices of others may be left out. None:
+                all.
         """
         if self.table:
             return self.table[name]

@@ -89,7 +89,10 @@ def dequantize(
 
 
 def _widened(encoding: Encoding, codes: Tensor) -> tuple[Tensor, int]:
-    """Return float32 numbers [R, C] and a factor; each code's value is its number times the factor."""
+    """Return float32 numbers [R, C] and a factor; a code's value is its number times the factor.
+
+    ``codes`` are [R, C], or have several numbers per element along the columns.
+    """
     if encoding in ("mxfp4", "mxfp4_rows", "nvfp4"):
         return _from_e2m1(codes), 1
     if encoding in ("int4", "int8_packed"):

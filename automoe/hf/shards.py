@@ -159,6 +159,7 @@ def local_shards(
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
 
     Args:
+        parts: this rank's pipeline stages by number.
         adapters: result of ``adapters_of``, to export weights with adapters added.
     """
     for part in parts.values():

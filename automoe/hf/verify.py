@@ -73,7 +73,8 @@ def verify_hf(
         source: checkpoint whose tensors outside the text model (a vision part) the export copied.
 
     Returns:
-        Relative error of the logits; None for a model that is too large to run.
+        Relative L2 difference of transformers' logits to ours; None for a model that is too large
+        to run.
 
     Raises:
         CheckpointError, on every rank: names the first difference.
@@ -142,14 +143,14 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """Check that ``transformers`` builds the model of ``config`` from an export, with our logits.
+    """Check that transformers builds the model ``config`` from an export, and computes our logits.
 
     Args:
         config: configuration of the exported model.
         catalog: catalog of the export.
 
     Returns:
-        Relative error of the logits; None for a model that is too large to run.
+        Relative L2 difference of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: names the first difference, or why transformers does not load the files.
@@ -207,7 +208,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     """Run the export in float32 on the CPU by transformers and by our model; compare logits.
 
     Returns:
-        Relative error of the logits; None for a model that is too large to run.
+        Relative L2 difference of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: transformers does not use all tensors or initialises missing ones, chooses

@@ -417,6 +417,7 @@ def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, i
     reader, and ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
 
     Args:
+        reader: torch's ``FileSystemReader`` of the checkpoint.
         stream: the file, opened.
         place: the tensor's entry in ``storage_data`` of the reader.
     """

@@ -134,7 +134,10 @@ def experts() -> ExpertBackend:
 
 
 def norm() -> Callable[..., RMSNorm]:
-    """Return a constructor (dim, eps, zero_centered=False) of RMS norms by transformer-engine."""
+    """Return a constructor (dim, eps, zero_centered=False) of RMS norms by transformer-engine.
+
+    With ``zero_centered`` the normalized numbers are multiplied by 1 + weight.
+    """
     return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"))
 
 

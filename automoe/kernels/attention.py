@@ -215,8 +215,9 @@ def attend_in_blocks(
 ) -> Tensor:
     """Return the output of softmax attention by FlexAttention, which skips fully masked blocks.
 
-    N query heads share G heads of keys and values; the result is [B, S, N, head dim of values].
-    Unless compiled, FlexAttention stores the scores of all queries and keys.
+    Shapes: B rows, S queries, R keys, N query heads, G key and value heads, D head dim. The result
+    is [B, S, N, head dim of values]. Unless compiled, FlexAttention stores the scores of all
+    queries and keys.
 
     Args:
         mask: blocks of queries and keys that see each other.
