@@ -93,10 +93,10 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     """Delete the steps that the settings ``checkpoint`` do not keep.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
-    an older step may be the only checkpoint left. Nothing is deleted either if the optimizer steps
-    before ``newest`` was written were skipped, because their cause may be in it. A copy of a step
-    under another step's name stays: a person put it there. So does a step that cannot be read or
-    that another version of automoe wrote.
+    an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
+    written while optimizer steps were being skipped: the cause may be in its weights. A copy of a
+    step under another step's name stays: a person put it there. So does a step that cannot be read
+    or that another version of automoe wrote.
 
     Args:
         folder: checkpoint folder of the run.

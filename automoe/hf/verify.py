@@ -73,7 +73,7 @@ def verify_hf(
         source: checkpoint whose tensors outside the text model (a vision part) the export copied.
 
     Returns:
-        Relative L2 difference of transformers' logits to ours; None for a model that is too large
+        Relative L2 difference of our logits from transformers'; None for a model that is too large
         to run.
 
     Raises:
