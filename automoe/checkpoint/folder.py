@@ -94,7 +94,7 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
-    written in a streak of skipped steps, because the cause of the streak may be in it. A copy of a
+    written while optimizer steps were being skipped: the cause may be in its weights. A copy of a
     step under another step's name stays: a person put it there. So does a step that cannot be read
     or that another version of automoe wrote.
 
@@ -139,7 +139,7 @@ def _manifest(step_dir: Path) -> Mapping[str, Any] | None:
 def superfluous(
     names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig
 ) -> list[str]:
-    """Return the steps to delete, by ``keep``, ``keep_best`` and ``keep_every``.
+    """Return the names of the steps to delete, by ``keep``, ``keep_best`` and ``keep_every``.
 
     A step stays if it is among the newest ``keep`` or the best ``keep_best``, or is a multiple of
     ``keep_every``.
@@ -158,9 +158,10 @@ def superfluous(
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:
-    """Return the steps that ``checkpoint.resume`` names, oldest first; [] for auto and never.
+    """Return the step folders that ``resume`` names, oldest first; [] for auto and never.
 
-    The path may be a step directory or a run directory.
+    ``resume`` is the setting ``checkpoint.resume``: a step directory, a run directory, auto or
+    never. Of a run directory all steps are returned.
 
     Raises:
         CheckpointError: the path has no checkpoint, or it is a step of the run itself.
@@ -190,18 +191,18 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest step that verifies, and its manifest; None if the folder holds no step.
+    """Return the newest step whose files are all intact, and its manifest; None without any step.
 
     Collective.
 
     Args:
         folder: checkpoint folder of a run.
-        warn: function that prints a warning.
+        warn: function that gets a warning, a sentence, and prints it.
         of_run: True if the folder is the run's own; damaged newer steps are then renamed, so that
             the returned step is the newest.
 
     Raises:
-        CheckpointError: no step verifies, or ``LATEST`` names a step in a folder without steps.
+        CheckpointError: no step is intact, or ``LATEST`` names a step in a folder without steps.
     """
     steps, promised = ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
     if promised is not None and promised not in steps:
@@ -255,7 +256,7 @@ def step_to_resume(
         (step folder, its manifest, True if the step is in this run's own directory).
 
     Raises:
-        CheckpointError: no step verifies, or the path of ``resume`` has none.
+        CheckpointError: there are steps and none is intact, or the path of ``resume`` has no step.
     """
     newest = newest_valid(run_dir / FOLDER, ranks, warn, of_run=True)
     source = Path(resume).expanduser()

@@ -58,5 +58,5 @@ def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
 
 
 def of_this_rank(generators: Tensors) -> Tensors:
-    """Return the states of ``rng_state`` under checkpoint names that contain this rank's number."""
+    """Return ``rng_state``'s tensors under this rank's names, such as ``generators.3.torch``."""
     return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}

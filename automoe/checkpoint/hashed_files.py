@@ -51,7 +51,7 @@ class HashingStream(io.RawIOBase):
         return self._size
 
     def seal(self) -> dict[str, Any]:
-        """Flush the file to the disk, and return its size and XXH3 digest as a manifest lists them.
+        """Flush the file to the disk; return its size (``bytes``) and XXH3 digest (``xxh128``).
 
         Raises:
             OSError: the file could not be written or flushed.
@@ -77,7 +77,8 @@ class HashingFileSystem(FileSystem):
         step: optimizer step that is being saved.
 
     Attributes:
-        facts: size and digest of every file written so far, by file name.
+        facts: by file name, size (``bytes``) and XXH3 digest (``xxh128``) of every file written so
+            far.
     """
 
     def __init__(self, step: int) -> None:

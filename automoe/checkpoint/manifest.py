@@ -39,7 +39,7 @@ def write_manifest(step_dir: Path, content: Facts, files: Facts) -> None:
 
     Args:
         content: entries of the manifest, such as the step and the model's settings.
-        files: size and digest of each file of the step, by name.
+        files: ``bytes`` (size) and ``xxh128`` (XXH3 digest) of each file of the step, by name.
     """
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest = {"format": FORMAT, "versions": versions, **content}
@@ -99,7 +99,7 @@ def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
     """Return a description of the damage to one file of a checkpoint, or None.
 
     Args:
-        facts: the file's size and digest as the manifest lists them.
+        facts: the file's ``bytes`` and XXH3 digest ``xxh128`` in the manifest.
         content: False compares the file's size alone.
 
     Raises:
@@ -194,6 +194,7 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
     Fixed weights are frozen ones, which a step omits, and those of a reference model.
 
     Args:
+        manifest: the step's manifest, which holds the digest of its fixed weights.
         base: ``checkpoint_identity`` (a digest) of this run's fixed weights; None if it has none.
     """
     saved = manifest.get("base", base)
@@ -206,7 +207,10 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
 
 
 def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]]:
-    """Return the settings that affect a run's numbers and differ from the ``saved`` configuration.
+    """Return the settings that affect a run's numbers and differ from those of a checkpoint.
+
+    Args:
+        saved: the configuration in the checkpoint's manifest.
 
     Returns:
         (saved values, values of ``config``), each a list of ``key=value``.
@@ -224,5 +228,5 @@ def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]
 
 
 def _with_defaults(saved: Facts) -> dict[str, Any]:
-    """Return a saved configuration by dotted key, with defaults for keys that were added later."""
+    """Return a manifest's configuration by dotted key, with defaults for keys added since then."""
     return flat(config_to_dict(Config())) | flat(saved)

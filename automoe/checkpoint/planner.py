@@ -15,8 +15,9 @@ from automoe.interop.torch_private import cache_plans_under
 class CachedPlanner(DefaultSavePlanner):
     """Save planner of torch that keeps plans from one save to the next, under its own ``key``.
 
-    A rank whose tensors are unchanged neither sends nor receives a plan. The key replaces torch's
-    key, the class name, which several checkpoint stores in a process would share.
+    A rank whose tensors are unchanged neither sends nor receives a plan. ``key`` identifies the
+    checkpoint store. It replaces torch's key, the class name, which several checkpoint stores in a
+    process would share.
     """
 
     def __init__(self, key: str) -> None:

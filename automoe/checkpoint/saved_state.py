@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a ``TrainState``: its tensors by name, and its counters."""
+"""Tensors and counters of a ``TrainState`` that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from automoe.training.state import TrainState
 
 
 def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors that a checkpoint holds, by global name.
+    """Return this rank's tensors that a checkpoint holds, by their names in it.
 
-    These are parameters, saved buffers, and the optimizer's state of each parameter: moments or
-    momentum, step counts, and weight averages. If two stages of this rank hold a copy of a
-    parameter, the first copy is returned.
+    The names are ``model.NAME`` and ``optimizer.KEY.NAME``, with NAME that of a parameter in the
+    full model. The tensors are parameters, saved buffers, and the optimizer's state of each
+    parameter: moments or momentum, step counts, and weight averages. If two stages of this rank
+    hold a copy of a parameter, the first copy is returned.
 
     Args:
         frozen: True to include frozen parameters.

@@ -43,7 +43,7 @@ def true_number(step_dir: Path) -> int:
 
 
 def is_misnamed(step_dir: Path) -> bool:
-    """Return True if a folder was copied or renamed to the name of another step."""
+    """Return True if a step folder's name has another step than its manifest."""
     return true_number(step_dir) != step_number(step_dir.name)
 
 

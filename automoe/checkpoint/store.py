@@ -296,7 +296,7 @@ class CheckpointStore:
 
     @cached_property
     def first_weights(self) -> str:
-        """Digest of the weights that the run starts from; their seed if random. Collective."""
+        """Digest of the checkpoint that the run starts from, or ``random:SEED``. Collective."""
         hf_path = self.config.model.hf_path
         if hf_path is None:
             return f"random:{self.config.train.seed}"
@@ -368,7 +368,7 @@ class CheckpointStore:
     # ---------------------------------------------------------------- resuming
 
     def load_latest(self, state: TrainState) -> Resumed | None:
-        """Fill ``state`` from the newest checkpoint that verifies; any mesh may have written it.
+        """Fill ``state`` from the newest intact checkpoint; any mesh may have written it.
 
         Checkpoints in the run's own directory come first, whatever ``checkpoint.resume`` says. With
         ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the
@@ -452,8 +452,8 @@ class CheckpointStore:
         """Rename the ``resumed`` step, so that no run uses it, and load the step before it.
 
         Returns:
-            None, with nothing changed, if no earlier step exists or the step belongs to another
-            run.
+            Position of the loaded step; None, with nothing changed, if no earlier step exists or
+            the ``resumed`` one belongs to another run.
 
         Raises:
             CheckpointError: no earlier step verifies, or the disk cannot be read.

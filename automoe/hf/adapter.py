@@ -54,11 +54,12 @@ PeftAdapter = tuple[int, float, list[Param], list[tuple[str, Piece]]]
 
 
 def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
-    """Return rank, alpha and tensors of the adapter in the folder ``path``, without its numbers.
+    """Return rank, alpha and tensors of the peft adapter in the folder ``path``; read no numbers.
 
     Returns:
-        (rank, alpha, the model's parameters that it adapts, list of (our name of a factor A or B,
-        slice of that factor and the stored tensor that has the slice's numbers)).
+        (rank, alpha, parameters of the model that are adapted, table). The table has an entry (name
+        in our model of a factor A or B, ``Piece``) for each slice of a factor; the piece names the
+        stored tensor that has the slice's numbers.
 
     Raises:
         CheckpointError: it cannot be read, is no plain LoRA, or adapts other matrices than adapters
@@ -181,14 +182,15 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
 
 
 def _check_blocks(file: Any, table: list[tuple[str, Piece]]) -> None:
-    """Raise ``CheckpointError`` if a stored tensor has numbers that no adapter of ours can hold.
+    """Raise ``CheckpointError`` if a stored tensor is not zero outside the slices of ``table``.
 
     If gate and up are one module in peft, its B may be nonzero in two blocks only: gate's rows and
     gate's ranks, and up's rows and up's ranks.
 
     Args:
         file: open safetensors file.
-        table: (our name of a factor A or B, slice of it and stored tensor with its numbers).
+        table: for each slice of a factor A or B in our model: the factor's name, and the slice with
+            the stored tensor that has its numbers.
     """
     read: dict[str, list[Piece]] = {}
     for _, piece in table:

@@ -46,7 +46,7 @@ def from_hf(
             are sharded over ep, etp and ep_shard, everything else over dp_shard and tp.
         dtype: dtype of parameters. On a mesh, bfloat16 keeps float32 parameters and computes in
             bfloat16, as training does.
-        device: device of this rank's part.
+        device: device of the model's tensors; on a mesh, of this rank's shards.
 
     Raises:
         ConfigError: the family is unknown, the mesh has pp or cp (whose ranks see a part of the

@@ -77,9 +77,9 @@ class Catalog:
 
 @without_collection()
 def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
-    """Read all headers on rank 0, check them against the model, and broadcast the catalog.
+    """Return the list of a checkpoint's tensors, which rank 0 reads from the headers of its files.
 
-    Collective.
+    The headers are checked against the model. Collective: rank 0 broadcasts the catalog.
 
     Args:
         config: configuration of the full model.
@@ -98,9 +98,10 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
 
 @without_collection()
 def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
-    """Read all headers in this process, check them against the model, and return the catalog.
+    """Return the list of a checkpoint's tensors, read from the headers of its files.
 
-    Keys, shapes and dtypes are compared. Not collective (``open_catalog`` is).
+    Keys, shapes and dtypes are compared with the model's. This process reads alone
+    (``open_catalog`` is collective).
 
     Args:
         config: configuration of the full model.
@@ -174,7 +175,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
 def _without_codes(
     folder: Path, beside: Contents, encoding: Encoding
 ) -> tuple[Contents, list[str]]:
-    """Return the tensors outside the text model that an export can copy, and notes on the others.
+    """Return tensors outside the text model that an export can copy, and sentences on the others.
 
     Quantized modules for multi-token prediction are left out: an export's config.json states the
     export's own quantization, so their codes would be misread.

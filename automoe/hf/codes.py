@@ -30,13 +30,14 @@ def decodable(
     Every reader of a checkpoint directory calls this before it reads weights.
 
     Args:
+        folder: the checkpoint, for errors.
         hf: content of config.json.
         tensors: headers of the stored tensors by name. Names of the text model's tensors have no
             prefix of a vision-language wrapper.
 
     Returns:
-        The tensors, each quantized one a single entry; the encoding; the rows and columns that
-            share a scale.
+        The tensors by name, with codes and scales of a quantized tensor in one entry; the encoding,
+        ``plain`` if nothing is quantized; the numbers of rows and of columns that share a scale.
 
     Raises:
         CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
@@ -120,7 +121,8 @@ def _check_encodings(folder: Path, sources: Contents, scheme: Scheme) -> None:
 
     Args:
         folder: the checkpoint, for the error.
-        sources: headers by name, those of scales within their codes' (``_pair_scales``).
+        sources: headers by name; the header of codes has that of their scales in its field
+            ``scales``.
         scheme: quantization that config.json states.
     """
     unscaled = [

@@ -36,7 +36,9 @@ class Written:
     """Summary of a written checkpoint and of its comparison with the model.
 
     Attributes:
-        num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
+        path: the checkpoint directory.
+        num_tensors, num_files: numbers of tensors and of safetensors files in it.
+        num_bytes: bytes of all tensors, scales included.
         dtype: dtype of the first parameter.
         checked: True if the files were compared with the live weights and with transformers.
         encoding: encoding of the quantized tensors, ``plain`` if there are none.
@@ -85,7 +87,10 @@ class Written:
 def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") -> StoredTensor:
     """Describe a tensor that will be stored in ``dtype``, or as codes and scales of ``encoding``.
 
-    The description does not name the file and the byte range yet.
+    Its fields ``file`` and ``start`` are not set yet.
+
+    Args:
+        shape: shape of the tensor before quantization.
     """
     if encoding == "plain":
         name = _DTYPE_NAMES[dtype]
@@ -101,7 +106,7 @@ def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") ->
 
 
 def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[Contents]:
-    """Distribute tensors, in order, over files; return the tensors of each file by name.
+    """Distribute tensors (name, description) over files, in order; return each file's, by name.
 
     A file has at most ``max_bytes``, unless one tensor alone is larger.
     """
@@ -178,7 +183,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
 
 
 def header_bytes(contents: Contents) -> bytes:
-    """Return length and JSON header of a safetensors file with the tensors of ``contents``."""
+    """Return the first bytes of a safetensors file of ``contents``: header length, JSON header."""
     entries = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, stored in _in_file(contents).items():

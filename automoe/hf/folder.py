@@ -84,11 +84,14 @@ def check_target(path: Path, overwrite: bool) -> None:
 def check_conversion(
     config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
-    """Check the options of a conversion, and return the map of tensor names in the files to write.
+    """Check the options of a conversion; return the map of tensor names in the files to write.
 
     Args:
+        config: configuration of the model to write.
+        path: directory to write.
+        encoding: ``plain``, or the quantization to write: ``fp8``, ``mxfp4`` or ``int4``.
         layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
-        overwrite: allow an existing checkpoint at ``path``.
+        overwrite: True to allow a checkpoint at ``path``, which is replaced.
 
     Raises:
         ConfigError: the layout is unknown, or ``encoding`` is not one of the family's or is
@@ -117,6 +120,10 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
     """Yield an empty working folder and rename it to ``path`` at the end. Collective.
 
     Any exception, raised here or in the body, leaves nothing new under ``path``.
+
+    Args:
+        overwrite: True to replace an empty folder, a checkpoint or an adapter at ``path``.
+        ranks: the ranks that export together; the first of them makes and renames the folder.
 
     Raises:
         CheckpointError: ``path`` may not be written, another export is being written to it, or the
@@ -164,6 +171,8 @@ def write_settings(
     """Write config.json, generation_config.json and the tokenizer's and processor's files.
 
     Args:
+        config: configuration of the exported model. Settings and files that it does not state come
+            from the checkpoint at its ``hf_path``.
         dtype: dtype of the parameters.
         tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
             default: that of ``config.hf_path``.

@@ -39,9 +39,11 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 
 def complete(config: Config, weights: bool = True) -> None:
-    """Download the files of Hub ids in a run's configuration that this machine lacks.
+    """Download files that this machine lacks of the Hub ids in a run's configuration.
 
     Args:
+        config: its ``model.hf_path`` and ``data.tokenizer`` may be Hub ids; other values are
+            ignored.
         weights: False to leave out the weights of ``model.hf_path``.
 
     Raises:
@@ -60,7 +62,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
     The digest does not depend on the folder or on the split into files. The whole checkpoint is
     read, since another one may differ in a few rows. Collective over ``ranks``, which share the
-    reading.
+    reading; if None, this process reads it alone.
 
     Raises:
         CheckpointError: files are missing or damaged, or cannot be read; every rank raises it.

@@ -68,16 +68,16 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return where a rank's shard of our tensor overlaps this box, a slice of the same tensor.
+        """Return the overlap of a rank's shard of our tensor with this box, also a slice of it.
 
         Args:
             start: index of the shard's first element.
             size: shape of the shard.
 
         Returns:
-            (slices of the HuggingFace tensor that stores the box, index into the shard), or None if
-                the two do not overlap. ``from_stored`` and ``in_stored_order`` convert between the
-                two layouts.
+            (index of the overlap in the HuggingFace tensor, its index in the shard), or None if
+            there is no overlap. ``from_stored`` and ``in_stored_order`` convert between the two
+            layouts.
         """
         begins, ends = [], []
         for begin, width, first, count in zip(self.start, self.size, start, size, strict=True):
@@ -133,7 +133,10 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return ``tensor``, a slice of the HuggingFace tensor, viewed with the dims of ours."""
+        """Return ``tensor``, a slice of the HuggingFace tensor, viewed with our tensor's dims.
+
+        Dims that the HuggingFace tensor does not have are left out.
+        """
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
             units = [self.size[dim] for dim in inner]
@@ -241,7 +244,8 @@ class KeyMap:
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the variant of this layout that fits files with tensors of the names ``keys``.
 
-        Experts may be stored one by one, or fused.
+        The names tell whether experts are stored one by one, fused as in transformers 5, or stacked
+        as mlx-lm does.
         """
         for layout in self.layouts:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
@@ -290,7 +294,8 @@ class KeyMap:
 
         Args:
             shape: full shape of our tensor.
-            experts: experts that are needed; slices of other experts may be left out.
+            experts: numbers of the experts that are needed; slices of others may be left out. None:
+                all.
         """
         if self.table:
             return self.table[name]

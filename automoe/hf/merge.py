@@ -43,7 +43,11 @@ def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Callable[[], Added]]
 
 
 def _adapted_weights(part: CausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor, Tensor]]:
-    """Yield (module name, module, parameter name, A, B) of each weight with a LoRA adapter."""
+    """Yield the LoRA adapter of each adapted weight of a pipeline stage.
+
+    Yields:
+        (module's name, module, name of its adapted parameter, factor A, factor B).
+    """
     for path, module in part.named_modules():
         adapter = getattr(module, "lora", None)
         if isinstance(adapter, Lora):
@@ -61,9 +65,10 @@ def added_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Added:
     Args:
         weight: [..., O, I], maybe a packed 8- or 4-bit matrix.
         a, b: whole or sharded factors [r, I] or [E, r, I], and [..., O, r].
+        scale: factor of B A, returned unchanged.
 
     Returns:
-        Columns of A and rows of B for the shard, at least in float32, and the scale.
+        (columns of A and rows of B that act on the shard, both at least in float32; scale).
     """
     local = local_shard(weight)
     packed = is_packed(weight)

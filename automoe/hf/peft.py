@@ -66,11 +66,10 @@ def to_peft(
 
     Args:
         model: the model, or this rank's pipeline stages of it; not changed.
-        layout: layout of routed experts; ``auto``: the layout of the family's checkpoints if peft
-            can load it, else ``fused``.
+        layout: of routed experts; ``auto``: that of the family's checkpoints if peft can load it,
+            else ``fused``.
         overwrite: replace an existing directory.
-        averaged: True if the weights are averages (``optim.ema_decay``); the returned sentence says
-            so.
+        averaged: True if the weights are averages (``optim.ema_decay``).
 
     Returns:
         A sentence for the user: the directory, and what is in it.
@@ -216,7 +215,7 @@ def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[s
 
 
 def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield the module name, suffix, A and B of each LoRA adapter in ``tensors``.
+    """Yield (module name, suffix, A, B) of each LoRA adapter in ``tensors``, which has our names.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """
@@ -263,7 +262,8 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
     A piece describes the slice, and its place in a tensor of adapter_model.safetensors.
 
     Args:
-        keys, names: layout and names of the parameters that peft adapts.
+        tensors: LoRA factors A and B by our names; only names and shapes are used.
+        keys, names: layout and names of the weights in the class that peft adapts.
     """
     table = []
     for module, suffix, a, b in _adapters(tensors):
@@ -299,7 +299,8 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
     """Return how many of our matrices each module of peft joins, for modules that join several.
 
-    Keys are names of ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``rank`` is one matrix's rank.
+    Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``table`` is a
+    result of ``adapter_table``, ``rank`` the rank of one of our matrices.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}
@@ -325,8 +326,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         belongs: text that identifies base weights and settings, written to the file's metadata.
 
     Returns:
-        A phrase with the number of values written and of adapted matrices by kind, such as
-            attention.
+        A phrase: numbers of values written, and of adapted matrices by kind, such as attention.
     """
     from peft import LoraConfig as PeftConfig
     from safetensors.torch import load_file, save_file
@@ -390,11 +390,10 @@ def verify_peft(
     """Compare the delta that peft adds to each matrix with ``ours``, without reading base weights.
 
     Args:
-        ours: whole adapters by their names in the model.
+        ours: whole LoRA factors A and B by their names in the model.
 
     Returns:
-        Number of adapted matrices by kind, such as attention; all experts of one tensor count as
-            one.
+        Number of adapted matrices by kind, such as attention; a tensor of experts counts as one.
 
     Raises:
         CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the
@@ -461,7 +460,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield the update that peft adds to a parameter: one matrix per expert, in its layout.
+    """Yield what peft adds to a parameter, scale B A: one matrix, or one per expert if stacked.
 
     Args:
         module: peft's layer around the parameter.
@@ -480,7 +479,8 @@ def _mine(adapters: list[tuple[str, str, Tensor, Tensor]], keys: KeyMap) -> Iter
     """Yield B A of our adapters, without its scale: one matrix per expert, in transformers' layout.
 
     Args:
-        adapters: those of one parameter, as ``_adapters`` yields them.
+        adapters: results of ``_adapters`` (module name, suffix, A, B) for one parameter there.
+        keys: layout of the parameters in transformers.
     """
     module, suffix, a, b = adapters[0]
     if not suffix:

@@ -51,10 +51,11 @@ def dequantize(
     block: tuple[int, int],
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Return a rectangle of a quantized matrix in float32.
+    """Return a rectangle of a quantized matrix in float32, [rows, columns].
 
     Args:
-        codes: codes of the rectangle, as stored.
+        encoding: rule that turns codes and scales into numbers, such as ``fp8`` or ``nvfp4``.
+        codes: codes of the rectangle's rows; packed encodings have several numbers per element.
         scales: scales of the blocks that the rectangle touches, [row blocks, column blocks].
         start: row and column of the rectangle's first element in the whole matrix.
         block: rows and columns of a block.
@@ -88,7 +89,10 @@ def dequantize(
 
 
 def _widened(encoding: Encoding, codes: Tensor) -> tuple[Tensor, int]:
-    """Return float32 numbers [R, C] and a factor; each code's value is its number times the factor."""
+    """Return float32 numbers [R, C] and a factor; a code's value is its number times the factor.
+
+    ``codes`` are [R, C], or have several numbers per element along the columns.
+    """
     if encoding in ("mxfp4", "mxfp4_rows", "nvfp4"):
         return _from_e2m1(codes), 1
     if encoding in ("int4", "int8_packed"):
@@ -245,7 +249,12 @@ def to_codes(
 
 
 def from_codes(parts: Sequence[Tensor], encoding: Encoding) -> Tensor:
-    """Decode a file's codes and scales to float32, in the shape of the unquantized tensor."""
+    """Decode a file's codes and scales to float32, in the shape of the unquantized tensor.
+
+    Args:
+        parts: whole tensors that the file stores: codes, scales; a third one is ignored.
+        encoding: ``fp8``, ``int4`` or ``mxfp4``.
+    """
     codes, scales = parts[:2]
     if encoding == "fp8":
         return dequantize_fp8(codes, scales)

@@ -88,7 +88,8 @@ def load_hf(
 ) -> Loaded:
     """Fill a model, or this rank's pipeline stages of it, from a checkpoint directory.
 
-    Collective, unless ``catalog`` (of the same directory) is given.
+    Return what was read: bytes, seconds, and NaN and infinite values by tensor (``Loaded``).
+    Collective, unless ``catalog`` is given.
 
     Parameters may be DTensors on the dense mesh or on the mesh of the experts. They need storage
     (``to_empty``) but no values; buffers that a checkpoint does not hold are initialised. Rows of
@@ -96,6 +97,8 @@ def load_hf(
     are converted to each parameter's dtype. Quantized tensors are dequantized while they are read.
 
     Args:
+        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone,
+            and the result has its numbers only. None: rank 0 makes it and broadcasts it.
         keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the
             model is a mixture; default: that of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
@@ -253,9 +256,10 @@ class ReadItem(NamedTuple):
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Split the read into chunks of about ``max_bytes`` of the file, each of rows of one matrix.
+        """Split the read into chunks of rows of one matrix, about ``max_bytes`` of the file each.
 
-        Yields (matrix, first row, end row, slice of ``place`` to fill), counted in the stored tensor.
+        Yields (index of the matrix in the stored tensor, first and end row in that matrix, slice of
+        ``place`` to fill: [rows / ``row_unit``, columns]).
         """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -307,6 +311,7 @@ class Reader:
     """Context that reads slices of a catalog's tensors and keeps their files open until its end.
 
     Attributes:
+        catalog: list of the tensors, which says where each is stored.
         bytes_read: bytes read from files so far.
         advance: callback that gets the number of stored bytes of each chunk, once it is copied.
     """
@@ -360,9 +365,7 @@ class Reader:
     def fill(self, items: Iterable[ReadItem]) -> None:
         """Read every item into the slice of the shard that it fills.
 
-        Raises:
-            CheckpointError: a file was removed, shortened or made unreadable since its header was
-                read.
+        Raises ``CheckpointError`` if a file is missing, shorter or unreadable by now.
         """
         for item in items:
             place = item.place
@@ -388,9 +391,7 @@ class Reader:
         rows in the same shape: on the CPU, in the checkpoint's dtype, or float32 if the checkpoint
         is quantized.
 
-        Raises:
-            CheckpointError: a file was removed, shortened or made unreadable since its header was
-                read.
+        Raises ``CheckpointError`` if a file is missing, shorter or unreadable by now.
         """
         for item in items:
             for matrix, begin, end, part in item.chunks(CHUNK_BYTES):

@@ -138,7 +138,10 @@ def plan_writes(
 
 
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
-    """Return the model's full tensors on the meta device, whose numbers will be read from files."""
+    """Return a shard for each tensor of the model: the whole tensor, on the meta device.
+
+    Its numbers will be read from files.
+    """
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
@@ -358,7 +361,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
     """Return the error for an export of NaN or infinite weights.
 
     Args:
-        folder: the export's directory.
+        folder: directory that the numbers are read from, or a name of their source.
         key: name of a tensor with such numbers.
         count: how many of them it has.
     """
@@ -384,7 +387,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem, rank: int) -> Tensor | None:
-    """Return the whole checkpoint tensor of ``item``, in its dtype; None on ranks without a part.
+    """Return the whole checkpoint tensor of ``item``; None on ranks that are not its holders.
 
     Collective over the ranks of the item's pipeline stage.
 
@@ -416,6 +419,8 @@ def gather(item: WriteItem, rank: int) -> Tensor | None:
 
 def _gather_stored(part: Tensor, tensor: DTensor, shape: Shape, piece: Piece) -> Tensor:
     """Gather a slice of a parameter over the mesh axes that shard dims of the stored tensor.
+
+    The result is whole on these dims, and has size 1 on all others.
 
     Args:
         part: this rank's slice of the parameter; its size is 1 on dims that the HuggingFace tensor

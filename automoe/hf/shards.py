@@ -45,7 +45,7 @@ def export_dtype(name: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor of the model, as loading and exporting see it.
+    """This rank's shard of one tensor of the model, and its position in the full tensor.
 
     The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
     ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
@@ -115,7 +115,7 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield each matrix of this shard as (its index, empty shard on the CPU to read it into)."""
+        """Yield (index of a matrix in this shard, empty CPU shard to read it into) of each matrix."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
@@ -159,6 +159,7 @@ def local_shards(
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order.
 
     Args:
+        parts: this rank's pipeline stages by number.
         adapters: result of ``adapters_of``, to export weights with adapters added.
     """
     for part in parts.values():

@@ -73,7 +73,8 @@ def verify_hf(
         source: checkpoint whose tensors outside the text model (a vision part) the export copied.
 
     Returns:
-        Relative error of the logits; None for a model that is too large to run.
+        Relative L2 difference of our logits from transformers'; None for a model that is too large
+        to run.
 
     Raises:
         CheckpointError, on every rank: names the first difference.
@@ -142,14 +143,14 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """Check that ``transformers`` builds the model of ``config`` from an export, with our logits.
+    """Check that transformers builds the model ``config`` from an export, and computes our logits.
 
     Args:
         config: configuration of the exported model.
         catalog: catalog of the export.
 
     Returns:
-        Relative error of the logits; None for a model that is too large to run.
+        Relative L2 difference of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: names the first difference, or why transformers does not load the files.
@@ -207,7 +208,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     """Run the export in float32 on the CPU by transformers and by our model; compare logits.
 
     Returns:
-        Relative error of the logits; None for a model that is too large to run.
+        Relative L2 difference of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: transformers does not use all tensors or initialises missing ones, chooses
@@ -246,7 +247,7 @@ def _too_large(config: ModelConfig) -> bool:
 
 
 def _tokens(config: ModelConfig) -> Tensor:
-    """Return random tokens [B, S], the same in every call."""
+    """Return random tokens [4, 64] of the model's vocabulary, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
 
@@ -254,11 +255,12 @@ def _tokens(config: ModelConfig) -> Tensor:
 def _relative_error(
     ours: Tensor, wanted: Tensor, folder: Path, rule: str, remedy: str = ""
 ) -> float:
-    """Return the relative difference of logits; raise ``CheckpointError`` if it is too large.
+    """Return the relative L2 difference of logits; raise ``CheckpointError`` if it is over 1e-5.
 
     Args:
-        wanted: logits of transformers.
-        folder: checkpoint directory, for the error.
+        ours: logits to check.
+        wanted: logits that they should equal, computed by transformers.
+        folder: checkpoint directory of ``ours``, for the error.
         rule: what the error says is wrong, such as ``logits differ from transformers'``.
         remedy: sentence to append to the error.
     """
@@ -362,7 +364,7 @@ def _run_transformers(
 ) -> tuple[Tensor, Tensor]:
     """Run the checkpoint in transformers; return logits [B, S, V] and chosen experts [B, S, L, K].
 
-    L counts layers with experts.
+    L counts layers with experts; without any the second result is an empty tensor.
 
     Args:
         beside: name prefixes of tensors that transformers need not use.

@@ -201,8 +201,8 @@ def weightless(config: Any, whole: bool = False) -> Any:
 def num_parameters(config: Any) -> int:
     """Build the class of a ``transformers`` configuration on meta, and count its parameters.
 
-    Buffers, such as tables of positions, count as parameters of 4 bytes once they exceed 1 GiB in
-    total.
+    Of buffers, such as tables of positions, only the bytes above 1 GiB in total count, four bytes
+    as one parameter.
     """
     model = weightless(config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())

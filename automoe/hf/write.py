@@ -100,9 +100,9 @@ def to_hf(
 
 
 def source_of(config: ModelConfig) -> Catalog | None:
-    """Return the catalog of the checkpoint that a model started from; None if it started at random.
+    """Return the list of tensors of the checkpoint that a model started from, or None.
 
-    Collective.
+    The result is None if the model started from random weights. Collective.
     """
     if config.hf_path is None or config.random_weights:
         return None

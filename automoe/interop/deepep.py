@@ -68,7 +68,13 @@ class Received:
 
 
 def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
-    """Return the dispatcher of ``moe.dispatcher=deepep`` over the ep group."""
+    """Return the dispatcher of ``moe.dispatcher=deepep`` for a layer's experts.
+
+    Args:
+        num_experts: number of experts on all ranks of ``ep``, which have equal parts of them.
+        ep: expert-parallel group. An ``OverlappedDispatch`` overlaps exchanges with the pass of
+            another micro-batch.
+    """
     finish = MERGED_PASSES.overlap if isinstance(ep, OverlappedDispatch) else None
     return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
 
@@ -180,7 +186,11 @@ class TokenExchange:
 
 
 class BufferExchange(TokenExchange):
-    """Exchange of tokens by ``Buffer`` of DeepEP v1: NVLink within a node, RDMA between nodes."""
+    """Exchange of tokens by ``Buffer`` of DeepEP v1: NVLink within a node, RDMA between nodes.
+
+    Raises:
+        BackendError: DeepEP v1 has no settings for the number of ranks of the group.
+    """
 
     _later = "async_finish"
 
@@ -314,6 +324,8 @@ class DeepEPDispatcher:
     Each call has one host sync, within the library, for the number of tokens received.
 
     Args:
+        num_experts: number of experts on all ranks together.
+        num_ranks: ranks of the ep group; each has an equal part of the experts.
         exchange: the library's exchange, shared by all layers since its buffers are large.
         in_8_bits: send tokens in 8 bits; gradients and results stay in bfloat16.
     """
@@ -332,6 +344,11 @@ class DeepEPDispatcher:
         """Return each token's weighted sum over its chosen experts on all ranks: [T, H].
 
         It ignores ``rows_per_expert``, since DeepEP exchanges sizes itself.
+
+        Args:
+            topk_ids_TK: chosen experts; ids of ``num_experts`` or more choose none.
+            probs_TK: routing weights.
+            experts: function that runs this rank's experts on rows sorted by expert.
 
         Raises:
             BackendError: DeepEP cannot send tokens of this width or dtype.

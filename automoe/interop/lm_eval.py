@@ -71,7 +71,10 @@ def check_task_file(file: Path, trusted: bool) -> None:
 
     Raises:
         ConfigError: the file names code.
-        CheckpointError, ValueError, OSError, yaml.YAMLError: the file is not a task file.
+        CheckpointError: the file is a link out of its folder, or not a regular file.
+        ValueError: it is too large or too deeply nested.
+        OSError: it cannot be read.
+        yaml.YAMLError: it is not YAML.
     """
     from lm_eval.api.metrics import mean  # noqa: F401  (fills the registry)
     from lm_eval.api.registry import metric_registry
@@ -112,7 +115,7 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
     Args:
         tokenizer: tokenizer of the checkpoint, which renders and tokenises prompts.
         tasks: value of ``--tasks``, for an error.
-        run: function that evaluates a model of the harness.
+        run: function that evaluates the model it gets, an ``LM`` of the harness.
 
     Raises:
         DataError: the chat template or the tokenizer takes too long, or too much memory.
@@ -147,7 +150,8 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
 def in_time(work_name: str, work: Callable[..., T]) -> Callable[..., T]:
     """Return ``work`` wrapped with limits of time and memory, in this process.
 
-    Beyond a limit a call raises ``DataError``. Only Python code is interrupted; native code runs on.
+    Beyond 60 seconds of processor time, or half of the machine's memory, a call raises
+    ``DataError``. Only Python code is interrupted; native code runs on.
 
     Args:
         work_name: subject of the error's sentence "... takes more than N seconds".

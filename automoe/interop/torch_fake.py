@@ -30,7 +30,7 @@ class AliveBytes(TorchDispatchMode):
     the operator that reads a number, and the key of a storage.
 
     Args:
-        num_experts: number of experts of an MoE layer.
+        num_experts: number of experts of an MoE layer, among which tokens are divided equally.
         before: tensors that are not counted.
     """
 

@@ -86,7 +86,7 @@ def wait_as_schedules_do(works: Works) -> None:
 
 @contextmanager
 def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
-    """Make schedules and stages wait for sends and receives with ``wait``.
+    """Within this context, make schedules and stages wait for sends and receives by ``wait``.
 
     Schedules have no argument for ``wait``, and wait with the timeout that a group was made with.
     Torch 2.11 to 2.15: schedules wait in ``schedules._wait_batch_p2p``. Since 2.13, stages also

@@ -96,6 +96,8 @@ def gloo_group(
     as ``enable_reconfigure``.
 
     Args:
+        store: torch's store through which ranks find each other.
+        rank, size: this rank's number in the group, and the number of ranks.
         devices: results of ``Gloo.create_device``.
         making: timeout of the connections that ranks make now.
         timeout: timeout of collectives.
@@ -113,7 +115,7 @@ def gloo_group(
 
 
 def replace_gloo(made: Any) -> None:
-    """Make torch call ``made`` instead of ``ProcessGroupGloo`` to make or recognise a gloo group.
+    """Make torch use the class ``made`` instead of ``ProcessGroupGloo`` for gloo groups.
 
     ``register_backend`` cannot replace a backend that is built in. Torch 2.11 to 2.15:
     ``distributed_c10d`` looks ``ProcessGroupGloo`` up among its own names, to make groups and to
@@ -275,11 +277,12 @@ def forget_meshes(hidden: list[Any]) -> None:
 
 
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
-    """Return the unreduced gradient sum of the FSDP unit's parameter ``name``.
+    """Return the unreduced gradient sum of a parameter of an FSDP unit.
 
-    The sum has the shape of the unsharded parameter and the dtype of the reduction; if there is
-    none yet, zeros are stored as the sum. FSDP makes it in the first backward pass, from the
-    gradient that autograd returned, without public access. The unit's state has
+    ``unit`` is a module that ``fully_shard`` wrapped, ``name`` the parameter's name in its own
+    module. The sum has the shape of the unsharded parameter and the dtype of the reduction; if
+    there is none yet, zeros are stored as the sum. FSDP makes it in the first backward pass, from
+    the gradient that autograd returned, without public access. The unit's state has
     ``_fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13 to 2.15. Their ``fsdp_params``
     have ``unsharded_param``, ``_module_info.param_name`` and, to 2.14,
     ``unsharded_accumulated_grad`` and ``reduce_dtype``. In 2.15 the sum is ``unsharded_param.grad``
@@ -414,6 +417,7 @@ def stored_tensor(reader: Any, stream: Any, place: Any) -> tuple[torch.Tensor, i
     reader, and ``UntypedStorage._checkpoint_offset``, set by a load to the meta device.
 
     Args:
+        reader: torch's ``FileSystemReader`` of the checkpoint.
         stream: the file, opened.
         place: the tensor's entry in ``storage_data`` of the reader.
     """

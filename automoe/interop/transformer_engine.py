@@ -37,8 +37,9 @@ from automoe.moe.grouped_mm import grouped_mm_experts
 def attention() -> AttentionFn:
     """Return a function (q, k, v, mask, scale, sinks=None): causal attention by transformer-engine.
 
-    The function raises ``BackendError`` for a mask or sinks. For this process, transformer-engine's
-    unfused attention is switched off by ``NVTE_UNFUSED_ATTN=0``.
+    It takes q [B, S, N, D], k [B, S, G, D] and v [B, S, G, Dv], returns [B, S, N, Dv], and raises
+    ``BackendError`` for a mask or sinks. For this process, transformer-engine's unfused attention
+    is switched off by ``NVTE_UNFUSED_ATTN=0``.
     """
     te = _load("kernels.attention=te", "kernels.attention=sdpa")
     # Without this, its unfused attention, which keeps every score, would replace a missing kernel.
@@ -78,8 +79,10 @@ def attention() -> AttentionFn:
 def experts() -> ExpertBackend:
     """Return the expert backend that multiplies by transformer-engine's ``GroupedLinear``.
 
-    Each call has one host sync, for the number of rows of every expert. Gradients of one token's
-    rows are added up in a fixed order. For biases the backend raises ``BackendError``.
+    It is a function (x [T, H], token of each row [R], end of each expert's rows [E], routing weight
+    of each row [R], weights, activation) that returns routing weight * expert(x) [R, H]. Each call
+    has one host sync, for the number of rows of every expert. Gradients of one token's rows are
+    added up in a fixed order. For biases the backend raises ``BackendError``.
     """
     te = _load("moe.experts=te", "moe.experts=grouped_mm")
 
@@ -131,7 +134,10 @@ def experts() -> ExpertBackend:
 
 
 def norm() -> Callable[..., RMSNorm]:
-    """Return a constructor (dim, eps, zero_centered=False) of RMS norms by transformer-engine."""
+    """Return a constructor (dim, eps, zero_centered=False) of RMS norms by transformer-engine.
+
+    With ``zero_centered`` the normalized numbers are multiplied by 1 + weight.
+    """
     return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"))
 
 

@@ -128,6 +128,7 @@ def _scale(act_RI, scale_R1, grad_RI, scratch_RI, grad_scale_R) -> None:
     """Scale activation and gradient by row in place; write the gradient of the scales.
 
     Args:
+        scale_R1: factor of each row.
         act_RI: the activation, becomes scale * activation.
         grad_RI: gradient of scale * activation, becomes that of the activation.
         scratch_RI: overwritten.

@@ -46,11 +46,11 @@ cudnn_first: bool | None = None  # on this machine's GPU; None until attention h
 
 
 def prepare_cuda() -> None:
-    """Set ``cudnn_first``, once: whether attention on this GPU tries cuDNN before other kernels.
+    """Set this module's ``cudnn_first`` once: whether attention on this GPU tries cuDNN first.
 
     Call this before attention on CUDA, outside compiled code. It runs SDPA once: torch sets up its
-    default order of kernels at the first call, which must not happen inside ``sdpa_kernel``. It is
-    not called when a model is built: it creates a CUDA context, which a process that computes on
+    default order of kernels at the first call, which must not happen inside ``sdpa_kernel``.
+    Building a model does not call it: it creates a CUDA context, which a process that computes on
     the CPU must not have.
     """
     global cudnn_first
@@ -89,7 +89,8 @@ def cudnn_serves(mask: Tensor | None) -> bool:
 def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> list[SDPBackend]:
     """Return the SDPA backends to try on CUDA for these head dims and mask, the best first.
 
-    cuDNN is the first if ``cudnn_first`` is set and it supports dims and mask, else it is left out.
+    cuDNN is the first if ``cudnn_first`` is set and it supports dims and mask [B, 1, S, R], else it
+    is left out.
     """
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
@@ -112,6 +113,7 @@ def only_kernels(
         kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.
         device_type: ``cuda`` or ``cpu``.
         query_dim, value_dim: head dims of queries (and keys) and of values.
+        mask: [B, 1, S, R], or None for causal attention.
 
     Raises:
         BackendError: ``cudnn`` is named, and its gradient may be wrong for this mask.
@@ -184,11 +186,12 @@ def attend(
 def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: Tensor | None, scale: float, sinks_N: Tensor):
     """Return q, k, v and mask with the attention sinks as one more key, for kernels without sinks.
 
-    The new key comes first and has a value of zeros. Queries and keys get one more dim, which holds
-    the head's sink over ``scale`` (the later factor of the scores) in queries, 1 in the new key,
-    and 0 in all other keys. Zeros then pad all head dims, also of values, to one multiple of 8.
-    Without a mask, a query of zeros also comes first, so that causality lets each query see the new
-    key and the keys that it saw before; the caller drops its output and the values' extra dims.
+    The new key comes first and has a value of zeros. The heads of queries and keys get one more
+    feature, which holds the head's sink over ``scale`` (the later factor of the scores) in queries,
+    1 in the new key, and 0 in all other keys. Zeros then pad all head dims, also of values, to one
+    multiple of 8. Without a mask, a query of zeros also comes first, so that causality lets each
+    query see the new key and the keys that it saw before; the caller drops its output and the
+    values' extra dims.
     """
     dim = k_BRGD.shape[-1]
     extra = 8 - dim % 8  # at least one dim, padded to a multiple of 8 for fused kernels
@@ -212,8 +215,9 @@ def attend_in_blocks(
 ) -> Tensor:
     """Return the output of softmax attention by FlexAttention, which skips fully masked blocks.
 
-    N query heads share G heads of keys and values; the result is [B, S, N, head dim of values].
-    Unless compiled, FlexAttention stores the scores of all queries and keys.
+    Shapes: B rows, S queries, R keys, N query heads, G key and value heads, D head dim. The result
+    is [B, S, N, head dim of values]. Unless compiled, FlexAttention stores the scores of all
+    queries and keys.
 
     Args:
         mask: blocks of queries and keys that see each other.

@@ -54,7 +54,8 @@ def bits_at(index: Tensor, key: int | Tensor) -> Tensor:
     """Return 64 random bits, as int64, for each element of ``index`` (int64, any shape).
 
     Args:
-        key: key of a random stream (``stream_key``), or one key for each index.
+        key: key of a random stream (``stream_key``), or a tensor of keys that broadcasts to
+            ``index``.
     """
     x = (index + 1) * _signed(GOLDEN_GAMMA) + key
     x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)

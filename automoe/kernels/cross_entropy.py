@@ -49,7 +49,7 @@ def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexp
     """Triton kernel: replace logits by exp(logit - largest) * factor, minus 1 at the label.
 
     One program handles BLOCK of the ``vocabulary`` logits of one token; ``largests``, ``factors``
-    and ``labels`` have one entry per token.
+    and ``labels`` have one entry per token. A label of -1 is not in these logits.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -84,6 +84,8 @@ def logits_to_gradient_(
 
     Args:
         logits_TV: contiguous logits; also the result.
+        largest_T1: number to subtract from a token's logits: the largest over the whole vocabulary.
+        factor_T1: factor of a token's exponentials.
         label_T1: index of the label in V; -1: no label in this rank's shard of the vocabulary.
     """
     num_tokens, vocabulary = logits_TV.shape

@@ -93,6 +93,8 @@ def encode_tiles(
 
     Args:
         x: [batch, num_rows, num_cols], read by its three strides.
+        scales: float32 [batch, tiles down, tiles across].
+        codes: receives the codes [batch, num_rows, num_cols] as uint8.
         largest: largest number of the float8 format.
         FIND: True computes and stores ``scales``, False reads them.
         BLOCK: True: one scale for all HEIGHT rows, else one per row.
@@ -270,7 +272,7 @@ def block_scaled_product(
     Args:
         a_scales: [R, K / 128], or [M, R / 128].
         b_scales: [E, N / 128, K / 128], or [N, R / 128].
-        offsets: [E] end of each expert along R.
+        offsets: [E] end of each expert along R; in the second product multiples of 128.
     """
     fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)
     num_experts = offsets.numel()

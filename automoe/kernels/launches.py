@@ -186,11 +186,13 @@ def _over_rows(
     """Launch a Triton kernel with one program for each tile of rows and block of columns.
 
     Args:
+        kernel: kernel of ``products`` whose first arguments are the operands.
+        tiles: the rows cut into tiles of one expert.
         num_columns: columns of the result.
         blocks: block sizes and launch parameters.
         step: number that divides the length of every operand's rows.
         dtype: dtype of the operands.
-        operands: tensors, the first arguments of the kernel.
+        operands: tensors or tensor descriptors.
         sizes: numbers that follow the operands and the description of the tiles.
         constants: further compile-time constants.
     """

@@ -1,9 +1,8 @@
 """RMSNorm on a GPU that reads and writes each number once, in the forward and backward pass.
 
 torch's fused kernels take input and weight in one dtype, so a bfloat16 input must first be
-converted, which reads and writes it twelve times as often as needed. Here sums are float32 for any
-input dtype. The gradient of the weight is summed in a fixed order, so a run repeats bit for bit.
-Shapes: T rows, D width.
+converted, in a pass of its own. Here sums are float32 for any input dtype. The gradient of the
+weight is summed in a fixed order, so a run repeats bit for bit. Shapes: T rows, D width.
 """
 
 from __future__ import annotations
@@ -124,7 +123,8 @@ def norm_grads(
     """Return the gradients of RMSNorm's input ``x`` [T, D] and ``weight`` [D].
 
     Args:
-        grad_TD: gradient of the output.
+        grad_TD: gradient of the output [T, D].
+        x_TD, weight_D: the inputs of ``norm_rows``.
         scales_T1: scales that ``norm_rows`` returned, 1 / sqrt(mean(x^2) + eps).
     """
     num_rows, dim = x_TD.shape

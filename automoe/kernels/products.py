@@ -107,7 +107,7 @@ def _store(at, value, mask, PRECISION: tl.constexpr):
 def _block(at, rows, columns):
     """Triton function: load a 2-D block from the pointers ``at``, in their dtype.
 
-    ``rows`` and ``columns`` are 1-D masks; numbers outside them are 0.
+    ``rows`` and ``columns`` are 1-D masks of its dims; where either is False, the result is 0.
     """
     return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
 
@@ -158,11 +158,12 @@ def gather_up_activate(
 ):
     """Triton kernel: compute the experts' gate and up projection and activation.
 
-    Each program reads its tokens from ``x`` through ``gather_idx``, so no permuted copy of x is
-    made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight ``probs`` * activation,
-    which is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``).
-    ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP divides all
-    row lengths; with TMA the weights are a tensor descriptor. PRECISION is that of ``tl.dot``.
+    Each program reads its tokens from ``x`` [tokens, hidden] through ``gather_idx`` [R], so no
+    permuted copy of x is made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight
+    ``probs`` * activation, which is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and
+    ``limit``). ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
+    divides all row lengths; with TMA the weights are a tensor descriptor. PRECISION is that of
+    ``tl.dot``.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)

@@ -53,8 +53,10 @@ def turn_heads(
     ``x`` [B, S, N, DIM] is read by its strides, ``out`` [B * S, N, DIM] written; ``cos`` and
     ``sin`` are [B * S, HALF]. Dims START ... START + 2 HALF - 1 are rotated, the others copied. The
     two dims of a rotation are adjacent in the input with FROM_PAIRS, and in the output with
-    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle. PRECISION ``ieee`` is
-    for float32 and for Triton's interpreter, which would not round to bfloat16 by itself.
+    TO_PAIRS; otherwise they are HALF apart. BACK rotates by minus the angle. BLOCK_HALF and
+    BLOCK_KEPT are HALF and the number of copied dims, rounded up to powers of two. PRECISION
+    ``ieee`` is for float32 and for Triton's interpreter, which would not round to bfloat16 by
+    itself.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -110,7 +112,8 @@ def join_heads(
     """Triton kernel: concatenate each head's own dims of MLA keys and the shared rotary dims.
 
     One program writes HEADS keys of one token to ``k`` [B * S, N, KEEP + TURN]: KEEP dims from
-    ``kv`` and TURN from ``k_rope``, which are read by their strides.
+    ``kv`` and TURN from ``k_rope``, which are read by their strides. BLOCK_KEEP and BLOCK_TURN are
+    these sizes rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
@@ -156,8 +159,9 @@ def part_heads(
 
     It splits the keys' gradient ``grad_k`` into each head's own KEEP dims, stored with the gradient
     of values (VALUES dims) in ``grad_kv``, and the TURN rotary dims, summed over heads in
-    ``grad_k_rope``. One program handles one token, HEADS heads at a time. PRECISION ``ieee`` is for
-    float32 and for Triton's interpreter, which would not round to bfloat16 by itself.
+    ``grad_k_rope``. One program handles one token, HEADS heads at a time; the BLOCK sizes are the
+    numbers of dims rounded up to powers of two. PRECISION ``ieee`` is for float32 and for Triton's
+    interpreter, which would not round to bfloat16 by itself.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len

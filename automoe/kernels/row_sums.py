@@ -11,7 +11,7 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     """Sum the rows that have the same index, in their order: [num_sums, H], in the rows' dtype.
 
     Rows with the index ``num_sums`` are ignored. On CUDA ``index_add_`` would add with atomics, in
-    any order, and round after each addition, so another operator is used there.
+    any order, and round after each addition, so ``sum_in_order`` is used there.
     """
     if rows_MH.device.type == "cpu":
         out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])

@@ -50,7 +50,7 @@ def _load(source, at, mask):
 def _store(to, at, x, bits, mask):
     """Triton function: store ``x`` (float32) at pointers ``to + at``.
 
-    bfloat16 is rounded stochastically, by the lowest 16 of the random ``bits``.
+    If they point to bfloat16, x is rounded stochastically, by the lowest 16 of the random ``bits``.
     """
     if to.dtype.element_ty == tl.bfloat16:
         stored = x.to(tl.uint32, bitcast=True)
@@ -140,7 +140,8 @@ def update_in_one_pass(
         first_index: index of the shard's first element in the full parameter.
         runs: for each dim of the shard (at most three): its size, and its stride in the full
             parameter; the last stride is 1.
-        numbers: step sizes and coefficients (``automoe.optim.stochastic.AdamWScalars``).
+        numbers: step counts and sizes, coefficients, and the key of the parameter's random stream
+            (``automoe.optim.stochastic.AdamWScalars``).
     """
     num_values = tensors[0].numel()
     if not num_values:

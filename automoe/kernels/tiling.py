@@ -93,7 +93,7 @@ class RowTiles:
     """R rows sorted by expert, cut into tiles of ``height`` rows of one expert each.
 
     The host knows R but not how many rows each expert has, so it launches programs for the largest
-    possible number of tiles ("slots"): R / height full tiles, and one partial tile per expert.
+    possible number of tiles ("slots"): ceil(R / height), and one more per expert.
 
     Attributes:
         expert: [slots] int32, the expert of a tile; E (number of experts) in a slot without a tile.

@@ -65,10 +65,11 @@ def tile_amax(x: Tensor, tile: Tile) -> Tensor:
 
 
 def scales_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest powers of two that bring ``amax`` into the range of ``dtype``.
+    """Return the smallest powers of two for which amax / scale is in the range of ``dtype``.
 
-    A scale is one if ``amax`` is zero, NaN if ``amax`` is not finite. Scales are at least 2**-126,
-    so that dividing and multiplying by them is exact.
+    ``amax`` has the largest magnitude of each tile. A scale is one if ``amax`` is zero, NaN if
+    ``amax`` is not finite. Scales are at least 2**-126, so that dividing and multiplying by them is
+    exact.
     """
     mantissa, exponent = torch.frexp((amax / LARGEST[dtype]).clamp_min(2.0**-126))
     scales = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).to(exponent.dtype))
@@ -98,7 +99,10 @@ def encode(x: Tensor, scales: Tensor, dtype: torch.dtype, tile: Tile) -> Quantiz
 
 
 def quantize(x: Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
-    """Quantize ``x`` [..., R, C] with scales computed from its own tiles."""
+    """Quantize ``x`` [..., R, C] to a float8 ``dtype``, with a scale computed for each tile.
+
+    A ``tile`` is the rows and columns that share a scale; ``WHOLE`` is the entire matrix.
+    """
     if x.is_cuda and tile != WHOLE:
         return _in_one_pass(x, None, dtype, tile)
     return encode(x, scales_for(tile_amax(x, tile), dtype), dtype, tile)
@@ -138,7 +142,7 @@ def _in_one_pass(x: Tensor, scales: Tensor | None, dtype: torch.dtype, tile: Til
 
 
 def _spread(scales: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
-    """Return the scale of each number, as a tensor that broadcasts to ``shape``."""
+    """Return each number's scale, broadcastable to ``shape`` [..., R, C], from one scale per tile."""
     if tile == WHOLE:
         return scales
     spread = scales.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)

@@ -130,7 +130,7 @@ def _kernel_scales(q: Quantized) -> Tensor:
     """Return the scales of ``q`` in the layout that torch's ``scaled_mm`` reads.
 
     Scales of 1 x 128 tiles are column-major; scales of 128 x 128 tiles are transposed and padded to
-    multiples of 4.
+    multiples of 4; the scale of a whole matrix has the shape [1].
     """
     if q.tile == WHOLE:
         return q.scales.view(1)

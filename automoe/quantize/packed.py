@@ -1,4 +1,4 @@
-"""Packed frozen weights (``lora.base``): fp8 or nf4 blocks that are widened for each product.
+"""Packed frozen weights (``lora.base``): fp8 or nf4 blocks, dequantized for each product.
 
 Codes and scales are one uint8 tensor [..., rows, blocks, bytes]. A block is 128 float8 codes of a
 row (``fp8``) or 64 codes of 4 bits (``nf4``, arXiv 2305.14314), followed by its float32 scale. The
@@ -31,12 +31,12 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def base_of(weight: Tensor) -> str:
-    """Return the format, ``fp8`` or ``nf4``, of a weight that is stored as blocks of bytes."""
+    """Return the format of a weight stored as blocks of bytes: ``fp8`` (132 bytes) or ``nf4`` (36)."""
     return _KINDS[weight.shape[-1]]
 
 
 def block_size(weight: Tensor) -> int:
-    """Return how many numbers each block of bytes of a quantized ``weight`` holds."""
+    """Return how many numbers a block of a quantized ``weight`` holds: 128 in fp8, 64 in nf4."""
     return BASE_BLOCKS[base_of(weight)][0]
 
 
@@ -77,7 +77,8 @@ def unpack(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     Each number is rounded from float32 once.
 
     Args:
-        weight: blocks [..., R, blocks, bytes] (uint8), or a tensor that is not quantized.
+        weight: blocks [..., R, blocks, bytes] (uint8; 132 bytes are fp8, 36 are nf4), or a tensor
+            that is not quantized.
         columns: columns of the matrix, without the padding of the last block.
         dtype: dtype of the result.
     """
@@ -95,7 +96,7 @@ def unpack(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize [R, blocks, bytes] to [R, blocks, numbers per block].
+    """Dequantize fp8 or nf4 [R, blocks, bytes] to [R, blocks, numbers per block].
 
     The result of nf4 is in ``dtype`` if that is a 16-bit type; all other results are float32.
     """
@@ -125,7 +126,8 @@ def _bitsandbytes() -> ModuleType:
 class _PackedProduct(torch.autograd.Function):
     """Autograd function (x, weight, bias): ``F.linear`` of a quantized, frozen weight.
 
-    The weight is saved quantized and gets no gradient. The backward pass dequantizes it again.
+    The weight is a uint8 tensor of fp8 or nf4 blocks, saved as it is, and gets no gradient. The
+    backward pass dequantizes it again.
     """
 
     @staticmethod

@@ -51,7 +51,7 @@ class _Weights(nn.Module):
     cached: dict[str, Any] | None = None
 
     def weight_scales(self, weight: Tensor) -> Any:
-        """Return the scales of the weight [..., N, K]; ``Blockwise`` returns None.
+        """Return the scales [..., 1, 1] of the weight [..., N, K]; ``Blockwise`` returns None.
 
         Collective, unless they are cached.
         """
@@ -91,10 +91,11 @@ class Tensorwise(_Weights):
         self.reduce_weight = reduce_weight
 
     def scales(self, tensor: Tensor, operand: int) -> Tensor:
-        """Return the scale [..., 1, 1] of ``tensor``. Collective: called once per product.
+        """Return the scale [..., 1, 1] of ``tensor``. Collective over the ranks that share it.
 
-        The scale depends only on the largest number of ``tensor``. To quantize the operand a second
-        time, pass the same scale again.
+        The scale depends only on the largest number of ``tensor`` (of past steps in ``Delayed``,
+        which also notes this step's). To quantize the operand a second time, pass the same scale
+        again.
 
         Args:
             operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
@@ -141,7 +142,7 @@ class Tensorwise(_Weights):
 
 
 class Delayed(Tensorwise):
-    """Scaling rule: one scale per matrix, from the largest number of the last ``HISTORY`` steps.
+    """Scaling rule: one scale per matrix, from the largest number of 16 steps (``HISTORY``).
 
     This is delayed scaling (arXiv 2209.05433, section 3). An operand without a history is scaled by
     its own largest number.
@@ -197,7 +198,7 @@ class Delayed(Tensorwise):
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:
-        """Move the step's largest numbers into the history if ``remember``, else drop them."""
+        """Move this step's largest numbers into the history if ``remember``; then clear them."""
         if remember:
             self.history.copy_(torch.cat((self.seen.unsqueeze(1), self.history[:, :-1]), dim=1))
             self.known = None

@@ -41,9 +41,12 @@ def wrong_kind(path: Path | str | int) -> str | None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that automoe wrote, and return a file descriptor; the call never blocks.
+    """Open a file of automoe's own, and return a file descriptor; the call never blocks.
 
     Opening a FIFO would wait for its other end, and reading from a device might not end.
+
+    Args:
+        flags: flags of ``os.open``.
 
     Raises:
         OSError: the file cannot be opened, or it is a folder, a FIFO or a device.
@@ -120,6 +123,9 @@ def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
 
     The default, XXH3, detects damage but not tampering. It reads 7 GB per second from the page
     cache.
+
+    Args:
+        method: constructor of a hash object like those of ``hashlib``.
 
     Raises:
         OSError: the file cannot be read, or is a FIFO or device.

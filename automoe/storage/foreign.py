@@ -2,8 +2,8 @@
 
 A name must stand for a regular file in its folder. A link may lead to another file of the folder
 or, in HuggingFace's cache (where ``snapshots/REVISION`` holds only links), to ``blobs`` of the same
-repository. JSON and YAML have limits of size and depth, and settings of models and tokenizers have
-the types of ``_SETTINGS``. Templates and regular expressions in such files run in
+repository. JSON and YAML have limits of size and depth, and settings of models and tokenizers must
+have the types that ``_SETTINGS`` lists. Templates and regular expressions in such files run in
 ``automoe.storage.guarded``.
 """
 
@@ -92,7 +92,8 @@ def read_bytes(folder: Path, name: str) -> bytes:
     """Return the bytes of a JSON file of ``folder``.
 
     Raises:
-        CheckpointError: a link out of the folder, not a regular file, or too large.
+        CheckpointError: the name is a link out of the folder or not a regular file, or the file has
+            more than ``MAX_JSON_BYTES`` (100 MB).
         OSError: the file cannot be read.
     """
 
@@ -211,7 +212,10 @@ def parse_yaml(raw: bytes) -> Any:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object for ``json.loads``; raise ``ValueError`` if a key is repeated."""
+    """Return the (key, value) pairs of a JSON object as a dictionary, for ``json.loads``.
+
+    Raises ``ValueError`` if a key is repeated.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         names = set()
@@ -257,10 +261,12 @@ def _is_template(value: Any) -> bool:
 
 
 def _several(is_one: Callable[[Any], bool], kinds: Any = list) -> Callable[[Any], bool]:
-    """Return a test that accepts one value that passes ``is_one``, or a collection of such values.
+    """Return a test that accepts a value that passes ``is_one``, or a collection of such values.
 
     Args:
-        kinds: types that count as a collection; a dictionary's values are tested.
+        is_one: test of one value.
+        kinds: type, or tuple of types, that counts as a collection; a dictionary's values are
+            tested.
     """
 
     def all_are(value: Any) -> bool:
@@ -372,7 +378,8 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file such as ``config.json``; {} if the file does not exist.
 
     Raises:
-        CheckpointError: the name is a link out of the folder, not a regular file, or too large.
+        CheckpointError: the name is a link out of the folder, not a regular file, or larger than
+            100 MB.
         OSError: the file cannot be read.
         ValueError: the JSON is invalid, or a known key has a value of the wrong type.
     """

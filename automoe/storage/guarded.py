@@ -37,7 +37,7 @@ _place: mmap.mmap | None = None  # in a child: name of the current step, shared 
 def doing(work_name: str, goes_on: bool = False) -> None:
     """Begin a step of the work that ``guarded`` runs in a child process; do nothing elsewhere.
 
-    A step has ``MAX_SECONDS`` of processor time.
+    A step has ``MAX_SECONDS`` (60) of processor time.
 
     Args:
         work_name: name of the step, for an error.
@@ -145,7 +145,7 @@ def _work(work_name: str, work: Callable[[], Any], writing: int, parent: int) ->
 
 
 def limit_memory() -> tuple[int, int]:
-    """Limit this process to ``MAX_BYTES`` more private memory.
+    """Limit this process to ``MAX_BYTES`` (half of the machine's memory) more private memory.
 
     Return the previous (soft, hard) limits of ``RLIMIT_DATA`` in bytes.
     """
@@ -160,7 +160,7 @@ def limit_memory() -> tuple[int, int]:
 
 @contextmanager
 def limited_memory(block: str) -> Iterator[None]:
-    """Limit the memory that a block adds to this process to ``MAX_BYTES``.
+    """Limit the memory that a block adds to this process to half of the machine's memory.
 
     Memory of a GPU is not limited.
 
@@ -183,7 +183,7 @@ def limited_memory(block: str) -> Iterator[None]:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
 
-    Nothing else would end a process in a session of its own.
+    Nothing else would end a process in a session of its own. ``parent`` is a process id.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

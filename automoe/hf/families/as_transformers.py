@@ -104,7 +104,7 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
 
 @contextmanager
 def _made_by(make: type, path: str) -> Iterator[None]:
-    """Silence warnings while ``make`` reads a config.json; turn its errors into ConfigError.
+    """Context in which ``make`` reads a config.json: no warnings, and errors become ConfigError.
 
     Args:
         make: configuration class of transformers.
@@ -171,10 +171,11 @@ def without_warnings() -> Iterator[None]:
 
 @cache
 def kept_in_float32(architecture: str) -> re.Pattern[str]:
-    """Return a pattern of the parameters that stay in float32 in transformers' bfloat16 models.
+    """Return a pattern that finds names of parameters which transformers keeps in float32.
 
     Args:
-        architecture: name of the model's class in transformers.
+        architecture: name of the model's class in transformers. If it is unknown, the pattern finds
+            nothing.
     """
     import transformers
 
@@ -187,6 +188,7 @@ def not_computed(path: object, content: str) -> ConfigError:
     """Return the error for a valid ``config.json`` whose model this decoder does not compute.
 
     Args:
+        path: folder of config.json.
         content: what config.json has, such as ``index_topk=0, and a query sees at least 1 key``.
     """
     return ConfigError(
@@ -198,6 +200,7 @@ def damaged(path: object, content: str) -> ConfigError:
     """Return the error for a ``config.json`` that describes no model.
 
     Args:
+        path: folder of config.json.
         content: what config.json has, such as ``no hidden_size, which a llama model needs``.
     """
     return ConfigError(

@@ -20,7 +20,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims`` (``qk_rope_head_dim``); refuse a ``head_dim`` in ``hf`` that differs from it."""
+    """Return ``dims`` (``qk_rope_head_dim``); raise ``ConfigError`` if ``hf.head_dim`` differs."""
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(

@@ -48,7 +48,8 @@ class Field:
 
     Attributes:
         key: name of the key.
-        default: value if neither config.json nor the class of transformers gives one.
+        default: value if neither config.json nor the class of transformers gives one; with
+            ``REQUIRED`` a ``ConfigError`` is raised then.
         read: function (value in config.json, transformers' configuration object) -> value in
             ``ModelConfig``.
         write: function (value in ``ModelConfig``, the whole ``ModelConfig``) -> value in
@@ -275,10 +276,10 @@ def _not_exported(config: ModelConfig, key: str, rule: str, wanted: object) -> C
 
 @contextmanager
 def _readable(content: str, path: str) -> Iterator[None]:
-    """Turn errors from converting a value of config.json into a ``ConfigError``.
+    """Context that turns errors from converting a value of config.json into a ``ConfigError``.
 
     Args:
-        content: the value, for the message.
+        content: key and value, for the message.
         path: folder of config.json.
     """
     try:
@@ -403,7 +404,8 @@ def layer_types(other: str, default: Any = REQUIRED) -> Field:
 def named(words: str) -> dict[str, Field | str]:
     """Return a family's ``fields`` from words ``OUR_KEY=THEIR_KEY``, separated by spaces.
 
-    A word without ``=``, such as ``attention.head_dim``, stands for ``head_dim`` in config.json.
+    OUR_KEY is a dotted key of ``ModelConfig``, THEIR_KEY one of config.json. A word without ``=``,
+    such as ``attention.head_dim``, has the part after the last dot as its key in config.json.
     """
     pairs = (word.partition("=") for word in words.split())
     return {ours: theirs or ours.rpartition(".")[2] for ours, _, theirs in pairs}

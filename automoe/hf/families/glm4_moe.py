@@ -46,6 +46,7 @@ def _read_leading_dense(kinds: list[str], hf_config: Any) -> int:
 
     Args:
         kinds: ``mlp_layer_types``: dense or sparse, per layer.
+        hf_config: transformers' configuration object.
     """
     dense = kinds.count("dense")
     if kinds != _kinds(dense, hf_config.num_hidden_layers):

@@ -14,10 +14,11 @@ _WHOLE = "the query heads of an olmoe model are together as wide as its hidden s
 
 
 def _read_head_dim(size: int | None, hf_config: Any) -> int:
-    """Return the head dim; refuse query heads whose total width is not ``hidden_size``.
+    """Return the head dim; raise ``ConfigError`` if all query heads are not ``hidden_size`` wide.
 
     Args:
         size: ``head_dim``; None stands for hidden_size / num_attention_heads.
+        hf_config: transformers' configuration object.
     """
     heads = hf_config.num_attention_heads
     size = size or hf_config.hidden_size // heads

@@ -58,7 +58,8 @@ def _read_leading_dense(listed: list[int], hf_config: Any) -> int:
 def _num_shared(width: int, hf_config: Any) -> int:
     """Return the shared FFN's width divided by that of a routed expert: a number of shared experts.
 
-    If the division leaves a remainder, the result is 1: one shared expert with a width of its own.
+    ``width`` is the shared FFN's, ``hf_config`` transformers' configuration object. If the division
+    leaves a remainder, the result is 1: one shared expert with a width of its own.
     """
     count, rest = divmod(width, hf_config.moe_intermediate_size)
     return 1 if rest else count

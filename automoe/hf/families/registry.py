@@ -85,7 +85,7 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the declaration of the family that ``config`` names."""
+    """Return the declaration of the family with the name ``config.family``."""
     family = known_families().get(config.family) or look_up("model.family", config.family)
     return family.of(config)
 
@@ -131,7 +131,7 @@ def check_model(folder: Path) -> None:
 
     Raises:
         ConfigError: config.json is missing or wrong, or its model has other sizes than the files.
-        CheckpointError: a file is damaged, or its quantization is not read.
+        CheckpointError: a file is damaged, or automoe cannot read the quantization.
     """
     hf = read_hf_config(folder)
     if str(text_config(hf).get("model_type")) in known_families():
