@@ -116,6 +116,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     Args:
         key: config key of the model, for errors.
         name: ``OWNER/NAME``.
+        revision: commit, branch or tag.
 
     Raises:
         ConfigError: the model is not cached, and the Hub does not give it.

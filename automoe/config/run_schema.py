@@ -15,8 +15,9 @@ from automoe.config.paths import PathText
 class ObserveConfig:
     """Settings of console, report, trackers (W&B, TensorBoard, MLflow) and profiles.
 
-    ``samples`` are prompts that the model answers after each validation; ``objective`` is what a
-    sweeper optimizes.
+    ``samples`` are prompts that the model answers after each validation, in up to ``sample_tokens``
+    tokens. ``log_every`` counts steps, ``profile_steps`` are such as ``10-12``, and ``objective`` is
+    what a sweeper optimizes.
     """
 
     # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
@@ -75,11 +76,16 @@ class LaunchConfig:
 
 @dataclass
 class ClusterConfig:
-    """The hardware that plan and MFU are computed for, in bytes, bytes/s and FLOP/s.
+    """The hardware that plan and MFU are computed for.
+
+    Memory (bytes), FLOP/s and bandwidths (bytes/s) are those of one GPU (``host_bandwidth``: to CPU
+    memory), but ``storage_bandwidth`` is that of a node to checkpoint storage, ``storage_limit``
+    that of all nodes together.
 
     ``gemm_curve`` has the shares of ``peak_flops`` that matmuls reach at 1, 2, 4, ... times
     ``gemm_curve_from`` FLOPs per byte, ``links`` the measured [delay in s, bytes/s] of
-    collectives, and ``constants`` replace those of the planner's time model.
+    collectives (``all_to_all 4x2``: in groups of 4 ranks with stride 2), and ``constants`` replace
+    those of the planner's time model.
     """
 
     name: str = "laptop"  # shown in the plan
