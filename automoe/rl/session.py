@@ -145,10 +145,10 @@ class Session:
     """A model on a mesh with its optimizer, and the operations of a reinforcement learning loop.
 
     Attributes:
-        config: the configuration that the session runs with.
-        meshes: the device meshes of the ranks.
+        config, device, meshes: configuration, this rank's device, and device meshes of the ranks.
         state: this rank's pipeline stages, the optimizer, and step and token counters.
         store: reader and writer of the run directory's checkpoints.
+        auxiliary_losses: whether balance losses, expert-bias updates and multi-token prediction losses may be on.
         max_routes_differ: bound on how far an engine's expert ids may differ from the router's own choices, as a
             fraction of the difference of random choices (``check_replay``).
     """
@@ -472,7 +472,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite ``kind`` >= ``least``, else raise ``ConfigError`` for setting ``key``."""
+    """Return ``value`` as a finite ``kind`` (int, float) >= ``least``; raise ``ConfigError`` (``key``) if it is none."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with the summed loss and counts of two passes whose gradients accumulate for one update."""
+    """Return ``second`` with loss and counts summed over both passes, whose gradients accumulate for one update."""
     return replace(
         second,
         loss=first.loss + second.loss,
