@@ -125,7 +125,10 @@ def resolved(
 
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
-    """Return a copy of the session's checkpoint store that reads and writes ``folder``."""
+    """Return a copy of the session's checkpoint store that reads and writes ``folder``.
+
+    It waits until a background save of the session has ended.
+    """
     session.store.poll(wait=True)  # the copy would report the same background save again
     store = copy(session.store)
     store.forget_newest()
@@ -148,7 +151,7 @@ def save_at(session: Session, folder: Path) -> None:
 
 
 def load_from(session: Session, folder: Path) -> None:
-    """Load the newest checkpoint in ``folder`` into the session. Collective.
+    """Load the newest checkpoint in ``folder`` into the session; clear its gradients. Collective.
 
     Raises:
         CheckpointError: ``folder`` has no checkpoint.

@@ -384,7 +384,7 @@ class Session:
         return saved
 
     def load(self) -> dict[str, Any] | None:
-        """Load weights, optimizer and counters from the run's newest checkpoint. Collective.
+        """Load weights, optimizer and counters from the run's newest checkpoint; clear gradients. Collective.
 
         Returns:
             The ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and nothing is loaded.
@@ -472,7 +472,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite ``kind`` (int, float) >= ``least``; raise ``ConfigError`` (``key``) if it is none."""
+    """Return ``value`` as a finite ``kind`` (int, float) >= ``least``; raise ``ConfigError`` (``key``) if not."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")

@@ -93,7 +93,7 @@ def export_weights(
     cannot be trained further afterwards.
 
     Args:
-        optimizer: needed for ``checkpoint.export_ema``: it holds the averaged weights, which the
+        optimizer: needed for ``checkpoint.export_ema`` (else a ``ConfigError``): it holds the averaged weights, which the
             function copies into ``model_parts`` and exports.
 
     Returns:
