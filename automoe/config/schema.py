@@ -92,7 +92,9 @@ class AttentionConfig:
 
     ``kind`` is grouped-query (``gqa``) or multi-head latent attention (``mla``); a key whose
     comment begins with one of the two applies to it alone. ``index_*`` are for sparse attention
-    (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next).
+    (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next). Every
+    ``full_attention_interval``-th layer has full attention; those between have a delta net or the
+    ``sliding_window``.
     """
 
     kind: Literal["gqa", "mla"] = "gqa"

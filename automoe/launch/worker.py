@@ -47,7 +47,7 @@ class Outlet:
     attributes are those of the first stream.
 
     Args:
-        streams: the text streams; they also get escapes for characters that they cannot encode.
+        streams: where text is written; characters that a stream cannot encode are escaped.
         lost: function that is called with the error and the text that the last stream did not take.
     """
 

@@ -112,7 +112,7 @@ def gaps_of(
         answers: answers with the engine's log-probabilities.
         scores: ``old_log_probs``: for each answer the trainer's log-probabilities of its tokens; if
             the answers have routes (the engine's expert ids) also ``differing``: for each token the
-            first MoE layer whose router would choose other experts, or -1. This function removes
+            index, among MoE layers, of the first whose router would choose other experts, or -1. This function removes
             ``differing`` from the dictionary.
         bound: largest allowed mean.
 

@@ -134,7 +134,7 @@ def _k3(d_BS: Tensor) -> Tensor:
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
     """Return token weights [B, S]: trainer's pre-update probability / the engine's, limited by ``correction``.
 
-    Kinds ``mask`` and ``reject`` report by answer length how many answers there are, and with a token of weight 0.
+    Kinds ``mask`` and ``reject`` report, by answer length, numbers of answers, and of those with a token of weight 0.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)

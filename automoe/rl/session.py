@@ -65,8 +65,8 @@ class LogProbs:
     Attributes:
         log_probs: float64 log-probability of token i given the tokens before it, 0 if untrained.
         entropy: float64 entropy in nats of the distribution of token i, 0 if untrained; None: not requested.
-        first_differing: int64: the first MoE layer whose router, when predicting token i, would choose other
-            experts than ``Sample.routes`` has; -1: none. None: no sample has routes.
+        first_differing: int64 index, among MoE layers, of the first one whose router would choose other experts
+            than ``Sample.routes`` has when predicting token i; -1: none. None: no sample has routes.
     """
 
     log_probs: list[torch.Tensor]
@@ -169,9 +169,9 @@ class Session:
     def open(
         cls, config: Config, shape: MeshShape, context: RunContext, auxiliary_losses: bool = False
     ) -> Session:
-        """Open a session on this rank, with the arguments of a recipe's ``main``. Collective.
+        """Build the model on the mesh, load or draw its weights, and return a session. Collective.
 
-        Scripts that automoe does not launch call ``automoe.session.open_session`` instead.
+        A recipe's ``main`` gets these arguments; other scripts call ``automoe.session.open_session`` instead.
 
         Args:
             config: ``train.seq_len`` is the longest packed row; a micro-batch has at most
