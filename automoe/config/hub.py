@@ -75,7 +75,8 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     """Add the commit to a Hub id, and download its config and tokenizer; return a path unchanged.
 
     ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
-    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub.
+    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub. If the commit was not
+    known before, a line on stderr names it.
 
     Args:
         key: config key of ``spec``, for error messages.
