@@ -176,7 +176,7 @@ def show_run(console: Console, folder: Path) -> bool:
     """Train one run in ``folder``; then train it again there, but kill and resume this second run.
 
     Returns:
-        True if the loss fell and both runs have the same numbers in every step.
+        True if the loss fell by more than 1 and both runs have the same numbers in every step.
     """
     from automoe.launch.trial_runs import differing, numbers_of, train, train_and_kill
 

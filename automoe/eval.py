@@ -150,6 +150,9 @@ def _evaluate(args: argparse.Namespace) -> int:
 class _Once(logging.Handler):
     """Log handler that prints a warning of lm-eval only once for each place in its code.
 
+    Args:
+        tasks: names of the tasks, for the error.
+
     Raises:
         ConfigError: lm-eval warns that a right answer is not among a task's choices.
     """

@@ -54,8 +54,8 @@ def open_session(
     used. If there is none, one is made, which ``close`` destroys.
 
     Args:
-        config: overrides (``"mesh.ep=4"``), a dictionary or a ``Config``, as ``automoe.train``
-            takes them.
+        config: a list of overrides such as ``"mesh.ep=4"``, a dictionary such as
+            ``{"mesh.ep": 4}``, or a whole ``Config``.
         config_name: primary configuration file to which overrides apply.
         config_dir: further directory of configuration files, besides the built-in one.
         auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
@@ -100,7 +100,7 @@ def resolved(
     """Return a session's checked configuration, with the device filled in, and its mesh.
 
     Args:
-        config: overrides (``"mesh.ep=4"``), a dictionary or a ``Config``.
+        config: a list of overrides (``"mesh.ep=4"``), a dictionary of keys, or a ``Config``.
         world_size: number of ranks.
         config_name: primary configuration file to which overrides apply.
         config_dir: further directory of configuration files, besides the built-in one.
@@ -125,7 +125,10 @@ def resolved(
 
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
-    """Return a copy of the session's checkpoint store that reads and writes another directory."""
+    """Return a copy of the session's checkpoint store that reads and writes ``folder``.
+
+    It waits until a background save of the session has ended.
+    """
     session.store.poll(wait=True)  # the copy would report the same background save again
     store = copy(session.store)
     store.forget_newest()
@@ -148,7 +151,7 @@ def save_at(session: Session, folder: Path) -> None:
 
 
 def load_from(session: Session, folder: Path) -> None:
-    """Load the newest checkpoint in ``folder`` into the session. Collective.
+    """Load the newest checkpoint in ``folder`` into the session; clear its gradients. Collective.
 
     Raises:
         CheckpointError: ``folder`` has no checkpoint.

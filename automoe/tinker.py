@@ -169,7 +169,8 @@ class TrainingClient(_Client):
         """Return a future of each token's loss and log-probability, without computing gradients.
 
         Args:
-            loss_fn: ``cross_entropy``, ``importance_sampling``, ``ppo`` or ``cispo``; see ``forward_backward``.
+            data: sequences, with ``target_tokens`` and the inputs of the loss as ``loss_fn_inputs``.
+            loss_fn: ``cross_entropy``, ``importance_sampling``, ``ppo`` or ``cispo`` (formulas: ``forward_backward``).
             loss_fn_config: bounds of the clipped ratio: ``clip_low_threshold`` and ``clip_high_threshold``.
         """
         return self.forward_backward(data, loss_fn, loss_fn_config, backward=False)

@@ -134,11 +134,11 @@ class AutomoeEngine(BaseEngine):
         return BaseEngineCtx(self, "eval", **options)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True):
-        """Check that verl asks for the engine's own device: the engine does not offload.
+        """Check that verl asks for the engine's own device, since the engine does not offload; move nothing.
 
         Raises:
-            ConfigError: ``device`` is of another type than the engine's, and model or optimizer
-                should move.
+            ConfigError: ``device`` is of another type than the engine's, and ``model`` or
+                ``optimizer`` is True.
         """
         here = self.session.device.type
         if (model or optimizer) and device.partition(":")[0] != here:

@@ -163,7 +163,7 @@ class ClassRouter(BalancedRouter):
     live: Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
-        """Count the expert choices of a micro-batch; return ``routing`` with balance losses attached."""
+        """Count a training micro-batch's expert choices; return ``routing`` with balance losses attached."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
@@ -181,7 +181,7 @@ class ClassRouter(BalancedRouter):
 
 
 class _Repeated(TorchFunctionMode):
-    """Torch-function mode that replays routing: a top-k over all experts returns given expert ids instead.
+    """Torch-function mode that replays routing: a top-k over all experts returns ``forced_ids``.
 
     The class of ``transformers`` then computes routing weights from its own scores of these experts.
     """
@@ -226,9 +226,9 @@ class _Probe(NamedTuple):
     states: list[Tensor]
 
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
-        """Return the expert ids [T, K] that ``experts`` is to use, instead of the router's ``ids_TK``.
+        """Return the expert ids [T, K] that ``experts`` is to use, from the router's ``ids_TK``.
 
-        For the first document they are those of the first pass, which stores its ids; for the other one, ``ids_TK``.
+        The first pass stores and uses ``ids_TK``. The second takes the stored ids for the first ``self.first`` tokens.
         """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
@@ -467,7 +467,7 @@ class TransformersModel(CausalLM):
         return x_BsH
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return a MoE module's ``forward``, wrapped to use a micro-batch's ``forced_ids`` as the router's choices."""
+        """Return the ``forward`` of the MoE module with this router, wrapped to use a micro-batch's ``forced_ids``."""
 
         @wraps(forward)
         def repeating(*args, **kwargs):
@@ -479,7 +479,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count its choices; return its arguments with balance losses added."""
+        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights with balance losses)."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -22,7 +22,7 @@ class BatchPlan:
         tokens_per_step: tokens of all ranks.
         rows_per_rank: rows of one data-parallel rank in a step.
         num_micro_batches: micro-batches of a step on each data-parallel rank.
-        tokens_per_micro_batch: tokens of one rank, after cp and tp have sharded its rows.
+        tokens_per_micro_batch: tokens of a micro-batch on one rank, after sharding by cp and tp.
         expert_rows_per_rank: pairs that the experts of one rank compute in a micro-batch.
         rows_per_expert: pairs that one expert computes in a micro-batch.
     """
@@ -71,7 +71,7 @@ def steps_for(train: TrainConfig, rows: float) -> int:
 
 
 def _ramp(train: TrainConfig) -> Iterator[int]:
-    """Yield the number of rows of each step of the batch ramp-up, up to the first full-sized one."""
+    """Yield the number of rows of each step of the batch ramp-up, all below the full batch size."""
     taken = 0
     while (rows := rows_of_step(train, taken)) < train.global_batch_size:
         yield rows

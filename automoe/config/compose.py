@@ -65,7 +65,7 @@ _VALUES = {
 
 @dataclass
 class Arguments:
-    """Parsed command line of an entry point: options and Hydra overrides (``key=value``)."""
+    """Parsed command line: primary configuration, its folder, flags (``multirun``: a sweep), Hydra overrides."""
 
     config_name: str = DEFAULT_PRIMARY
     config_dir: str | None = None
@@ -139,7 +139,7 @@ def composed_container(
 ) -> dict[str, Any]:
     """Compose a primary configuration with overrides into nested dictionaries.
 
-    Interpolations are resolved; types are not checked yet.
+    Interpolations are resolved, types not checked. ``config_dir`` is searched besides ``conf``.
 
     Raises:
         ConfigError: an unknown primary, group option or key, or a malformed override.
@@ -266,14 +266,14 @@ def register_base() -> None:
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
     """Return the names that ``group=NAME`` accepts; for ``""`` those of primary configurations.
 
-    Files whose name begins with ``_`` are left out: other files include them.
+    They are YAML files in ``conf`` and ``config_dir`` whose names do not begin with ``_``.
     """
     files = {path.stem for path in _glob(str(Path(group, "*.yaml")), config_dir)}
     return sorted(name for name in files if not name.startswith("_"))
 
 
 def list_groups(config_dir: str | None = None) -> list[str]:
-    """Return the names of Hydra's config groups: folders that contain YAML files."""
+    """Return the names of Hydra's config groups: folders in ``conf`` and ``config_dir`` with YAML files."""
     return sorted({path.parent.name for path in _glob("*/[!_]*.yaml", config_dir)})
 
 
@@ -305,9 +305,9 @@ def _check_files(config_dir: str) -> None:
 
 
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
-    """Raise ``ConfigError`` unless a primary configuration of this name exists.
+    """Raise ``ConfigError`` unless the primary configuration ``config_name`` exists.
 
-    The YAML files of ``config_dir`` must be readable too.
+    It is searched in ``conf`` and ``config_dir``, whose YAML files must be readable.
     """
     if config_dir is not None:
         _check_files(config_dir)
@@ -324,6 +324,7 @@ def check_overrides(
     Hydra's own error for an unknown key does not name the nearest one.
 
     Args:
+        config_dir: folder searched for config groups besides ``conf``.
         sweep: accept several values of a key (``optim.lr=1,2``), and settings of Hydra itself.
 
     Raises:
@@ -402,7 +403,7 @@ def swept_keys(overrides: list[str]) -> set[str]:
 def check_swept_values(config_name: str, overrides: list[str], config_dir: str | None) -> None:
     """Check every value of a sweep before its first job starts.
 
-    Each value is composed once, with the first value of every other swept key.
+    Each is composed once with the primary ``config_name`` and the first value of every other swept key.
 
     Raises:
         ConfigError: a value of the wrong type or out of bounds, an unknown option, or a
@@ -429,9 +430,9 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
 
 
 def _single_values(text: str, config_dir: str | None) -> list[str]:
-    """Split ``mesh.ep=1,2`` into ``mesh.ep=1`` and ``mesh.ep=2``.
+    """Split an override such as ``mesh.ep=1,2`` into ``mesh.ep=1`` and ``mesh.ep=2``.
 
-    A range or an interval gives only its two ends: the values between them have the same type.
+    A range or interval gives only its two ends; ``glob`` gives the options found in ``conf`` and ``config_dir``.
     """
     parsed = parse_override(text)
     if not parsed.is_sweep_override():
@@ -483,7 +484,7 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """Return sorted (key, value) pairs, the last of a key; ``mesh.ep`` becomes ``ep`` if unique."""
+    """Return sorted (key, last value) of each key; ``mesh.ep`` is cut to ``ep`` if no other key ends so."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     last = {key: key.rpartition(".")[2] for key in typed}

@@ -46,10 +46,10 @@ def query_blocks(
 
 
 def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
-    """Return the mean number of keys per query that masked attention reads, over a rank's blocks.
+    """Return the mean number of keys per query that attention reads on the cp rank with most work.
 
-    Masked keys within a block (``query_blocks``) count too, so one rank reads all ``seq_len`` keys.
-    The result is that of the cp rank with the most work.
+    A rank has two blocks, chunks of queries with a range of keys (``query_blocks``). Masked keys
+    within a block count too; a single rank reads all ``seq_len`` keys.
 
     Args:
         seq_len: tokens of a row.
@@ -67,9 +67,9 @@ class Exchange(NamedTuple):
     """Elements per position that a cp rank sends to exchange positions for heads (Ulysses).
 
     Attributes:
-        into: all-to-all of queries, keys and values, including the share that the rank keeps.
-        gathered: all-gather of what all heads share (MLA's rotary key), to each other rank.
-        out: all-to-all of attention's output.
+        into: sent in the all-to-all of queries, keys and values, with the share that the rank keeps.
+        gathered: sent to each other rank in the all-gather of MLA's rotary key; 0 without MLA.
+        out: sent in the all-to-all of attention's output.
     """
 
     into: int  # the all-to-all of queries, keys and values (the share that it keeps included)
@@ -78,7 +78,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) -> Exchange:
-    """Return the elements per position that a layer sends to exchange positions for heads.
+    """Return the elements per position that a cp rank sends in a layer to exchange positions for heads.
 
     Args:
         linear: True for a gated delta net, which exchanges the input of its convolution.

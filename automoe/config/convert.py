@@ -111,7 +111,7 @@ def named_variables(text: str) -> set[str]:
 
 
 def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
-    """Replace ``${oc.env:NAME}`` in nested dictionaries and lists by the variable's content.
+    """Return a copy of ``raw``, nested dictionaries and lists, with content for ``${oc.env:NAME}``.
 
     A changed text becomes ``FromEnvironment``, which ``config_to_dict`` writes as it was before. A
     variable that ``environment`` lacks stays as written.
@@ -132,7 +132,7 @@ def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
     Keys of ``recipe_args`` are left out.
 
     Args:
-        cls: section to begin with.
+        cls: dataclass of the section whose keys are listed.
         prefix: text before each name, such as ``model.``.
     """
     for name, hint in field_types(cls).items():
@@ -288,7 +288,7 @@ def converted(hint: Any, value: Any, key: str) -> Any:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Return True if ``value`` is exactly of this type: ``True`` is no int.
+    """Return True if ``value`` is exactly of the type ``hint``: ``True`` is no int.
 
     A tuple counts as a list, and ``FromEnvironment`` as ``str``.
     """

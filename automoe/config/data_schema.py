@@ -30,7 +30,7 @@ class Shown:
 
 @dataclass(repr=False)
 class SourceConfig(Shown):
-    """One of several sources of rows, which are mixed by ``weight``.
+    """One of several sources of rows, which are mixed by ``weight``; metrics show its ``name``.
 
     A field that is null takes the value of the same key of ``data``, and ``format``, ``keys`` and
     ``roles`` that of ``data.chat``.
@@ -96,8 +96,9 @@ class DataConfig:
     conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
     ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
     (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary, to measure speed.
-    ``on_long`` says what happens to a document that is longer than a row, and ``val_fraction`` is
-    the share of documents for validation.
+    ``text_key`` is the JSON key or column of the text, ``max_bytes`` limits the text that is read.
+    ``document_mask`` keeps attention within a document, ``on_long`` says what happens to a document
+    longer than a row, and ``val_fraction`` is the share of documents for validation.
     """
 
     # kind of data, see above

@@ -167,7 +167,7 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
 
 
 def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections into one mapping with dotted keys; tuples become lists.
+    """Flatten ``fields``, nested sections, into a mapping with dotted keys; tuples become lists.
 
     A mapping that is the value of a single setting, such as ``data.chat.keys``, stays whole.
 
@@ -235,7 +235,9 @@ def goes_on(key: str, then: Any, now: Any) -> bool:
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return text that names up to six changes: ``optim.lr was 0.003, is 0.001; and 2 more``.
+    """Return the changes as text, such as ``optim.lr was 0.003, is 0.001``, separated by semicolons.
+
+    After the first six, only the number of the others follows, such as ``and 2 more``.
 
     Args:
         changed: dotted key -> (earlier value, value now).

@@ -75,7 +75,8 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     """Add the commit to a Hub id, and download its config and tokenizer; return a path unchanged.
 
     ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
-    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub.
+    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub. If the commit was not
+    known before, a line on stderr names it.
 
     Args:
         key: config key of ``spec``, for error messages.
@@ -116,6 +117,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     Args:
         key: config key of the model, for errors.
         name: ``OWNER/NAME``.
+        revision: commit, branch or tag.
 
     Raises:
         ConfigError: the model is not cached, and the Hub does not give it.

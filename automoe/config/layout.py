@@ -60,7 +60,7 @@ def parse_layout(text: str) -> list[str]:
 
 
 def module_sizes(config: Config, num_stages: int) -> list[int]:
-    """Return the number of modules for multi-token prediction in every pipeline stage.
+    """Return for each of ``num_stages`` pipeline stages its number of multi-token prediction modules.
 
     ``parallel.layout`` places the modules; without it all are on the last stage.
     """

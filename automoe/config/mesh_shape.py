@@ -110,7 +110,7 @@ class MeshShape:
         return [[start + i * stride for i in range(size)] for start in starts]
 
     def ep_per_node(self, gpus_per_node: int) -> int:
-        """Return how many ranks an ep group has on each node that it spans; 0 if the number varies."""
+        """Return how many ranks an ep group has on each node of ``gpus_per_node`` ranks; 0 if it varies."""
         stride = self.stride("moe", "ep")
         block = stride * self.ep  # ranks of groups that lie between each other
         period = lcm(gpus_per_node, block)  # after which nodes cut groups as before
@@ -143,7 +143,7 @@ class MeshShape:
 
 
 def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
-    """Fill in the axes that are -1, and check that both meshes have the same ranks.
+    """Fill in axes that are 0 (by ``mesh.preset``) or -1; check that both meshes have the same ranks.
 
     In each pipeline stage, the axes of either mesh must have the same product.
 
@@ -153,8 +153,8 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
             from ``ep_shard`` if that is set. Ignored when ``dp_shard`` is set.
 
     Raises:
-        ConfigError: an axis is below one, the products differ, or nothing gives the number of
-            ranks; the message names the nearest valid sizes.
+        ConfigError: the preset is unknown, an axis is below one, the products differ, or nothing
+            gives the number of ranks; the message names the nearest valid sizes.
     """
     chosen = preset_choice(mesh, num_ranks)
     mesh = expand_preset(mesh, num_ranks)

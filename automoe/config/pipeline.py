@@ -48,7 +48,7 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[int]]:
-    """Return for each of ``pp`` pipeline ranks the numbers of the stages that it holds, in order."""
+    """Return for each of ``pp`` pipeline ranks the numbers of its ``stages_per_rank`` stages, ascending."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(pp * stages_per_rank):
         held[rank_of_stage(stage, pp, schedule)].append(stage)
@@ -117,10 +117,10 @@ def _in_turn(
     """Yield the actions of one rank for schedules in which rank r holds the stages r, r + pp, ...
 
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
-    Interleaved1F1B takes equal rounds of micro-batches, ``pp`` or more if there are as many,
-    through its stages in turn (arXiv 2104.04473, section 2.2). InterleavedZeroBubble does so too,
-    but starts fewer forwards and delays the weight gradients of each backward by ``rank`` backwards
-    (ZB1P of arXiv 2401.10241).
+    Interleaved1F1B divides the micro-batches into equal groups, of ``pp`` or more if there are as
+    many, and runs a whole group through a stage before the next stage (arXiv 2104.04473, section
+    2.2). InterleavedZeroBubble does so too, but starts fewer forwards and delays the weight gradients
+    of each backward by ``rank`` backwards (ZB1P of arXiv 2401.10241).
 
     Args:
         merged: let a forward and a backward pass run at the same time as one entry, where the

@@ -57,7 +57,11 @@ recipe_args.replay | recipe_args.sampler == vllm and facts.address | a server of
 
 @dataclass
 class DPOArgs:
-    """Settings of recipe=dpo, direct preference optimisation (``docs/dpo.md``)."""
+    """Settings of recipe=dpo, direct preference optimisation (``docs/dpo.md``).
+
+    ``loss`` is DPO's own (``sigmoid``) or that of IPO; a larger ``beta`` keeps the model closer to
+    its initial weights.
+    """
 
     beta: float = 0.1  # larger: the model stays closer to the weights that it started from
     # sigmoid: DPO's own; ipo: margins of mean log-probabilities, drawn to 1 / (2 beta)
@@ -73,7 +77,7 @@ class GRPOArgs:
     """Settings of recipe=grpo, reinforcement learning from a reward function (``docs/rl.md``).
 
     A rollout has ``samples`` answers, of up to ``observe.sample_tokens`` tokens, to each of
-    ``prompts`` prompts of ``observe.samples``. The ``sampler`` writes them; ``engine`` says where
+    ``prompts`` prompts of ``observe.samples``. The ``sampler`` draws them at ``temperature``; ``engine`` says where
     vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap`` limits how far
     its log-probabilities may differ. The answers are trained on ``iterations`` times, in
     ``mini_batches`` updates each; ``kl`` weights the distance from the first weights, and a

@@ -207,7 +207,7 @@ class Comparison(NamedTuple):
 def is_key(name: str) -> bool:
     """Return True if ``name`` is a key of the configuration.
 
-    A number, a computed property such as ``mesh.fsdp``, and ``facts.NAME`` are none.
+    It is False for a number, a computed property such as ``mesh.fsdp``, and ``facts.NAME``.
     """
     section, _, field = name.rpartition(".")
     if not _NAME.fullmatch(name) or name.startswith("facts."):
@@ -275,7 +275,7 @@ def table(text: str, **words: object) -> Table:
 
 
 def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of ``tables`` whose two conditions (the first two cells) hold for ``see``."""
+    """Yield the rows of ``tables`` whose two conditions (the first two cells) the settings ``see`` fulfil."""
     for rows in tables:
         for row in rows:
             for part in _parts(row):
@@ -292,7 +292,7 @@ def _parts(row: tuple[str, ...]) -> tuple[Comparison, ...]:
 
 
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
-    """Yield the broken rules of ``tables`` in order, as (key, broken=True, rule, remedy)."""
+    """Yield (key, broken=True, rule, remedy) of each rule in ``tables`` that the settings ``see`` break."""
     for row in holding(see, *tables):
         yield _row(see, *row)
 

@@ -177,7 +177,10 @@ model.hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.et
 
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield (key, broken=True, rule, remedy) of broken rules on attention, norm and expert kernels."""
+    """Yield (key, broken=True, rule, remedy) of broken rules on attention, norm and expert kernels.
+
+    With ``device`` ``auto``, rules on a single device are left out.
+    """
     see = Scope(config, shape, device).knowing(**_heads(config, shape))
     yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
 
@@ -217,7 +220,7 @@ def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
 def head_dims(attention: AttentionConfig) -> tuple[int, int]:
     """Return (width of a head's query and key, width of its value) that the attention kernel gets.
 
-    Attention sinks widen both by one dim, and padding to the next multiple of 8.
+    With attention sinks both are one feature wider, and padded to a multiple of 8.
     """
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
@@ -230,13 +233,16 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
 def score_dims(attention: AttentionConfig) -> tuple[int, int]:
     """Return (width of a head's query and key, width of its value) of the model itself.
 
-    The dims by which attention sinks widen both for the kernel are not counted.
+    Features that attention sinks add for the kernel are not counted.
     """
     return head_dims(replace(attention, sinks=False))
 
 
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield (key, whether broken, rule, remedy) of the rules of ``train.fp8``."""
+    """Yield (key, whether broken, rule, remedy) of the rules of ``train.fp8``.
+
+    With ``device`` ``auto``, rules on a single device are left out.
+    """
     yield from refused(Scope(config, shape, device), _FP8)
     blockwise = config.train.fp8 == "blockwise"
     # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.

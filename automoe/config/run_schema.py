@@ -15,8 +15,9 @@ from automoe.config.paths import PathText
 class ObserveConfig:
     """Settings of console, report, trackers (W&B, TensorBoard, MLflow) and profiles.
 
-    ``samples`` are prompts that the model answers after each validation; ``objective`` is what a
-    sweeper optimizes.
+    ``samples`` are prompts that the model answers after each validation, in up to ``sample_tokens``
+    tokens. ``log_every`` counts steps, ``profile_steps`` is a range to trace (``10-12``), and
+    ``objective`` is what a sweeper optimizes.
     """
 
     # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
@@ -46,9 +47,9 @@ class LaunchConfig:
     """Settings for starting and watching ranks (``docs/launch.md``).
 
     ``timeout_s`` limits a collective of a training step, ``init_timeout_s`` one before the end of
-    the first step or after the last. ``grace_s`` is the time for saving after a signal. Every
-    ``gc_every`` steps all ranks collect garbage; every ``probe_every`` steps they time a matmul, to
-    find slow ranks.
+    the first step or after the last. ``grace_s`` is the time for saving after a signal. ``numa``
+    binds a rank to the CPU cores next to its GPU. Every ``gc_every`` steps all ranks collect
+    garbage; every ``probe_every`` steps they time a matmul, to find slow ranks.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch can use a visible GPU
@@ -75,11 +76,16 @@ class LaunchConfig:
 
 @dataclass
 class ClusterConfig:
-    """The hardware that plan and MFU are computed for, in bytes, bytes/s and FLOP/s.
+    """The hardware that plan and MFU are computed for.
+
+    Memory (bytes), FLOP/s and bandwidths (bytes/s) are those of one GPU (``host_bandwidth``: to CPU
+    memory), but ``storage_bandwidth`` is that of a node to checkpoint storage, ``storage_limit``
+    that of all nodes together. ``cores`` are those of a CPU node, which its ranks share.
 
     ``gemm_curve`` has the shares of ``peak_flops`` that matmuls reach at 1, 2, 4, ... times
     ``gemm_curve_from`` FLOPs per byte, ``links`` the measured [delay in s, bytes/s] of
-    collectives, and ``constants`` replace those of the planner's time model.
+    collectives (``all_to_all 4x2``: in groups of 4 ranks with stride 2), and ``constants`` replace
+    those of the planner's time model.
     """
 
     name: str = "laptop"  # shown in the plan

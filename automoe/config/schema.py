@@ -92,7 +92,9 @@ class AttentionConfig:
 
     ``kind`` is grouped-query (``gqa``) or multi-head latent attention (``mla``); a key whose
     comment begins with one of the two applies to it alone. ``index_*`` are for sparse attention
-    (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next).
+    (DeepSeek-V3.2), ``linear_*`` for gated delta nets (Qwen3-Next). Every
+    ``full_attention_interval``-th layer has full attention; those between have a delta net or the
+    ``sliding_window``.
     """
 
     kind: Literal["gqa", "mla"] = "gqa"
@@ -144,7 +146,12 @@ class AttentionConfig:
 
 @dataclass
 class RouterConfig:
-    """How a token chooses K of E experts: score the experts, select K, weight their outputs."""
+    """How a token chooses K of E experts: score the experts, select K, weight their outputs.
+
+    With ``num_groups`` > 1 it selects from the ``topk_groups`` groups of experts with the highest
+    sums of their ``group_score_topk`` best scores. ``expert_bias`` adds to the scores, for the
+    selection alone, a bias that balances the load.
+    """
 
     # function that turns the router's logits into scores (docs/routing.md)
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
@@ -170,7 +177,8 @@ class ModelConfig:
     """Architecture and sizes of the decoder; names follow HuggingFace.
 
     One decoder computes all families but ``transformers``, whose ``architecture`` is a class of
-    transformers.
+    transformers. ``hf_path`` is the checkpoint to start from, with ``upcycle`` a dense one. Rows of
+    new tokens start as the mean of all rows, or of those of the token's pieces (``new_rows``).
     """
 
     family: Literal[
@@ -325,7 +333,9 @@ class ParallelConfig:
 
     ``layout`` is a pipeline layout in Megatron-Core's notation. ``reshard`` and ``grad_sync`` say
     whether FSDP frees weights and reduces gradients after every micro-batch or once a step.
-    ``expert_wgrad`` says how weight gradients of experts are added up.
+    ``expert_wgrad`` says what adds weight gradients of experts to the step's sum: FSDP, or their own
+    matmul (fused; delayed: computed while gradients of tokens travel back). ``recompute`` lists
+    modules, or is full (whole layers), in the layers ``recompute_layers``: numbers, or every N.
     """
 
     # order of a rank's passes with mesh.pp > 1 (docs/pipelines.md)
@@ -390,6 +400,7 @@ class CheckpointConfig:
     """Settings for saving and resuming the training state, and the export
     (``docs/reliability.md``).
 
+    ``resume`` is auto (newest checkpoint in ``run_dir``), never, or a run's or checkpoint's path.
     ``every`` counts steps. The newest ``keep`` checkpoints are kept, those whose step
     ``keep_every`` divides, and the ``keep_best`` ones with the lowest validation loss.
     """
@@ -464,7 +475,7 @@ def export_name(config: Config) -> str | None:
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int:
-    """Return a layer's sliding window in tokens, the query's own included; 0: full attention."""
+    """Return a layer's sliding window in tokens, including the query's own; 0: full attention."""
     return 0 if _full(attention, layer) else attention.sliding_window
 
 

@@ -77,7 +77,7 @@ class Tier:
 
         Args:
             ep: ranks that the experts are divided over.
-            expert_rows: (token, expert) pairs that the experts of a rank compute.
+            expert_rows: (token, expert) pairs that the experts of a rank compute in a micro-batch.
 
         Returns:
             (bytes that all layers share, such as masks; a list with a pair for each layer: the

@@ -16,9 +16,11 @@ from automoe.config.paths import PathText
 class TrainConfig:
     """Settings of length, batch, precision, loss, frozen parameters and validation.
 
-    ``epochs``, if set, replaces ``steps``. ``max_skipped`` skipped steps in a row end the run;
-    ``spike_factor`` skips a step whose loss is so many standard deviations above the last
-    ``spike_window`` losses. ``freeze`` and ``trainable`` are patterns of parameter names.
+    ``epochs``, if set, replaces ``steps``. Batch sizes count rows of ``seq_len`` tokens.
+    ``max_skipped`` skipped steps in a row end the run; ``spike_factor`` skips a step whose loss is so
+    many standard deviations above the last ``spike_window`` losses. ``freeze`` and ``trainable`` are
+    patterns of parameter names; ``trainable`` wins. ``val_every`` counts steps, ``val_batches``
+    global batches.
     """
 
     steps: int = 200  # optimizer steps
@@ -63,7 +65,8 @@ class TrainConfig:
 class LoraConfig:
     """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``).
 
-    ``targets`` are groups or names of matrices, and ``base`` is how frozen matrices are stored.
+    ``path`` is a peft adapter to start from, ``targets`` are groups or names of matrices, and ``base``
+    is how frozen matrices are stored.
     """
 
     rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
@@ -102,7 +105,13 @@ class Phase(Shown):
 
 @dataclass
 class OptimConfig:
-    """Settings of the optimizer, AdamW or Muon, and of the learning-rate schedule."""
+    """Settings of the optimizer, AdamW or Muon, and of the learning-rate schedule.
+
+    Muon updates the matrices of layers, AdamW all other parameters. ``lr`` is the highest learning
+    rate, ``min_lr_ratio`` the last one divided by it; ``decay_steps`` is for ``wsd``.
+    ``master_weights`` and ``moments`` are formats of the optimizer's numbers. ``ema_decay`` keeps an
+    average of the weights, ``qk_clip`` limits attention logits (MuonClip); 0 turns either off.
+    """
 
     # muon: the matrices of layers are updated by Muon (arXiv 2502.16982), all other parameters by
     # AdamW, with the same learning rate and weight decay

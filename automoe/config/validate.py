@@ -60,7 +60,8 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield (key, whether broken, rule, remedy) of the rules that depend on model and mesh.
 
-    ``config`` must already obey the rules on single numbers (``number_rows``).
+    ``config`` must already obey the rules on single numbers (``number_rows``). With ``device``
+    ``auto``, rules on a single device are left out.
     """
     see = Scope(config, shape, device)
     yield from model_rows(config, shape)

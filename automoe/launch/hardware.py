@@ -90,7 +90,7 @@ def _release(installed: str) -> tuple[int, ...]:
 
 
 def runs_halves_of_backward(torch_version: str) -> bool:
-    """Return True if this torch can compute the weight gradients of a backward pass by themselves.
+    """Return True if this version of torch can compute a backward pass's weight gradients separately.
 
     Zero-bubble schedules need that. torch 2.11 fails at operations with a custom backward.
     """

@@ -89,7 +89,7 @@ def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
 
 
 def compose(args: Arguments) -> Config:
-    """Return the configuration that ``args`` names, with the model of its checkpoint.
+    """Return the configuration of ``args``; ``config.json`` of ``model.hf_path``, if set, defines its model.
 
     Raises:
         ConfigError: a key or value is wrong, the checkpoint cannot be read, or an override

@@ -256,7 +256,7 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
-    """Replace ``status.json`` atomically, unless a rank has failed: a recorded failure stays.
+    """Replace ``status.json`` atomically; once a failure is recorded, only by ``failed`` or ``starting``.
 
     Args:
         facts: further entries of the file, such as ``objective``.

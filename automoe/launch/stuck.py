@@ -144,8 +144,9 @@ class StuckWatch:
         """Write this rank's position in the code to a file if another rank asks for it.
 
         Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs, wait
-        up to 10 s for the answers, and record the missing rank as the run's first error. A
-        collective whose own timeout is longer than a step's only causes a warning at the latter.
+        up to 10 s for the answers, and record the missing rank as the run's first error. If
+        the collective's own timeout is longer than a step's, and only the latter is near, print a
+        warning instead.
         """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context

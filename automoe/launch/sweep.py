@@ -88,8 +88,8 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
     negative median of tokens per second.
 
     Args:
-        predict: function that returns the planner's prediction for a job, with the keys
-            ``tokens_per_second``, ``mfu``, ``memory`` and ``balance``.
+        predict: function of a job's configuration and mesh that returns the planner's prediction:
+            ``tokens_per_second``, ``mfu``, ``memory`` (bytes), ``balance`` (busiest rank / mean).
 
     Raises:
         ConfigError: no job could use an override, or the directory holds another sweep or a run.
@@ -200,7 +200,7 @@ class Sweep:
     Attributes:
         args: command line with the overrides of all jobs.
         directory: folder with ``sweep.json``, the jobs' records and a folder for each job.
-        predict: function that returns the planner's prediction for a job.
+        predict: function of a job's configuration and mesh that returns the planner's prediction.
         start: random id of this start, which each of its jobs writes into its record.
         process: process id of the sweep.
     """
@@ -438,7 +438,7 @@ class Sweep:
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
-    """Raise ``ConfigError`` for parallel jobs on CUDA: each would use the first GPUs of a node."""
+    """Raise ``ConfigError`` if several jobs run at a time on CUDA: each would use the first GPUs of a node."""
     if device == "cuda" and num_jobs != 1:
         raise ConfigError(
             PARALLEL,

@@ -27,7 +27,7 @@ class TrialError(RuntimeError):
 
 
 def train(run_dir: Path, overrides: Sequence[str]) -> Records:
-    """Train to the end in a separate process, and return the steps' records.
+    """Train to the end in a separate process; return the records of the steps (``metrics.jsonl``).
 
     Raises:
         TrialError: the run failed.
@@ -40,7 +40,7 @@ def train(run_dir: Path, overrides: Sequence[str]) -> Records:
 
 
 def train_and_kill(run_dir: Path, overrides: Sequence[str], after: int) -> int:
-    """Kill a run with SIGKILL once it has recorded step ``after``; return its last recorded step.
+    """Start a run, kill it by SIGKILL once it has recorded step ``after``; return its last recorded step.
 
     Raises:
         TrialError: the run ended before that step.

@@ -47,6 +47,7 @@ class Outlet:
     attributes are those of the first stream.
 
     Args:
+        streams: where text is written; characters that a stream cannot encode are escaped.
         lost: function that is called with the error and the text that the last stream did not take.
     """
 
@@ -232,10 +233,10 @@ def _watch(watch: stuck.StuckWatch, report: bool) -> None:
 
 
 def look_every_s(num_ranks: int, ranks_here: int) -> float:
-    """Return the seconds between two looks of a rank at the run directory, 0.5 on one node.
+    """Return the seconds after which a rank checks the run directory again: 0.5 on one node.
 
-    With several nodes, which share a disk, the pause grows with the ranks of a node (up to 4 s), so
-    that a node reads the disk as often as one rank would.
+    With several nodes, which share a disk, the pause grows with ``ranks_here``, the ranks of this
+    node (up to 4 s), so that a node reads the disk as often as one rank would.
     """
     return min(0.5 * ranks_here, _LONGEST_PAUSE_S) if num_ranks > ranks_here else 0.5
 

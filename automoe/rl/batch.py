@@ -291,7 +291,7 @@ def _check_shapes(first: Fields, fields: Fields, reads: Sequence[str]) -> None:
 
 
 def pack(samples: list[Fields], config: Config, shape: MeshShape, dp_rank: int) -> Packed:
-    """Pack the samples of a batch into rows; return the rows of one data-parallel rank.
+    """Pack the samples of a batch into rows; return those of data-parallel rank ``dp_rank``.
 
     Row i goes to data-parallel rank i mod dp, and padding rows give all ranks equally many. Rows
     are only as long as the longest sample, rounded up to a length that the mesh can shard, since

@@ -45,7 +45,7 @@ class Answer:
     routes: torch.Tensor | None = None
 
     def as_json(self) -> tuple[Any, ...]:
-        """Return (tokens, log_probs, routes) for JSON; routes are [shape, base64 of int16] or None."""
+        """Return (tokens, log_probs, routes) for JSON; routes: [shape, base64 of little-endian int16] or None."""
         if self.routes is None:
             return self.tokens, self.log_probs, None
         lines = self.routes.cpu().numpy().astype("<i2")
@@ -53,7 +53,10 @@ class Answer:
 
     @classmethod
     def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
-        """Return the answer that ``as_json`` encoded as (tokens, log_probs, routes)."""
+        """Return the answer with these token ids and log-probabilities [A each].
+
+        Args:
+            routes: expert ids as [shape, base64 of little-endian int16] (``as_json``), or None."""
         if routes is not None:
             shape, text = routes
             lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)
@@ -109,7 +112,7 @@ def gaps_of(
         answers: answers with the engine's log-probabilities.
         scores: ``old_log_probs``: for each answer the trainer's log-probabilities of its tokens; if
             the answers have routes (the engine's expert ids) also ``differing``: for each token the
-            first MoE layer whose router would choose other experts, or -1. This function removes
+            index, among MoE layers, of the first whose router would choose other experts, or -1. This function removes
             ``differing`` from the dictionary.
         bound: largest allowed mean.
 
@@ -145,6 +148,9 @@ class TransformersEngine:
     """Inference engine that runs transformers' ``generate`` in the training processes.
 
     Each rank holds a full copy of the model and answers its share of the prompts.
+
+    Attributes:
+        options: keyword arguments with which a caller must make the ``WeightStream`` for ``update``.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:

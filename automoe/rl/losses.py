@@ -111,8 +111,7 @@ def mean_of_sample(x_BS: Tensor, inputs: LossInputs) -> Tensor:
 def kl(nll_BS: Tensor, inputs: LossInputs, kind: KL = "k3") -> Tensor:
     """Return an estimate of KL(pi || ref), policy to reference model, for each token, [B, S].
 
-    With d = log pi - log ref, and old the probability by the weights before the update:
-
+    d = log pi - log ref (pi: by current weights, -``nll_BS``); old: probability by the weights before the update.
     - ``k1``: d. ``k2``: d^2 / 2. ``k3``: exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
     - ``k3_weighted``: (pi / old) k3, whose gradient is unbiased (DeepSeek-V3.2, arXiv 2512.02556).
     - ``k3_by_k2``: the value of k3 with the gradient of k2, which is unbiased on policy.
@@ -133,9 +132,9 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return each token's importance weight [B, S]: trainer's pre-update probability over the engine's, limited.
+    """Return token weights [B, S]: trainer's pre-update probability / the engine's, limited by ``correction``.
 
-    ``correction`` says how. ``mask`` and ``reject`` report, by length, how many answers have a token of weight 0.
+    Kinds ``mask`` and ``reject`` report, by answer length, numbers of answers, and of those with a token of weight 0.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
@@ -152,7 +151,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report metrics by answer length: number of answers, and how many have a token that ``dropped_BS`` marks."""
+    """Report, by range of answer length, numbers of answers, and of those with a token that ``dropped_BS`` marks."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
@@ -176,7 +175,7 @@ def finish(
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Apply the options that all losses share to per-token losses; return this rank's share of the loss.
+    """Apply the options of all losses to token losses; return this rank's share (their sum over ranks is the loss).
 
     Args:
         loss_BS, nll_BS: loss of each token, multiplied here by the samples' ``weights`` if given; and -log pi.
@@ -209,7 +208,7 @@ def finish(
 
 
 def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -> Tensor:
-    """Return this rank's share of the mean of ``loss_BS`` over the global batch.
+    """Return this rank's share of a mean of ``loss_BS``; the sum of shares is the mean over the global batch.
 
     ``tokens``: over trained tokens; ``samples``: over each sample's tokens, then over samples; ``length``: the sum
     divided by samples * ``length``; ``sum``: no division.
@@ -255,7 +254,7 @@ def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report Schulman's k3 estimates of KL: policy to reference, pre-update to policy, engine to pre-update."""
+    """Report k3 KLs: ref_kl (policy to reference), old_kl (pre-update to policy), sampler_kl (engine to pre-update)."""
     old_BS = inputs.given.get("old_log_probs", -nll_BS)
     gaps = {"old_kl": old_BS + nll_BS}
     if "ref_log_probs" in inputs.given:
@@ -350,12 +349,10 @@ def grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GRPO (arXiv 2402.03300): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with advantage A.
+    """GRPO (arXiv 2402.03300): token loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old.
 
-    r is a token's probability over that before the update. The mean is over an answer's tokens, then over answers.
-
-    Args:
-        dual_clip: for A < 0, the loss is at most -dual_clip A (arXiv 1912.09729); None: no limit.
+    pi_old is the probability before the update, A the advantage. If A < 0, the loss is at most -dual_clip A (arXiv
+    1912.09729; None: no limit). ``policy_loss`` takes the mean over an answer's tokens, then over answers.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -368,9 +365,9 @@ def dr_grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Dr. GRPO (arXiv 2503.20783): the per-token loss of ``grpo``, summed and divided by answers * length.
+    """Dr. GRPO (arXiv 2503.20783): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), summed / (answers * length).
 
-    ``length``, a required option of the loss, is a constant such as the token limit of an answer.
+    r = pi / pi_old, A: advantage. ``length``, a required option, is a constant such as the token limit of an answer.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -383,7 +380,7 @@ def dapo(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """DAPO (arXiv 2503.14476): the per-token loss of ``grpo`` with clip_high > clip_low, averaged over tokens."""
+    """DAPO (arXiv 2503.14476): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old, advantage A."""
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
 
@@ -395,9 +392,9 @@ def gspo(
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GSPO (arXiv 2507.18071): the loss of ``grpo`` with one ratio per answer, s = exp(mean of log(pi / old)).
+    """GSPO (arXiv 2507.18071): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), one ratio per answer, advantage A.
 
-    The token's ratio is sg[s] pi / sg[pi], whose gradient is that of s (GSPO-token; sg: stop-gradient).
+    s = exp(answer's mean of log(pi / pi_old)). A token's r is sg[s] pi / sg[pi] (GSPO-token; sg: stop-gradient).
     """
     d_BS = log_ratio(nll_BS, inputs)
     s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
@@ -408,7 +405,10 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """CISPO (arXiv 2506.13585): -sg[clip(pi / pi_old, 1 - clip_low, 1 + clip_high)] A log pi (sg: stop-gradient)."""
+    """CISPO (arXiv 2506.13585): token loss -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, with advantage A.
+
+    r = pi / pi_old (before the update), sg: stop-gradient. ``policy_loss`` averages it. Reports ``clipped_share``.
+    """
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
     _report_mean("clipped_share", weight_BS != r_BS, inputs)

@@ -65,8 +65,8 @@ class LogProbs:
     Attributes:
         log_probs: float64 log-probability of token i given the tokens before it, 0 if untrained.
         entropy: float64 entropy in nats of the distribution of token i, 0 if untrained; None: not requested.
-        first_differing: int64: the first MoE layer whose router, when predicting token i, would choose other
-            experts than ``Sample.routes`` has; -1: none. None: no sample has routes.
+        first_differing: int64 index, among MoE layers, of the first one whose router would choose other experts
+            than ``Sample.routes`` has when predicting token i; -1: none. None: no sample has routes.
     """
 
     log_probs: list[torch.Tensor]
@@ -145,10 +145,10 @@ class Session:
     """A model on a mesh with its optimizer, and the operations of a reinforcement learning loop.
 
     Attributes:
-        config: the configuration that the session runs with.
-        meshes: the device meshes of the ranks.
+        config, device, meshes: configuration, this rank's device, and device meshes of the ranks.
         state: this rank's pipeline stages, the optimizer, and step and token counters.
         store: reader and writer of the run directory's checkpoints.
+        auxiliary_losses: whether balance losses, expert-bias updates and multi-token prediction losses may be on.
         max_routes_differ: bound on how far an engine's expert ids may differ from the router's own choices, as a
             fraction of the difference of random choices (``check_replay``).
     """
@@ -169,9 +169,9 @@ class Session:
     def open(
         cls, config: Config, shape: MeshShape, context: RunContext, auxiliary_losses: bool = False
     ) -> Session:
-        """Open a session on this rank, with the arguments of a recipe's ``main``. Collective.
+        """Build the model on the mesh, load or draw its weights, and return a session. Collective.
 
-        Scripts that automoe does not launch call ``automoe.session.open_session`` instead.
+        A recipe's ``main`` gets these arguments; other scripts call ``automoe.session.open_session`` instead.
 
         Args:
             config: ``train.seq_len`` is the longest packed row; a micro-batch has at most
@@ -384,7 +384,7 @@ class Session:
         return saved
 
     def load(self) -> dict[str, Any] | None:
-        """Load weights, optimizer and counters from the run's newest checkpoint. Collective.
+        """Load weights, optimizer and counters from the run's newest checkpoint; clear gradients. Collective.
 
         Returns:
             The ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and nothing is loaded.
@@ -472,7 +472,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite ``kind`` >= ``least``, else raise ``ConfigError`` for setting ``key``."""
+    """Return ``value`` as a finite ``kind`` (int, float) >= ``least``; raise ``ConfigError`` (``key``) if not."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with the summed loss and counts of two passes whose gradients accumulate for one update."""
+    """Return ``second`` with loss and counts summed over both passes, whose gradients accumulate for one update."""
     return replace(
         second,
         loss=first.loss + second.loss,

@@ -65,7 +65,11 @@ class Routes:
         runner.execute_model = execute_model
 
     def take(self, request: str, num_tokens: int) -> list[Any] | None:
-        """Return, and remove from the recorder, the expert ids of a finished request.
+        """Return, and remove from the recorder, the expert ids of a finished request's first tokens.
+
+        Args:
+            request: id of the request in vLLM.
+            num_tokens: number of tokens of prompt and answer, without the last.
 
         Returns:
             [num_tokens, L, K] ids for L MoE layers and top-k K; None for a model without experts.

@@ -63,7 +63,7 @@ class RunRecord:
         return MetricsLog(self._run_dir, resume_step, self.warn, self._num_steps)
 
     def note_wrapped(self, lines: list[str]) -> None:
-        """Print lines for the user between step lines, wrapped to the console's 80 columns."""
+        """Print lines for the user, wrapped to the console's 80 columns."""
         for line in lines:
             for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False):
                 self.note(part)

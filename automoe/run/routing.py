@@ -2,7 +2,7 @@
 
 Each step has a folder ``step-N`` with one ``rank-R.npz`` of every recording rank. Its arrays:
 ``rows`` [T] and ``index`` [T] identify T tokens by their row in the training stream and their
-position in the row; ``layers`` [L] are the numbers of the MoE layers; ``choices`` [T, L, 2, K] are
+position in the row; ``layers`` [L] are indices among MoE layers, from 0; ``choices`` [T, L, 2, K] are
 expert ids: those used, and the top-K of the scores without bias and groups. The format does not
 depend on the mesh, so any mesh can replay it.
 """
@@ -59,7 +59,7 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
     """Write recorded routing to one file, atomically.
 
     Args:
-        seen: MoE layer -> one tuple per micro-batch: row numbers of the tokens, their positions in
+        seen: index among MoE layers -> one tuple per micro-batch: row numbers of the tokens, their positions in
             the row, and their expert ids.
     """
     layers = []

@@ -47,7 +47,7 @@ def open_run(
     store: CheckpointStore,
     resumed: Resumed | None,
 ) -> Iterator[Run]:
-    """Context manager that opens a ``Run``, and closes it on errors too, to keep record and trace.
+    """Context manager that opens a ``Run``; its record and profile are written even after an error.
 
     Args:
         resumed: checkpoint that the run resumes from; None: it starts anew.

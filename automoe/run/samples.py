@@ -105,6 +105,7 @@ class Sampler:
     sampler and calls ``generate``.
 
     Args:
+        runner: runner of this rank's pipeline stages.
         tokenizer: tokenizer of the training data.
 
     Raises:

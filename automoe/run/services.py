@@ -36,8 +36,7 @@ def open_store(
 ) -> CheckpointStore:
     """Return the store of the run's checkpoints. Collective.
 
-    The store is checked here, before weights are read, so that a run that could not resume or save
-    ends early.
+    What would keep the run from resuming or saving raises an error here, before weights are read.
     """
     store = CheckpointStore(config, meshes.shape, context.run_dir)
     store.check(loader)

@@ -93,8 +93,8 @@ def export_weights(
     cannot be trained further afterwards.
 
     Args:
-        optimizer: needed for ``checkpoint.export_ema``: it holds the averaged weights, which the
-            function copies into ``model_parts`` and exports.
+        optimizer: needed for ``checkpoint.export_ema`` (without it a ``ConfigError``): it holds the
+            averaged weights, which the function copies into ``model_parts`` and exports.
 
     Returns:
         The summary of the checkpoint, or a sentence about the adapter.
