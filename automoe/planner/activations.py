@@ -68,8 +68,8 @@ UNEVEN = 2.0
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
     """Return ``batch`` with ``factor`` times the mean number of (token, expert) pairs on a rank.
 
-    It models a rank whose experts get more tokens than others. The factor is limited to
-    ``most_load``.
+    It models a rank whose experts get more tokens than others. A factor above the largest possible
+    load (``most_load``) is lowered to it.
     """
     rows = batch.expert_rows_per_rank * min(factor, most_load(config, mesh))
     return replace(batch, expert_rows_per_rank=rows)
@@ -95,19 +95,19 @@ class TokenLoad:
         tokens: tokens of the rank; ``rows``: sequences that these are shards of.
         kv_tokens: tokens whose keys and values attention reads.
         expert_rows: (token, expert) pairs that the rank computes.
-        mask_numbers, window_numbers: elements of an attention mask, for full attention (0: no mask
-            tensor) and for sliding windows.
+        mask_numbers, window_numbers: elements of a layer's attention mask, with full attention (0:
+            no mask tensor) and with a sliding window.
         number_bytes: bytes of an activation element.
-        dispatched: experts read a buffer of received rows, not local tokens.
-        on_cpu: attention keeps values and outputs padded to the width of keys.
-        copies_groups: attention with a mask, or in float32, keeps keys and values copied to all
-            heads.
-        tp, etp: ranks of these mesh axes; ``head_ranks``: ranks that share the heads of the same
-            tokens.
+        dispatched: True if experts read a buffer of received rows, False if they read local tokens.
+        on_cpu: True on a CPU, whose attention keeps values and outputs padded to the width of keys.
+        copies_groups: True if attention with a mask, or in float32, keeps keys and values of
+            grouped heads copied to all heads.
+        tp, etp: sizes of these mesh axes; ``head_ranks``: ranks over which the heads of one token
+            are split: tp, times cp with ``parallel.context=ulysses``.
         read_rows: rows that experts read: local tokens, or received ones.
-        loop: ``moe.experts`` is loop; ``wgrad``: value of ``parallel.expert_wgrad``.
-        scores, flex: ``kernels.attention`` is math, which keeps all scores, or is flex.
-        in_8_bits: experts keep the rows that they read in 8 bits.
+        loop: True with ``moe.experts=loop``; ``wgrad``: value of ``parallel.expert_wgrad``.
+        scores, flex: True with ``kernels.attention=math``, which keeps all scores, and with flex.
+        in_8_bits: True if experts keep the rows that they read in 8 bits.
     """
 
     tokens: int
@@ -192,10 +192,13 @@ def layer_activation_bytes(
 ) -> dict[str, float]:
     """Return the bytes that one layer keeps for a micro-batch's backward pass, by component.
 
-    The keys are ``norms``, ``attention``, ``ffn``, ``experts`` and ``router``.
+    The keys are ``norms``, ``attention`` and ``ffn``, with routed experts also ``experts`` and
+    ``router``. A fully recomputed layer has only those keys of which it keeps something.
 
     Args:
-        recompute: modules whose activations the layer recomputes instead.
+        layer: number of the layer; modules for multi-token prediction follow the model's layers.
+        load: sizes of the micro-batch on the rank.
+        recompute: modules that the layer recomputes, so that their activations are not kept.
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
@@ -249,7 +252,8 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
     These are the rotary angles, and the masks that recomputed attention reads again.
 
     Args:
-        recompute: recomputed modules, by number of the layer.
+        load: sizes of the micro-batch on the rank.
+        recompute: for each layer of the stage, by its number, the modules that it recomputes.
     """
     attention = config.model.attention
     dims = attention.qk_rope_head_dim
@@ -350,7 +354,8 @@ def _latent_bytes(
 
     Args:
         recompute: modules that the layer recomputes.
-        by_math: ``kernels.attention=math`` keeps scores, and more of queries, keys and values.
+        by_math: True if ``kernels.attention=math`` computes attention and the layer does not
+            recompute it: scores are kept then, and more of queries, keys and values.
     """
     again = "core_attn" in recompute
     size, heads, tokens, kv_tokens = (

@@ -69,9 +69,9 @@ Links = dict[str, dict[float, float]]
 class Bench:
     """Device to calibrate, and problems so large that launch overhead is negligible on a GPU.
 
-    ``first`` is the FLOPs per byte of the first timed matmul, ``rows`` the rows of all, ``numbers``
-    the elements of the memory pass, ``seq`` the sequence length of the attention, ``expert`` the
-    rows and width of an expert, ``threads`` the CPU threads per rank.
+    ``first`` is the FLOPs per byte of the first timed matmul, ``rows`` the rows of every matmul, ``numbers`` the
+    elements of the memory pass, ``seq`` the sequence length of the attention, ``expert`` the rows and width of an
+    expert, ``threads`` the CPU threads per rank.
     """
 
     device: str  # "cpu" or "cuda"
@@ -172,10 +172,10 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         peak: FLOP/s of the device; 0: looked up by the GPU's name, else those of the fastest matmul.
 
     Returns:
-        ``gpu`` (a name, or cpu); ``memory_bytes`` (0 for a CPU); ``peak`` and ``attention`` in FLOP/s;
-        ``curve``, shares of the peak that matmuls reach as their FLOPs per byte double; ``memory`` in
-        bytes/s; and seconds: ``experts`` (``_experts``), ``layer`` (both passes of an MoE layer),
-        ``host_layer`` (one pass of a tiny layer) and ``step`` (fixed part of a step).
+        ``gpu`` (a name, or cpu); ``memory_bytes`` (0 for a CPU); ``peak`` and ``attention`` in FLOP/s; ``curve``,
+        shares of the peak that matmuls reach as their FLOPs per byte double; ``memory`` in bytes/s; and seconds:
+        ``experts`` (forward matmuls of 8 experts; hidden size, width, rows of each: ``bench.expert``), ``layer``
+        (both passes of an MoE layer), ``host_layer`` (one pass of a tiny layer), ``step`` (fixed part of a step).
     """
     import torch
 
@@ -426,7 +426,7 @@ def cluster_values(
     Args:
         alone: result of ``measure_alone``.
         links: result of ``measure_links`` of every rank; empty for one rank.
-        gpus: GPUs of this machine; 0 for a CPU.
+        name: name of the cluster; ``gpus``: GPUs of this machine, 0 for a CPU.
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()

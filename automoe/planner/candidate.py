@@ -85,7 +85,7 @@ class Candidate:
         return replace(self, config=changed(self.config, **sections))
 
     def with_recompute(self, names: list[str] | str) -> Candidate:
-        """Return the same candidate with the modules ``names`` recomputed."""
+        """Return the candidate with ``names`` as ``parallel.recompute``: modules, or ``full``."""
         return self.changed(parallel={"recompute": names})
 
 

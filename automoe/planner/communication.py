@@ -74,7 +74,7 @@ def link_name(kind: str, size: int, stride: int) -> str:
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
     """Return a collective's cost by the measurements in ``cluster.links``.
 
-    None if they lack a group of this size and stride, or if the group spans several nodes.
+    The result is None if these lack a group of this size and stride, or if the group spans nodes.
 
     Args:
         kind: name of the collective, such as ``all_gather``.
@@ -131,7 +131,9 @@ def dispatch_once(
     most_nodes: int = 0,
     together: bool = True,
 ) -> Cost:
-    """Return the cost of a token dispatch that sends each token at most once per node and rank.
+    """Return the cost of a token dispatch that sends a token once to each node, and to each rank.
+
+    A node or rank gets the token only if one of the token's experts is there.
 
     Args:
         token: bytes of one copy of all the rank's tokens.

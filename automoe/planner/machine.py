@@ -64,18 +64,20 @@ class Constants:
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one GPU and its links, as reached in training steps, not as on the data sheet.
+    """Speeds of one GPU and its links, as the time model uses them.
 
     Attributes:
         constants: constants of the time model.
-        peak: FLOP/s of matmuls; ``curve`` has the reached shares of it, at FLOPs per byte that
-            double from point to point, beginning with 2 ** ``first``.
+        peak: FLOP/s of matmuls by the data sheet; ``curve`` has the shares of it that matmuls
+            reach, at FLOPs per byte that double from point to point, beginning with 2 ** ``first``.
         fp8: speed-up of 8-bit matmuls; 1 without them.
-        memory, on_node, off_node: bytes/s of memory, and of links within and between nodes.
+        memory, on_node, off_node: bytes/s of memory, and of links within and between nodes, as
+            reached in training steps.
         gpus_per_node: GPUs per node.
         number_bytes: bytes of an activation element.
         calibrated: whether the cluster's configuration has a peak and a measured curve.
-        links: {collective with size and stride: (latency in s, bytes/s)}, as measured.
+        links: {collective with size and stride of its group, such as ``all_gather 8x1``: (latency
+            in s, bytes/s)}, as measured.
     """
 
     constants: Constants

@@ -24,8 +24,10 @@ class Pass:
         compute: seconds of computation; ``parts`` has them by module.
         communication: exposed cost of collectives, by mesh axis.
         idle: seconds in which the GPU waits for kernel launches.
-        weights, experts: of a backward pass, seconds for weight gradients outside and of routed
-            experts.
+        weights: seconds of a backward pass in which gradients of weights are computed, except those
+            in ``experts``.
+        experts: seconds of a backward pass in which the routed experts' matmuls compute both
+            gradients, of rows and of weights; 0 if they can be computed apart (``Place.fused``).
         again: {module: {mesh axis: cost}} of collectives that recomputing the module repeats.
     """
 
@@ -133,7 +135,7 @@ class Place:
 
     @cached_property
     def rows(self) -> float:
-        """(token, expert) pairs that the experts of the busiest rank compute."""
+        """(token, expert) pairs of a micro-batch that the experts of the busiest rank compute."""
         return busiest(self.config, self.mesh, self.machine) * self.batch.expert_rows_per_rank
 
     @cached_property

@@ -111,7 +111,7 @@ def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
 
 
 def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[str]:
-    """Yield a line for each setting whose cost the plan leaves out.
+    """Yield a line for the user on each setting of ``config`` whose cost the plan leaves out.
 
     The cost is memory unless the line names another one.
     """

@@ -82,7 +82,8 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """Yield (key, whether broken, rule, remedy) for each rule of an export to torchtitan.
 
-    A rule is broken if torchtitan cannot train with this value of the key.
+    A rule is broken if torchtitan cannot train with this value of the key. Rule and remedy are
+    texts for the user.
     """
     model = config.model
     train = config.train
