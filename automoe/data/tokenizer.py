@@ -221,7 +221,7 @@ class HFTokenizer(Tokenizer):
             yield ids[len(head) :]
 
     def _pieces(self, parts: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield (context, piece) of a text; the context is the end of the previous piece."""
+        """Yield (context, piece): pieces of a text, each with the end of the previous piece as context."""
         context = ""
         rest = ""
         size = PIECE
