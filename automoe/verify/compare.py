@@ -37,15 +37,15 @@ _references: list[Trajectory] = []  # of this process, until the mesh's step is 
 def run_reference(
     config: Config, shape: MeshShape, dp: int, record: bool, device: str
 ) -> bytes | None:
-    """Run the reference's step on one rank, and keep its results in this process.
+    """Run one training step on one rank, the reference, and keep its results in this process.
 
-    ``run_compared`` in the same process compares with them.
+    ``run_compared`` in the same process compares a mesh with them.
 
     Args:
-        config, shape: configuration of the one rank, and its mesh.
+        config, shape: configuration for one rank, and its mesh.
         dp: data-parallel ranks of the compared mesh. Rows are reordered, so that the first
             micro-batch here has the rows of these ranks' first micro-batches, and so on.
-        record: True to return the routing of the step, pickled; else None is returned.
+        record: True to return the routing of the step, pickled; False returns None.
         device: cpu or cuda.
     """
     train = config.train
