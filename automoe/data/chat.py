@@ -419,8 +419,8 @@ def _docstring_records(path: Path, pairs: bool) -> NumberedRecords:
     """Yield (line, record) for public functions and classes of a Python module with docstrings.
 
     The record asks what the function is for; the answer is the first paragraph of its docstring,
-    which must have 20 to 160 characters. In a preference pair the rejected answer is the same text
-    in capitals.
+    which must have 20 to 160 characters. With ``pairs`` it also has a rejected answer, the same
+    text in capitals.
     """
     tree = ast.parse(path.read_bytes())
     for node in tree.body:

@@ -54,7 +54,7 @@ class TokenCorpus:
         starts, lengths: [N] int64 start in ``tokens`` and length of each document.
         hashes: [N] uint64 hash of each document's text, which decides on its split.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
-        content: digest of all tokens and lengths; it does not depend on the names of files.
+        content: digest of tokens, loss masks and lengths; it does not depend on names of files.
         text_bytes: UTF-8 bytes of all texts.
         firsts: [N] length of the preferred sequence of each pair; None without pairs.
         trained: [sum of lengths] True for tokens to generate; None: all tokens.
@@ -246,7 +246,10 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
 
 
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
-    """Return a corpus of documents of ``seq_len`` uniformly random ids, equal on every machine."""
+    """Return a corpus of documents of ``seq_len`` uniformly random ids below ``vocab_size``.
+
+    It is equal on every machine, and its ids stand for no text.
+    """
     count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
     # NumPy promises stable raw bits, as ``seeded_order`` explains.
     generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))

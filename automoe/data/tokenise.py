@@ -55,8 +55,8 @@ class CorpusWriter:
         """Write the table to ``folder / "documents.npy"``; return a summary of the corpus.
 
         Returns:
-            ``dtype``, name of the NumPy type of a token; ``content``, digest of all tokens and
-            lengths; and ``text_bytes``.
+            ``dtype``, name of the NumPy type of a token; ``content``, digest of tokens, loss masks
+            and lengths; and ``text_bytes``.
         """
         columns = np.frombuffer(self._table, np.uint64).reshape(-1, self.num_columns).T.copy()
         np.save(folder / "documents.npy", columns)

@@ -180,7 +180,7 @@ def _curves(
 
 
 def relative_load(counts: np.ndarray) -> np.ndarray:
-    """Divide token counts [..., L, E] by their layer's mean; NaN for a layer without tokens."""
+    """Divide token counts [..., L, E] by the mean over the E experts; NaN for a layer without tokens."""
     mean = counts.mean(axis=-1, keepdims=True)
     return np.divide(counts, mean, out=np.full_like(counts, np.nan), where=mean > 0)
 

@@ -138,7 +138,12 @@ class TokenLoad:
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Return the sizes of a micro-batch of ``batch``, with the operators named in ``config``."""
+        """Return the sizes of a micro-batch of ``batch``, with the operators named in ``config``.
+
+        Args:
+            batch: sizes of a step; its (token, expert) pairs per rank may be those of an uneven
+                load.
+        """
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
         # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
@@ -339,9 +344,10 @@ def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
     """Return the bytes of the second copy of attention's output that Ulysses keeps.
 
     It is the result of the all-to-all from heads back to positions, which the output projection
-    reads. 0 without Ulysses, or if attention is recomputed (``again``).
+    reads. It is 0 without Ulysses, or if attention is recomputed (``again``).
 
     Args:
+        load: sizes of the micro-batch on the rank.
         width: elements of the output per token.
     """
     return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
@@ -353,6 +359,7 @@ def _latent_bytes(
     """Return the bytes that multi-head latent attention keeps, except mask and log-sum-exp.
 
     Args:
+        load: sizes of the micro-batch on the rank.
         recompute: modules that the layer recomputes.
         by_math: True if ``kernels.attention=math`` computes attention and the layer does not
             recompute it: scores are kept then, and more of queries, keys and values.
@@ -400,6 +407,7 @@ def score_numbers(load: TokenLoad, heads: int) -> float:
     """Return the number of attention scores of one layer and micro-batch on a rank.
 
     Args:
+        load: sizes of the micro-batch on the rank.
         heads: attention heads of the layer, before tp.
     """
     return heads * load.window_numbers / load.head_ranks
@@ -412,10 +420,12 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
     the output that is projected is kept in the activation dtype.
 
     Args:
+        load: sizes of the micro-batch on the rank.
         heads: attention heads of the layer, before tp.
         qk: width of a head's queries and keys.
         value: width of a head's values.
-        sinks: attention has sinks, which add a key per row and pad widths to a multiple of 8.
+        sinks: True if attention has sinks, which add a key per row and pad widths to a multiple of
+            8.
     """
     tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
     scores, output = score_numbers(load, heads), heads * tokens * value
@@ -439,7 +449,9 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     tensors of the keys' size, and one state per chunk.
 
     Args:
-        again: the rule is computed again in the backward pass, so only its arguments are kept.
+        load: sizes of the micro-batch on the rank.
+        again: True if the rule is computed again in the backward pass, so only its arguments are
+            kept.
     """
     size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads

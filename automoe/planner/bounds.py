@@ -84,7 +84,7 @@ class Family(NamedTuple):
         """Return ``config`` with this family's settings; the mesh of ``config`` stays.
 
         Args:
-            parallel: values of other keys of ``parallel``.
+            parallel: values of further keys of ``parallel``, such as ``recompute``.
         """
         return changed(
             config,
@@ -252,6 +252,9 @@ class Space:
         """Return (both passes of ``layer`` without routed experts, seconds of the output head).
 
         The seconds are those of both passes, with the head's uses by multi-token prediction.
+
+        Args:
+            family: mesh axes and settings; those of routed experts have no effect.
         """
         place = self._place(family)
         return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))

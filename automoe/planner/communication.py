@@ -27,7 +27,8 @@ class Group:
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
         """Return the placement of ``size`` ranks that are ``stride`` apart, from rank 0 on.
 
-        All groups of an axis have this placement if the node size is divisible by the mesh axes.
+        All groups of an axis have this placement if ``gpus_per_node``, the ranks of a node, is
+        divisible by the mesh axes.
         """
         return cls(size, min(size, -(-size * stride // gpus_per_node)), stride)
 
@@ -67,7 +68,12 @@ NOTHING = Cost()
 
 
 def link_name(kind: str, size: int, stride: int) -> str:
-    """Return a collective's key in ``cluster.links``: ``all_gather 8x1`` has size 8, stride 1."""
+    """Return a collective's key in ``cluster.links``: ``all_gather 8x1`` has size 8, stride 1.
+
+    Args:
+        kind: name of the collective: all_gather, reduce_scatter, all_to_all or send.
+        size, stride: number of ranks of the group, and their distance.
+    """
     return f"{kind} {size}x{stride}"
 
 

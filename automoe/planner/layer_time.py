@@ -463,8 +463,8 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
     """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    ``again`` are the recomputed modules. Tokens are dispatched to the experts again, but their
-    outputs are not combined again.
+    ``again`` are the recomputed modules, ``forward`` is the layer's forward pass. Tokens are
+    dispatched to the experts again, but their outputs are not combined again.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})

@@ -68,8 +68,9 @@ class Machine:
 
     Attributes:
         constants: constants of the time model.
-        peak: FLOP/s of matmuls by the data sheet; ``curve`` has the shares of it that matmuls
-            reach, at FLOPs per byte that double from point to point, beginning with 2 ** ``first``.
+        peak: nominal FLOP/s of matmuls (``cluster.peak_flops``); ``curve`` has the shares of it
+            that matmuls reach, at FLOPs per byte that double from point to point, beginning with 2
+            ** ``first``.
         fp8: speed-up of 8-bit matmuls; 1 without them.
         memory, on_node, off_node: bytes/s of memory, and of links within and between nodes, as
             reached in training steps.
@@ -144,7 +145,7 @@ class Machine:
         return groups * max(flops / speed, moved / self.memory)
 
     def attention(self, flops: float) -> float:
-        """Return the seconds of attention's matmuls, which never run in 8 bits."""
+        """Return the seconds of ``flops`` FLOPs of attention, whose matmuls never run in 8 bits."""
         return flops / (self.peak * self.curve[-1] * self.constants.gemm * self.constants.attention)
 
     def cast(self, numbers: float) -> float:

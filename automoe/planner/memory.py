@@ -48,12 +48,20 @@ UPDATE_BLOCK = 1 << 22
 
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
-    """Return the memory of every pp rank at its fullest moment, in the order of pp ranks."""
+    """Return the memory of every pp rank at its fullest moment, in the order of pp ranks.
+
+    Args:
+        batch: sizes of a step, with the (token, expert) pairs that a rank computes.
+    """
     return [plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
 def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
-    """Return the memory of pipeline rank ``pp_rank`` at the fullest moment of a step."""
+    """Return the memory of pipeline rank ``pp_rank`` at the fullest moment of a step.
+
+    Args:
+        batch: sizes of a step, with the (token, expert) pairs that a rank computes.
+    """
     model = config.model
     parallel = config.parallel
     layers = stage_layers(config, mesh)
@@ -280,10 +288,11 @@ def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
     """Return the bytes that Muon allocates at its peak: when it exchanges matrices, or iterates.
 
     An exchange holds four copies of the matrices that are exchanged at once. An iteration holds
-    updates and whole matrices, and for those of one shape two more copies and two Gram matrices. 0
-    with another optimizer.
+    updates and whole matrices, and for those of one shape two more copies and two Gram matrices.
+    With another optimizer the result is 0.
 
     Args:
+        sizes: bytes of parameters on the rank.
         params: trained parameters of the rank's stages.
     """
     if config.optim.algorithm != "muon":

@@ -50,7 +50,7 @@ class Pass:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
     def __add__(self, other: Pass) -> Pass:
-        """Return a pass that does the work of both."""
+        """Return a pass that does the work of this one and of ``other``."""
         parts, sent = dict(self.parts), dict(self.communication)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + seconds
@@ -87,7 +87,10 @@ class Passes(NamedTuple):
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean."""
+    """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean.
+
+    It is 1 without expert parallelism; ``moe.capacity_factor`` limits it.
+    """
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if mesh.ep == 1:

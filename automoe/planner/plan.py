@@ -229,15 +229,15 @@ def _memory_warnings(config: Config, plan: Plan) -> Iterator[str]:
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
     """Return the cluster keys of a GPU's speeds that are unset, such as ``peak_flops``.
 
-    Without them the planner assumes a CPU's speeds, and predicted times are far too long.
-    A single rank needs no bandwidth between GPUs.
+    Without them the planner assumes a CPU's speeds, and predicted times are far too long. With a
+    ``world_size`` of one rank, no bandwidth between GPUs is needed.
     """
     keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
     return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
 
 
 def _warnings(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield sentences on what makes a step slow, each with its numbers and a remedy."""
+    """Yield sentences on what makes the planned step slow, each with its numbers and a remedy."""
     mesh, batch, time = plan.mesh, plan.batch, plan.time
     step = time.seconds
     if unknown := missing_speeds(config.cluster, mesh.world_size):

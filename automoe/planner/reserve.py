@@ -65,7 +65,11 @@ def standing_reserve(config: Config, mesh: MeshShape) -> float:
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
-    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve."""
+    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve.
+
+    Args:
+        ranks: memory of pipeline ranks, each at its fullest moment.
+    """
     return max(rank.peak + reserve(config, mesh, rank).total for rank in ranks)
 
 

@@ -60,7 +60,8 @@ class StageTimes:
 class Span:
     """One simulated action, with start and end in seconds from the start of the step.
 
-    ``kind`` is F (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
+    ``rank`` is the pipeline rank, ``stage`` the stage's number in the model. ``kind`` is F
+    (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
     """
 
     rank: int

@@ -151,7 +151,7 @@ class Queue:
             micros = [config.train.micro_batch_size]
 
         def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
-            """Return ([(axes, mesh)] that break no rule, {configuration key: number of refused}).
+            """Return ([(axes, mesh)] of ``shapes`` that break no rule, {configuration key: number of refused}).
 
             A mesh is refused with each tried value of ``parallel.context``, and counted under the first rule that
             it breaks. The axes are (tp, cp, ep, etp, value of ``parallel.context``).

@@ -203,7 +203,7 @@ class PassResult:
 def make_runnable(
     config: Config, force_proxy: bool = False, device: Device = "cpu"
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
-    """Return a configuration like ``config`` whose mesh this machine can verify in a short time.
+    """Return a variant of ``config`` whose mesh this machine can verify in a short time.
 
     It has random weights on ``device``; if the model or the mesh is too large, sizes are cut
     (``make_proxy``).
