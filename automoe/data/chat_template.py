@@ -354,8 +354,8 @@ class ChatTemplate(ChatRenderer):
             args: the conversation's arguments for the template, as JSON.
 
         Returns:
-            The text after the token that ends the answer; and the special token that begins the
-                next message, or None.
+            (text that follows the end of the last answer; id of the special token that begins the
+            next message, or None if none does).
         """
         render = partial(self._render, tools=None, args=json.loads(args))
         answer = {"role": "assistant", "content": PROBE[2]}

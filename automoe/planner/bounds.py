@@ -233,8 +233,7 @@ class Space:
 
         Args:
             place: configuration, mesh and batch that belong to ``family``.
-            family: the settings on which a layer's time depends: degrees of cp, tp, ep and etp,
-                micro-batch size and the like.
+            family: mesh axes and settings.
             shared: forward seconds of the shared experts, which hide a part of the all-to-alls.
             arrives: True if recomputed tokens arrive at the experts a second time, so that their
                 all-to-all is counted again in the backward pass.

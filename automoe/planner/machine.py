@@ -151,8 +151,8 @@ class Machine:
     def cast(self, numbers: float) -> float:
         """Return the seconds to cast ``numbers`` elements to FP8 twice, by rows and by columns.
 
-        Matmuls of the forward and the backward pass need scales along different dims. 0 if FP8 is
-        off.
+        Matmuls of the forward and the backward pass need scales along different dims. The result is
+        0 if FP8 is off.
         """
         return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
 

@@ -52,7 +52,7 @@ class Reserve:
 
 
 def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
-    """Return the memory to leave free on a GPU, besides the peak of ``rank``."""
+    """Return the memory to leave free on a GPU, besides the peak of ``rank``; zeros on a CPU."""
     if config.cluster.gpu == "cpu":
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)

@@ -245,7 +245,7 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _stages(config: Config, mesh: MeshShape) -> str:
-    """Return a list of every pipeline stage's module names, as Python source; None without pp."""
+    """Return Python source: a list of module names for every pipeline stage; "None" without pp."""
     if mesh.pp == 1:
         return "None"
     held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]
