@@ -57,6 +57,7 @@ class ChatTemplate(ChatRenderer):
         first: for each key of ``counts``, file index and line of the first conversation counted.
 
     Args:
+        chat: ``data.chat``: the template, its arguments, and which answers are trained.
         tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:

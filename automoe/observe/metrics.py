@@ -187,7 +187,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             Later records are removed, because their steps will run again. None means a new run:
             records of an earlier run are renamed to ``metrics.1.jsonl`` and so on.
         warn: function that shows a line about damaged records or a full disk to the user.
-        num_steps: steps of the whole run; at most ``MAX_LOAD_SNAPSHOTS`` of them, evenly spaced,
+        num_steps: steps of the whole run; at most 200 of them (``MAX_LOAD_SNAPSHOTS``), evenly spaced,
             and the first one have a record of every expert's load.
 
     Raises:

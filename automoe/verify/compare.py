@@ -64,14 +64,18 @@ def run_compared(
     routing: bytes | None,
     device: str,
 ) -> list[Comparison]:
-    """Run a step on the mesh; return its comparison with the reference on rank 0, else [].
+    """Run a step on the mesh and compare it, on rank 0, with the step that one rank ran.
 
     Collective. Rank 0's process must have called ``run_reference`` before.
 
     Args:
-        run: function with the signature of ``run_trajectory``; default: ``run_trajectory``.
+        run: function with the signature of ``run_trajectory``; None: ``run_trajectory`` itself.
+        config, shape: configuration of the run, and its mesh.
         routing: pickled routing to repeat, from ``run_reference``; None: the model's own.
         device: cpu or cuda.
+
+    Returns:
+        The comparisons on rank 0; [] on other ranks.
     """
     options: dict[str, Any] = {"forced": pickle.loads(routing)} if routing else {}
     mine = (run or run_trajectory)(config, shape, loader_rows, 1, device=device, **options)
