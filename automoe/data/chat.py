@@ -86,9 +86,13 @@ def num_bytes(message: Message) -> int:
 
 
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
-    """Yield every conversation in order, up to ``data.max_bytes`` of contents.
+    """Yield every conversation in order, up to ``data.max_bytes`` of message texts.
 
     A preference pair yields two conversations, the preferred one first.
+
+    Args:
+        data: settings of one source: the format of its records, and names of their keys and roles.
+        paths: files to read.
 
     Raises:
         DataError: the text of a file is malformed (bad UTF-8 or JSON, a missing key, an unknown
@@ -256,7 +260,10 @@ class _Reader:
         """Return a record's system message, stored at a key of its own, as a list; [] if missing.
 
         Args:
-            messages: the record's other messages, which must then hold no system message.
+            messages: the record's other messages.
+
+        Raises:
+            DataError: ``messages`` hold a system message too.
         """
         name = self.keys.get("system", "")
         system = record.get(name)
@@ -395,9 +402,9 @@ def _parsed(value: Any) -> Any:
 
 
 def are_functions(value: Any) -> bool:
-    """Return True for a list of tool schemas or tool calls.
+    """Return True if ``value`` can be a list of tool schemas or of tool calls.
 
-    Each must be an object, with an object as ``function`` if it has that key.
+    Each item must be an object; its key ``function``, if it has one, must hold an object.
     """
     return isinstance(value, list) and all(
         isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in value
@@ -412,8 +419,8 @@ def _docstring_records(path: Path, pairs: bool) -> NumberedRecords:
     """Yield (line, record) for public functions and classes of a Python module with docstrings.
 
     The record asks what the function is for; the answer is the first paragraph of its docstring,
-    which must have 20 to 160 characters. In a preference pair the rejected answer is the same text
-    in capitals.
+    which must have 20 to 160 characters. With ``pairs`` it also has a rejected answer, the same
+    text in capitals.
     """
     tree = ast.parse(path.read_bytes())
     for node in tree.body:

@@ -47,19 +47,21 @@ def tokenise_chat(
 ) -> dict[str, Any]:
     """Write token ids, loss masks and a table of sequences to ``folder``; return a summary.
 
-    A conversation becomes one or several token sequences (samples), and the table has a row for
-    each. The row has the hash of the conversation, so that all its samples are in the same split;
-    preference pairs with the same prompt share a hash too. The two sequences of a preference pair
-    are stored one after the other as one sample, and the fifth column of the table has the length
-    of the first sequence.
+    The files are ``tokens.bin``, ``trained.bin`` and ``documents.npy``. A conversation becomes one
+    or several token sequences (samples), and the table has a row for each. The row has the hash of
+    the conversation, so that all its samples are in the same split; preference pairs with the same
+    prompt share a hash too. The two sequences of a preference pair are stored one after the other
+    as one sample, and the fifth column of the table has the length of the first sequence.
 
     Args:
+        template: converts conversations to tokens; its counts are cleared first.
+        vocab_size: largest token id + 1, which decides on the type of a token in its file.
         pairs: True if ``conversations`` are preference pairs, the two of each pair one after the
             other.
 
     Returns:
         The dictionary of ``CorpusWriter.save`` (type of a token, digest of the content, bytes of
-            text), and ``chat``: counts that ``describe_chat`` prints.
+        text), and ``chat``: counts that ``describe_chat`` prints.
 
     Raises:
         DataError: a record is malformed, the chat template refuses it, or an answer of a pair takes

@@ -54,6 +54,8 @@ class ChatRenderer:
             used.
 
     Args:
+        chat: ``data.chat``: the template, its arguments, and how special tokens in messages are
+            read.
         tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
@@ -198,9 +200,12 @@ class ChatRenderer:
         Most templates do not fail on a wrong form: they write Python's brackets or JSON inside
         JSON, or leave the call out. So the rendered text is examined.
 
+        Args:
+            where: ``file:line`` of the conversation, for the error.
+
         Returns:
-            True if arguments must be JSON text, False if an object; and the content of a message
-                with calls and no text, "" or None.
+            (True if arguments must be JSON text, False if an object; content of a message that has
+            calls and no text: "" or None).
 
         Raises:
             DataError: the template writes calls in none of the forms.

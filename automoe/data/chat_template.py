@@ -57,6 +57,7 @@ class ChatTemplate(ChatRenderer):
         first: for each key of ``counts``, file index and line of the first conversation counted.
 
     Args:
+        chat: ``data.chat``: the template, its arguments, and which answers are trained.
         tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.
 
     Raises:
@@ -101,6 +102,9 @@ class ChatTemplate(ChatRenderer):
         reasoning, or ends the last answer differently), the conversation becomes several.
         ``data.chat.turns=last`` trains only the last answer. An answer with weight 0 in its record,
         or before all other messages, is never trained.
+
+        Returns:
+            For each conversation its sequences: ids, and spans of the answers that are trained.
 
         Raises:
             DataError: a conversation has no answer to train, or the template refuses it. The
@@ -164,7 +168,12 @@ class ChatTemplate(ChatRenderer):
         }
 
     def stop_id(self) -> int:
-        """Return the id of the token that ends an answer."""
+        """Return the id of the token that ends an answer, found by rendering a test conversation.
+
+        Raises:
+            DataError: the template refuses the test conversation.
+            ConfigError: neither the template nor the tokenizer has a token that ends an answer.
+        """
         messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
         conversation = Conversation(
             messages, None, Path(self.chat.template or self.tokenizer), 0, 1
@@ -174,8 +183,11 @@ class ChatTemplate(ChatRenderer):
     def prompt(self, messages: list[Message], tools: list[Record] | None = None) -> list[int]:
         """Return the ids of ``messages`` and the generation prompt, after which a model answers.
 
+        Args:
+            tools: JSON schemas of the tools that the model may call; None: there are none.
+
         Raises:
-            DataError: the template cannot write the tool calls.
+            DataError: the template refuses the messages, or cannot write their tool calls.
         """
         with refusing("the prompt"):
             messages = self._normal(messages, "messages")
@@ -191,6 +203,11 @@ class ChatTemplate(ChatRenderer):
         """Return two rendered texts: the conversation up to answer ``messages[n]``, and through it.
 
         The first ends with the generation prompt, and the second begins with the first.
+
+        Args:
+            conversation: gives the tools, the template's arguments, and file and line for an error.
+            messages: its messages in the form that the template takes.
+            n: index of the answer in ``messages``.
 
         Raises:
             DataError: the template leaves out the answer or its tool calls.
@@ -256,12 +273,17 @@ class ChatTemplate(ChatRenderer):
     ) -> Turn:
         """Return the ids up to the end of an answer, and the index of the answer's first id.
 
+        If the template writes no token that ends an answer, one is appended.
+
         Args:
             before: rendered text of the conversation up to the answer, with the generation prompt.
             through: rendered text of the conversation through the answer.
             prompt, ids: token ids of ``before`` and of ``through``.
-            asked: True if the answer calls tools, and the conversation's arguments for the template
-                as JSON.
+            asked: (True if the answer calls tools, the conversation's arguments for the template as
+                JSON).
+
+        Raises:
+            ConfigError: neither template nor tokenizer has a token that ends an answer.
         """
         start = num_shared(prompt, ids)
         self.counts["answers"] += 1
@@ -309,8 +331,8 @@ class ChatTemplate(ChatRenderer):
         Args:
             ids: token ids of the conversation through the answer.
             start: index of the answer's first token.
-            asked: True if the answer calls tools, and the conversation's arguments for the template
-                as JSON.
+            asked: (True if the answer calls tools, the conversation's arguments for the template as
+                JSON).
         """
         ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
         behind = {end: self.decode(ids[end:]).strip() for end in ends}
@@ -333,8 +355,8 @@ class ChatTemplate(ChatRenderer):
             args: the conversation's arguments for the template, as JSON.
 
         Returns:
-            The text after the token that ends the answer; and the special token that begins the
-                next message, or None.
+            (text that follows the end of the last answer; id of the special token that begins the
+            next message, or None if none does).
         """
         render = partial(self._render, tools=None, args=json.loads(args))
         answer = {"role": "assistant", "content": PROBE[2]}
@@ -364,8 +386,8 @@ class ChatTemplate(ChatRenderer):
     def _always_opens(self) -> bool:
         """True if the template writes a generation prompt despite ``add_generation_prompt=False``.
 
-        It is False if a following user message begins after that same text, which is then no
-        generation prompt.
+        It is False if the template writes the same text before a user's next message too: such a
+        text is no generation prompt. It is also False if the template refuses test messages.
         """
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:

@@ -75,7 +75,11 @@ class Source:
 
 
 def source_of(kind: str) -> Source:
-    """Return how to find and read the files of a ``data.kind``, automoe's own or a plugin's."""
+    """Return the ``Source`` of a ``data.kind``: how its files are found and read.
+
+    Args:
+        kind: one of automoe's own kinds, such as ``jsonl``, or the name of a plugin's.
+    """
     return _SOURCES[kind] if kind in _SOURCES else registered("data.kind")[kind]
 
 
@@ -200,10 +204,10 @@ def read_files(
 
     Args:
         read: function of a path that yields (line, record) for each record of the file.
-        may_be_empty: False makes a file without records an error.
+        may_be_empty: True if a file may have no records.
 
     Raises:
-        DataError: a file cannot be read, or is empty.
+        DataError: a file cannot be read, or has no records although it must.
     """
     for index, path in enumerate(paths):
         any_text = False

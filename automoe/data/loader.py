@@ -117,7 +117,10 @@ class Loader:
         return self._batch(self.split, first, *self._mixture.rows(first, rows_per_rank))
 
     def row(self, index: int) -> StepBatch:
-        """Return row ``index`` of the loader's split as a batch [1, S]; the loader's position stays."""
+        """Return row ``index`` of the loader's endless sequence of rows, as a batch [1, S].
+
+        The position from which ``next_step`` continues does not change.
+        """
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
@@ -146,7 +149,7 @@ class Loader:
         yielded, and padding rows without labels fill up the last one.
 
         Args:
-            source: index of the source.
+            source: index of the source in ``names``.
         """
         packed = self._rows_of(split, source)
         step = self.config.train.global_batch_size
@@ -166,7 +169,11 @@ class Loader:
             yield from self.batches(split, self._rows_of(split, source).num_rows, source)
 
     def where_pair(self, number: int) -> str:
-        """Return ``file:line`` of a preference pair, by its index over all sources."""
+        """Return ``file:line`` of a preference pair.
+
+        Args:
+            number: index of the pair, counted over all sources in their order.
+        """
         source = int(np.searchsorted(self._first_pairs, number, side="right")) - 1
         return self.corpora[source].where(number - int(self._first_pairs[source]))
 
@@ -176,14 +183,19 @@ class Loader:
         return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the data's ``fingerprint``, as JSON for a checkpoint.
+        """Return what a checkpoint stores of the loader, equal on every rank.
 
-        The values are equal on every rank.
+        Returns:
+            ``consumed_rows``, rows of all steps so far over all ranks; and ``fingerprint``, name ->
+            value of everything that determines the order and content of rows.
         """
         return {"consumed_rows": self.consumed_rows, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position in ``state``, under any number of ranks and any batch size.
+
+        Args:
+            state: result of ``state_dict``.
 
         Raises:
             DataError: the data changed since ``state`` was saved; the message lists what differs.
@@ -192,10 +204,13 @@ class Loader:
         self.consumed_rows = int(state["consumed_rows"])
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ``DataError`` if the data changed since the ``state_dict`` was saved.
+        """Raise ``DataError`` if the data changed since a checkpoint was saved.
 
-        The message lists what differs. The states of sessions and of ``recipe=grpo``, which name no
-        data, are refused too.
+        The message lists what differs. A state without a fingerprint is refused too: checkpoints of
+        training sessions (``rl.session``) and of ``recipe=grpo`` name no data.
+
+        Args:
+            state: result of ``state_dict`` in the checkpoint.
         """
         if "fingerprint" not in (state or ()):
             raise DataError(
@@ -263,6 +278,7 @@ class Loader:
         """Return lines for the user about a source's conversations and the rows that they fill.
 
         Args:
+            source: index of the source in ``names``.
             chat: counts of the source's conversations, ``TokenCorpus.chat``.
         """
         corpus = self.corpora[source]
@@ -295,11 +311,12 @@ class Loader:
     def _batch(
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
     ) -> StepBatch:
-        """Return R rows of a split as a batch; an index of -1 gives a padding row.
+        """Return R rows of a split as a batch.
 
         Args:
-            first_row: index of the first row in the global sequence of rows.
-            sources, indices: [R] source of each row, and its index within that source.
+            first_row: index of the first row in the sequence of rows over all ranks and steps.
+            sources, indices: [R] source of each row, and its index within that source; -1 is a
+                padding row.
         """
         rows = self._rows_of(split, sources[0]).take(np.full(len(indices), -1))
         for row, (source, index) in enumerate(zip(sources, indices, strict=True)):

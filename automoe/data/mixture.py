@@ -33,10 +33,10 @@ class Mixture:
         self._block = lru_cache(maxsize=4 * len(self.weights))(self._make_block)
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return source and row within that source of rows ``first`` to ``first + count - 1``.
+        """Return which rows of which sources are rows ``first`` to ``first + count - 1``.
 
         Returns:
-            Two int64 arrays of shape [count].
+            (index of each row's source, index of the row within that source): int64 arrays [count].
         """
         S = len(self.weights)
         if S == 1:

@@ -23,7 +23,7 @@ def describe_length(config: Config, rows: int) -> Iterator[str]:
     """Yield lines on the learning rate, steps and epochs of a run, and a warning on a long warm-up.
 
     Args:
-        rows: number of rows of an epoch.
+        rows: number of rows of an epoch, over all ranks.
     """
     optim = config.optim
     steps = config.train.steps
@@ -44,6 +44,9 @@ def describe_unlearned(
     """Yield a warning if the data has tokens that are new to the checkpoint and cannot be learned.
 
     That is so if their rows of the embedding or the output head are frozen.
+
+    Args:
+        tokenizer: tokenizer of the data; ``corpora``: tokenised data of each source.
     """
     model = config.model
     frozen = [

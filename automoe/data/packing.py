@@ -37,8 +37,11 @@ class Rows:
 def seeded_order(n: int, *key: int) -> np.ndarray:
     """Return a permutation of range(n) that depends on ``key`` only, [n] int64.
 
-    NumPy promises stable raw bits of PCG64 over versions, but no stable ``Generator.permutation``;
-    so the permutation sorts raw bits.
+    Equal under all NumPy versions: the permutation sorts raw bits of PCG64, which NumPy promises to
+    keep stable, unlike ``Generator.permutation``.
+
+    Args:
+        key: integers that seed the generator, such as (seed, epoch).
     """
     return np.argsort(np.random.PCG64(np.random.SeedSequence(key)).random_raw(n), kind="stable")
 
@@ -139,8 +142,9 @@ class PackedRows:
             size: number of tokens to cover, from the row's first one.
 
         Returns:
-            Indices of the documents; the position after each document; the positions of the row's
-                first token and after the last of the ``size`` tokens.
+            (indices of the documents; position after the end of each; position of the row's first
+            token; position after the last of the ``size`` tokens, or the end of the epoch if it
+            comes first).
         """
         epoch, within = divmod(index, self.num_rows)
         doc_order, doc_ends, row_order = self._epoch(epoch)

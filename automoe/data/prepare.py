@@ -44,14 +44,17 @@ _SAMPLE = 1 << 16  # bytes hashed at each end of a file
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """Tokenised corpus of one source: all documents in the order of the files; text ends with EOS.
+    """Tokenised corpus of one source: all documents in the order of the files; texts end with EOS.
+
+    A document is a text, or a token sequence of a conversation (of both answers of a preference
+    pair).
 
     Attributes:
         tokens: [sum of lengths] ids of the N documents, one after the other.
         starts, lengths: [N] int64 start in ``tokens`` and length of each document.
-        hashes: [N] uint64 hash of each text.
+        hashes: [N] uint64 hash of each document's text, which decides on its split.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
-        content: digest of all tokens and lengths; it does not depend on the names of files.
+        content: digest of tokens, loss masks and lengths; it does not depend on names of files.
         text_bytes: UTF-8 bytes of all texts.
         firsts: [N] length of the preferred sequence of each pair; None without pairs.
         trained: [sum of lengths] True for tokens to generate; None: all tokens.
@@ -88,8 +91,9 @@ def open_corpus(
     and last bytes, on the tokenizer and on the reading options. So a changed file is read again.
 
     Args:
+        data: settings of one source.
         cache_dir: directory of the cache; None: ``default_cache_dir()``.
-        template: chat template if ``data`` holds conversations.
+        template: chat template if ``data`` holds conversations, else None.
 
     Raises:
         DataError: text cannot be read, or the cache directory cannot be written.
@@ -195,8 +199,8 @@ def prepare_data(
 def with_steps(config: Config) -> Config:
     """Tokenise the data, and return ``config`` with ``train.steps`` computed from ``train.epochs``.
 
-    Without epochs, ``config`` is returned unchanged. For a recipe that reads no data, the function
-    does nothing.
+    Without epochs, ``config`` is returned unchanged. For a recipe that reads no data, it is
+    returned unchanged and nothing is tokenised.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded, or the computed number of steps violates a rule
@@ -242,7 +246,10 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
 
 
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
-    """Return a corpus of documents of ``seq_len`` uniformly random ids, equal on every machine."""
+    """Return a corpus of documents of ``seq_len`` uniformly random ids below ``vocab_size``.
+
+    It is equal on every machine, and its ids stand for no text.
+    """
     count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
     # NumPy promises stable raw bits, as ``seeded_order`` explains.
     generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))
@@ -298,6 +305,9 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Docu
     left out (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no
     trained token remains.
 
+    Returns:
+        (index of each document's first token in ``corpus.tokens``, its number of tokens), both [n].
+
     Raises:
         DataError: no document is left for the split.
     """
@@ -329,7 +339,10 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> D
     A document belongs to the validation split if the hash of its text, as a fraction of 2**64, is
     below ``val_fraction``. So equal texts are in the same split, and new documents do not move
     others. If that leaves a split empty, the document with the lowest hash is the validation split.
-    The tail of a corpus of one document is its validation split.
+    If there is only one plain text, its last ``val_fraction`` of tokens is the validation split.
+
+    Returns:
+        (index of each document's first token in ``corpus.tokens``, its number of tokens), both [n].
 
     Raises:
         DataError: no document is left for the split.

@@ -46,13 +46,18 @@ class CorpusWriter:
         Args:
             length: number of tokens of the document.
             text_hash: BLAKE2b object of 8 bytes, fed with the text.
-            place: index of the file, line, and the length of the first sequence if there are five
-                columns.
+            place: index of the file; line; and for preference pairs the length of the first
+                sequence.
         """
         self._table.extend((length, int.from_bytes(text_hash.digest(), "little"), *place))
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the table to ``folder``; return dtype, content (a digest) and text_bytes."""
+        """Write the table to ``folder / "documents.npy"``; return a summary of the corpus.
+
+        Returns:
+            ``dtype``, name of the NumPy type of a token; ``content``, digest of tokens, loss masks
+            and lengths; and ``text_bytes``.
+        """
         columns = np.frombuffer(self._table, np.uint64).reshape(-1, self.num_columns).T.copy()
         np.save(folder / "documents.npy", columns)
         self._digest.update(columns[0].tobytes() + columns[4:].tobytes())
@@ -132,10 +137,14 @@ class _DocumentWriter(CorpusWriter):
         self._add(document, self.tokenizer.encode_long(texts()), text_hash)
 
     def _add(self, document: Document, encoded: Iterable[np.ndarray], text_hash: Any) -> None:
-        """Write a document's ids, which come in pieces, and EOS; add it to the table.
+        """Write a document's ids and EOS, and add it to the table.
 
         Args:
+            encoded: arrays of the document's ids, one after the other.
             text_hash: BLAKE2b object that has seen the whole text once ``encoded`` is exhausted.
+
+        Raises:
+            DataError: an id is beyond the tokenizer's vocabulary.
         """
         size = self.tokenizer.vocab_size
         length = 0

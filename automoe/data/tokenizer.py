@@ -221,7 +221,7 @@ class HFTokenizer(Tokenizer):
             yield ids[len(head) :]
 
     def _pieces(self, parts: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield (context, piece) of a text; the context is the end of the previous piece."""
+        """Yield (context, piece): pieces of a text, each with the end of the previous piece as context."""
         context = ""
         rest = ""
         size = PIECE
@@ -300,7 +300,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
-    """Return the tokenizer in a checkpoint's folder; None if the folder has no readable one."""
+    """Return the tokenizer in the folder of checkpoint ``weights``; None if it has no readable one."""
     # transformers would make one without a token from config.json alone.
     files = (*_VOCAB_FILES, "tokenizer.json", "tiktoken.model")
     if weights is None or not any(is_there(local_folder(weights), name) for name in files):

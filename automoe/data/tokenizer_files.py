@@ -110,9 +110,10 @@ def named_parts(path: Path, spec: dict[str, Any]) -> str:
 
 
 def byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
-    """Return the number of UTF-8 bytes of each id, [vocab_size] int64.
+    """Return the number of UTF-8 bytes that each id stands for, [vocab_size] int64.
 
-    The decoder in ``spec`` tells how tokens spell bytes.
+    It is 0 for special tokens and for ids without a token. The decoder in ``spec`` tells how tokens
+    spell bytes.
 
     Args:
         spec: content of a tokenizer.json.

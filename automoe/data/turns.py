@@ -15,7 +15,7 @@ TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token sequence of a conversation, with the spans [start, end) of its trained answers."""
+    """Token sequence of a conversation, with the spans [start, end) of its trained answers in ``ids``."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -94,7 +94,11 @@ def joined(turns: list[Turn]) -> Iterator[Sample]:
 
 
 def as_tool_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """Return a tool call with its arguments as JSON text (``as_text``), or as an object."""
+    """Return a tool call with its arguments as JSON text (``as_text``), or as an object.
+
+    Args:
+        call: {name, arguments}, or an object with these under ``function``.
+    """
     function = {"arguments": {}} | call.get("function", call)
     arguments = function["arguments"]
     if as_text and not isinstance(arguments, str):

@@ -213,9 +213,12 @@ class Console:
     def _time_left(self, record: Mapping[str, Any], now: float) -> float:
         """Estimate the seconds until the last step from the pace of recent steps and validations.
 
+        Step and time are kept: the next call measures the pace from them. The result is NaN if no
+        pace is known.
+
         Args:
             record: the current step's record.
-            now: current time in seconds.
+            now: current time in seconds (``time.monotonic``).
         """
         step = record["step"]
         pace = float(record.get("step_seconds") or math.nan)

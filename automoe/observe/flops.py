@@ -139,9 +139,10 @@ def _passes(param: Param, needs_grad: bool) -> int:
 
 
 def _active(model: ModelConfig, param: Param) -> int:
-    """Return how many elements of weight ``param`` one token is multiplied by.
+    """Return how many elements of weight ``param`` a layer multiplies with one token.
 
-    Of the routed experts' weights, these are the weights of the K experts that a token chooses.
+    Of the routed experts' weights, these are the weights of the K experts that a token chooses. It
+    is 0 for weights that are not counted (norms, router) and for embedding and output head.
     """
     if not param.multiplies:
         return 0

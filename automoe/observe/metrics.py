@@ -187,7 +187,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             Later records are removed, because their steps will run again. None means a new run:
             records of an earlier run are renamed to ``metrics.1.jsonl`` and so on.
         warn: function that shows a line about damaged records or a full disk to the user.
-        num_steps: steps of the whole run; at most ``MAX_LOAD_SNAPSHOTS`` of them, evenly spaced,
+        num_steps: steps of the whole run; at most 200 of them (``MAX_LOAD_SNAPSHOTS``), evenly spaced,
             and the first one have a record of every expert's load.
 
     Raises:
@@ -222,13 +222,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             ) from None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
-        """Append the record of one step.
+        """Append the record of one step to ``metrics.jsonl``.
 
         Args:
             record: every key of ``REQUIRED_KEYS``, and optional keys (balance losses,
                 ``step_seconds``, ``val_loss`` and ``val_bits_per_byte`` of validating steps); None
                 means unknown.
-            counts: [L, E] tokens per expert in this step, for the MoE layers in model order.
+            counts: [L, E] tokens per expert in this step, for the MoE layers in model order; they
+                are written to ``expert_load.jsonl`` at some of the steps. None: a dense model.
         """
         step = record["step"]
         missing = [key for key in REQUIRED_KEYS if key not in record]
@@ -240,7 +241,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._load.append({"step": step, "counts": counts})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Append the answers that the model generated after ``step``, by ``prompt`` and ``text``."""
+        """Append answers that the model generated after ``step`` to ``samples.jsonl``.
+
+        Args:
+            samples: one {``prompt``: text, ``text``: answer} per prompt.
+        """
         if self._samples is None:
             self._samples = AppendLog(self.run_dir / SAMPLES_FILE, None, self._warn)
         self._samples.append({"step": step, "samples": samples})
@@ -260,9 +265,10 @@ def _open(path: Path) -> int:
 
 
 def _lines(path: StrPath, warn: Warn | None = None) -> list[tuple[bytes, Record | None]]:
-    """Return every line of a file with its record (None if the line is damaged or incomplete).
+    """Return (line, record) for every line of a JSON-lines file.
 
-    A missing file has no lines.
+    The line is its bytes with the line end; the record is None if the line is damaged or
+    incomplete. A missing file has no lines.
 
     Args:
         warn: function that shows the numbers of damaged lines to the user. An incomplete last line,
@@ -341,7 +347,8 @@ def read_expert_load(run_dir: StrPath) -> Curve:
 def rank_balance(counts: np.ndarray, ep: int) -> float | None:
     """Return how uneven expert parallel ranks are: tokens of the busiest rank over the mean rank.
 
-    The ratio is averaged over layers; the result is its median over steps. None without counts.
+    The ratio is averaged over layers; the result is its median over steps. It is None if ``counts``
+    has no tokens.
 
     Args:
         counts: [N, L, E] tokens per expert, of N steps and L layers.
@@ -354,7 +361,10 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
 
 
 def series(records: Records, key: str) -> Curve:
-    """Return steps and float values of the records that have ``key``; NaN and infinity too."""
+    """Return (steps [n] int64, values [n] float64) of the records in which ``key`` is not None.
+
+    NaN and infinity are among the values.
+    """
     having = [record for record in records if record.get(key) is not None]
     steps = np.array([record["step"] for record in having], dtype=np.int64)
     return steps, np.array([float(record[key]) for record in having], dtype=np.float64)

@@ -50,7 +50,7 @@ def draw_plots(
 
     Args:
         records: step records (``read_metrics``).
-        load: steps and expert loads (``read_expert_load``).
+        load: (steps [N], tokens per expert [N, L, E]), as ``read_expert_load`` returns them.
         config: the run's configuration, for the number of the first MoE layer and the gradient
             clipping threshold. None: layers count from 0, and the threshold is not drawn.
 
@@ -110,7 +110,11 @@ def draw_plots(
 
 
 def _over_steps(axis: Axes, title: str, ylabel: str = "") -> None:
-    """Set the title and labels of a plot whose x axis is the step, with whole numbers as ticks."""
+    """Set the title and labels of a plot whose x axis is the step, with whole numbers as ticks.
+
+    Args:
+        ylabel: label of the y axis.
+    """
     axis.set(title=title, xlabel="step", ylabel=ylabel)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axis.margins(x=0.02)
@@ -152,9 +156,10 @@ def _curves(
     """Draw one or several metrics over the steps, at half the page's width.
 
     Args:
+        title: title of the plot; ``unit``: label of the y axis.
         labels: key in the record -> label in the legend.
-        level: height and label of a dashed horizontal line; not drawn if None, or if far above all
-            values.
+        level: (height, label) of a dashed horizontal line; not drawn if the height is None, or far
+            above all values.
         logarithmic: use a logarithmic y axis if the values span more than a factor of 20.
         smooth: show the trend of a long curve.
     """
@@ -175,7 +180,7 @@ def _curves(
 
 
 def relative_load(counts: np.ndarray) -> np.ndarray:
-    """Divide token counts [..., L, E] by their layer's mean; NaN for a layer without tokens."""
+    """Divide token counts [..., L, E] by the mean over the E experts; NaN for a layer without tokens."""
     mean = counts.mean(axis=-1, keepdims=True)
     return np.divide(counts, mean, out=np.full_like(counts, np.nan), where=mean > 0)
 
@@ -246,6 +251,10 @@ def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True
 
     A short curve has a dot at each point. If ``smooth``, a long curve is pale, with its trend on
     top.
+
+    Args:
+        curve: (steps [n], values [n]).
+        label: text of the curve in the legend.
     """
     steps, values = curve
     finite = np.isfinite(values)

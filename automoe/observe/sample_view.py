@@ -26,12 +26,13 @@ def describe_row(
     """Show the first documents of a packed row as lines (text, whether its tokens are trained).
 
     The first line counts documents and tokens. Each other line is either all trained or all
-    untrained, and says so at its beginning. Line ends in the text are shown as ``⏎``; of long
-    passages only the first and the last line are shown.
+    untrained, and says so at its beginning. A token is trained if it is the label of the token
+    before it. Line ends in the text are shown as ``⏎``; of long passages only the first and the
+    last line are shown.
 
     Args:
         tokens: [S] token ids of the row.
-        labels: [S] next token of each position, or ``IGNORE`` where none is trained.
+        labels: [S] next token of each position, or -100 where none is trained.
         doc_ids: [S] number of each token's document within the row; -1: padding.
         width: largest number of columns of a line.
     """

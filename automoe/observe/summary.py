@@ -141,8 +141,8 @@ def from_here(text: str) -> str:
 def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
     """Wrap (heading, text) pairs to terminal lines of at most ``width`` columns.
 
-    Each result is (heading, part of the text); continuation lines have an empty heading. Long words
-    such as paths are never broken.
+    Each result is (heading padded to the width of all headings, part of the text); continuation
+    lines have a blank heading. Long words such as paths are never broken.
     """
     names = max((len(name) for name, _ in facts), default=0) + 4
     lines = []
@@ -337,8 +337,9 @@ def print_sweep(jobs: Records) -> None:
     """Print a sweep as a table with one line per job, and why jobs were skipped or failed.
 
     Args:
-        jobs: one record per job, with ``label``, ``state`` and, where known, ``objective``,
-            ``tokens_per_second``, ``seconds``, ``reason``, and the meshes ``default`` and ``moe``.
+        jobs: one record per job, with ``label``, ``state`` and, where known, ``objective`` (the
+            final loss), ``tokens_per_second``, ``seconds``, ``reason`` (of a skip or failure), and
+            the meshes ``default`` and ``moe`` as texts.
     """
     from rich.console import Console
 

@@ -68,8 +68,8 @@ UNEVEN = 2.0
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
     """Return ``batch`` with ``factor`` times the mean number of (token, expert) pairs on a rank.
 
-    It models a rank whose experts get more tokens than others. The factor is limited to
-    ``most_load``.
+    It models a rank whose experts get more tokens than others. A factor above the largest possible
+    load (``most_load``) is lowered to it.
     """
     rows = batch.expert_rows_per_rank * min(factor, most_load(config, mesh))
     return replace(batch, expert_rows_per_rank=rows)
@@ -95,19 +95,19 @@ class TokenLoad:
         tokens: tokens of the rank; ``rows``: sequences that these are shards of.
         kv_tokens: tokens whose keys and values attention reads.
         expert_rows: (token, expert) pairs that the rank computes.
-        mask_numbers, window_numbers: elements of an attention mask, for full attention (0: no mask
-            tensor) and for sliding windows.
+        mask_numbers, window_numbers: elements of a layer's attention mask, with full attention (0:
+            no mask tensor) and with a sliding window.
         number_bytes: bytes of an activation element.
-        dispatched: experts read a buffer of received rows, not local tokens.
-        on_cpu: attention keeps values and outputs padded to the width of keys.
-        copies_groups: attention with a mask, or in float32, keeps keys and values copied to all
-            heads.
-        tp, etp: ranks of these mesh axes; ``head_ranks``: ranks that share the heads of the same
-            tokens.
+        dispatched: True if experts read a buffer of received rows, False if they read local tokens.
+        on_cpu: True on a CPU, whose attention keeps values and outputs padded to the width of keys.
+        copies_groups: True if attention with a mask, or in float32, keeps keys and values of
+            grouped heads copied to all heads.
+        tp, etp: sizes of these mesh axes; ``head_ranks``: ranks over which the heads of one token
+            are split: tp, times cp with ``parallel.context=ulysses``.
         read_rows: rows that experts read: local tokens, or received ones.
-        loop: ``moe.experts`` is loop; ``wgrad``: value of ``parallel.expert_wgrad``.
-        scores, flex: ``kernels.attention`` is math, which keeps all scores, or is flex.
-        in_8_bits: experts keep the rows that they read in 8 bits.
+        loop: True with ``moe.experts=loop``; ``wgrad``: value of ``parallel.expert_wgrad``.
+        scores, flex: True with ``kernels.attention=math``, which keeps all scores, and with flex.
+        in_8_bits: True if experts keep the rows that they read in 8 bits.
     """
 
     tokens: int
@@ -138,7 +138,12 @@ class TokenLoad:
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Return the sizes of a micro-batch of ``batch``, with the operators named in ``config``."""
+        """Return the sizes of a micro-batch of ``batch``, with the operators named in ``config``.
+
+        Args:
+            batch: sizes of a step; its (token, expert) pairs per rank may be those of an uneven
+                load.
+        """
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
         # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
@@ -192,10 +197,13 @@ def layer_activation_bytes(
 ) -> dict[str, float]:
     """Return the bytes that one layer keeps for a micro-batch's backward pass, by component.
 
-    The keys are ``norms``, ``attention``, ``ffn``, ``experts`` and ``router``.
+    The keys are ``norms``, ``attention`` and ``ffn``, with routed experts also ``experts`` and
+    ``router``. A fully recomputed layer has only those keys of which it keeps something.
 
     Args:
-        recompute: modules whose activations the layer recomputes instead.
+        layer: number of the layer; modules for multi-token prediction follow the model's layers.
+        load: sizes of the micro-batch on the rank.
+        recompute: modules that the layer recomputes, so that their activations are not kept.
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
@@ -249,7 +257,8 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
     These are the rotary angles, and the masks that recomputed attention reads again.
 
     Args:
-        recompute: recomputed modules, by number of the layer.
+        load: sizes of the micro-batch on the rank.
+        recompute: for each layer of the stage, by its number, the modules that it recomputes.
     """
     attention = config.model.attention
     dims = attention.qk_rope_head_dim
@@ -335,9 +344,10 @@ def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
     """Return the bytes of the second copy of attention's output that Ulysses keeps.
 
     It is the result of the all-to-all from heads back to positions, which the output projection
-    reads. 0 without Ulysses, or if attention is recomputed (``again``).
+    reads. It is 0 without Ulysses, or if attention is recomputed (``again``).
 
     Args:
+        load: sizes of the micro-batch on the rank.
         width: elements of the output per token.
     """
     return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
@@ -349,8 +359,10 @@ def _latent_bytes(
     """Return the bytes that multi-head latent attention keeps, except mask and log-sum-exp.
 
     Args:
+        load: sizes of the micro-batch on the rank.
         recompute: modules that the layer recomputes.
-        by_math: ``kernels.attention=math`` keeps scores, and more of queries, keys and values.
+        by_math: True if ``kernels.attention=math`` computes attention and the layer does not
+            recompute it: scores are kept then, and more of queries, keys and values.
     """
     again = "core_attn" in recompute
     size, heads, tokens, kv_tokens = (
@@ -395,6 +407,7 @@ def score_numbers(load: TokenLoad, heads: int) -> float:
     """Return the number of attention scores of one layer and micro-batch on a rank.
 
     Args:
+        load: sizes of the micro-batch on the rank.
         heads: attention heads of the layer, before tp.
     """
     return heads * load.window_numbers / load.head_ranks
@@ -407,10 +420,12 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
     the output that is projected is kept in the activation dtype.
 
     Args:
+        load: sizes of the micro-batch on the rank.
         heads: attention heads of the layer, before tp.
         qk: width of a head's queries and keys.
         value: width of a head's values.
-        sinks: attention has sinks, which add a key per row and pad widths to a multiple of 8.
+        sinks: True if attention has sinks, which add a key per row and pad widths to a multiple of
+            8.
     """
     tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
     scores, output = score_numbers(load, heads), heads * tokens * value
@@ -434,7 +449,9 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     tensors of the keys' size, and one state per chunk.
 
     Args:
-        again: the rule is computed again in the backward pass, so only its arguments are kept.
+        load: sizes of the micro-batch on the rank.
+        again: True if the rule is computed again in the backward pass, so only its arguments are
+            kept.
     """
     size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads

@@ -55,8 +55,8 @@ WAITING = np.dtype(
 class Family(NamedTuple):
     """Mesh axes and settings on which the time of a layer depends.
 
-    Candidates of a mesh search with equal values share the times of their layers, which are
-    computed once.
+    The fields have the names of mesh axes and of configuration keys. Candidates of a mesh search
+    with equal values share the times of their layers, which are computed once.
     """
 
     tp: int
@@ -84,7 +84,7 @@ class Family(NamedTuple):
         """Return ``config`` with this family's settings; the mesh of ``config`` stays.
 
         Args:
-            parallel: values of other keys of ``parallel``.
+            parallel: values of further keys of ``parallel``, such as ``recompute``.
         """
         return changed(
             config,
@@ -126,19 +126,23 @@ class Space:
             rungs: how many values of ``parallel.recompute`` to time for each; None: all.
 
         Returns:
-            Array with one record per family and choice, family by family: index of the choice
-            (``rung``); rows of a micro-batch, cp * tp and ep * etp (``COLUMN``); and, for each kind
-            of layer, its times and bytes (``LAYER``).
+            Array with one record per family and choice, family by family. Fields: ``rung``, index
+            of the choice; ``micro``, rows of a micro-batch; ``ranks``, cp * tp; ``local``, ep *
+            etp. Fields with a value for each kind of layer: seconds of the ``forward`` and
+            ``backward`` pass, of all-to-alls (``sent``) and of the output ``head``; bytes that FSDP
+            gathers (``gathered``); trained elements on a rank (``trained``), and on all ranks of
+            its pipeline rank (``state``); bytes of activations (``kept``).
         """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
         return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
 
     def columns(self, families: Sequence[Family], timed: Array) -> Array:
-        """Return the records ``timed`` with further fields, which the search fills in.
+        """Return the records ``timed`` with further fields, most of which the search fills in.
 
-        The fields (``WAITING``) are an upper bound of tokens/s, the least bytes, the number of the
-        pipeline layout, and ``item``, which is here set to the record's family.
+        The fields are an upper bound of tokens/s (``bound``), the least bytes of a rank
+        (``bytes``), the number of the pipeline layout (``layout``), and the record's family
+        (``item``), which is set here.
 
         Args:
             families: the argument of ``Space.timed``, which returned ``timed``.
@@ -166,11 +170,11 @@ class Space:
     def _layer(
         self, family: Family, layer: int, kinds: Sequence[LayerKind]
     ) -> list[tuple[float, ...]]:
-        """Return ``layer``'s times and bytes with each value of ``parallel.recompute``.
+        """Return the times and bytes of ``layer`` for one micro-batch, a tuple for each of ``kinds``.
 
-        A result has seconds of the forward pass, of the backward pass, of all-to-alls and of the
+        A tuple has seconds of the forward pass, of the backward pass, of all-to-alls and of the
         output head; bytes that FSDP gathers; trained elements on a rank, and on all ranks of its
-        pipeline rank; and bytes of activations.
+        pipeline rank; and bytes of activations at twice the even expert load.
 
         Args:
             family: mesh axes and settings.
@@ -229,8 +233,7 @@ class Space:
 
         Args:
             place: configuration, mesh and batch that belong to ``family``.
-            family: the settings on which a layer's time depends: degrees of cp, tp, ep and etp,
-                micro-batch size and the like.
+            family: mesh axes and settings.
             shared: forward seconds of the shared experts, which hide a part of the all-to-alls.
             arrives: True if recomputed tokens arrive at the experts a second time, so that their
                 all-to-all is counted again in the backward pass.
@@ -245,12 +248,24 @@ class Space:
         return self._routed[key]
 
     def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
-        """Return both passes of ``layer`` without routed experts, and the output head's seconds."""
+        """Return (both passes of ``layer`` without routed experts, seconds of the output head).
+
+        The seconds are those of both passes, with the head's uses by multi-token prediction.
+
+        Args:
+            family: mesh axes and settings; those of routed experts have no effect.
+        """
         place = self._place(family)
         return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))
 
     def _kept_bytes(self, layer: int, load: TokenLoad) -> list[float]:
-        """Return the bytes of ``layer``'s activations for each tried choice of recomputation."""
+        """Return the bytes of ``layer``'s activations for each tried choice of recomputation.
+
+        They are 0 for a model that transformers computes, since finding them would import torch.
+
+        Args:
+            load: sizes of a micro-batch on the rank.
+        """
         model, variants = self.config.model, self.variants[layer]
         if not tier_of(model).resizable:  # it is measured, which imports torch
             return [0.0] * len(variants)
@@ -289,9 +304,13 @@ class Layout:
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 if ``ranks`` (of the whole run) or the global batch is not divisible by the record's
-        mesh. With ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if
-        there is no all-to-all.
+        It is 0 if ``ranks`` or the global batch is not divisible by the record's mesh. With
+        ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if there is no
+        all-to-all.
+
+        Args:
+            columns: records that ``Space.columns`` made.
+            ranks: number of ranks of the whole run.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
         unit = np.maximum(dp, 1) * columns["micro"]
@@ -357,10 +376,10 @@ class Layout:
         Only the first micro-batches are looked at if the order of passes then repeats.
 
         Returns:
-            Arrays: the number of micro-batches that were looked at; [pp, 1] pairs of forward and
-            backward passes that overlap, per stage of each pipeline rank; and, at the moment when
-            a rank holds the most activations, [pp, kinds of layers] layers that hold activations,
-            once for each micro-batch, and layers that hold gradients.
+            Four arrays: the number of micro-batches that were looked at; [pp, 1] each rank's pairs
+            of a forward and a backward pass that overlap, divided by its stages; and, at the moment
+            when a rank holds the most activations, [pp, kinds of layers] numbers of layers that
+            hold activations (counted for each micro-batch), and of layers that hold gradients.
         """
         schedule = self.parallel.schedule
         if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:

@@ -1,12 +1,11 @@
 """``automoe plan calibrate=true``: measure this machine's speeds and write them as a cluster file.
 
-``cluster=NAME`` reads the file. One rank measures matmuls over a range of arithmetic intensities, a
-pass over memory, attention, grouped matmuls, and the fixed time of a layer and of a step, in a
-model so small that its matmuls take almost no time. All ranks of this machine measure all-gathers,
-reduce-scatters, all-to-alls and sends of several sizes in groups of every size and stride that a
-mesh axis can have. On a GPU, seconds are the time between two CUDA events. On a CPU, seconds are
-the CPU time of the rank's threads: it excludes other programs of the machine and includes gloo's
-threads.
+``cluster=NAME`` reads the file. One rank measures matmuls over a range of arithmetic intensities, a pass over
+memory, attention, grouped matmuls, and the fixed time of a layer and of a step, in a model so small that its matmuls
+take almost no time. All ranks of this machine measure all-gathers, reduce-scatters, all-to-alls and sends of several
+sizes in groups of every size and stride that a mesh axis can have. On a GPU, seconds are the time between two CUDA
+events. On a CPU, seconds are the CPU time of the rank's threads: it excludes other programs of the machine and
+includes gloo's threads.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ Links = dict[str, dict[float, float]]
 class Bench:
     """Device to calibrate, and problems so large that launch overhead is negligible on a GPU.
 
-    ``first`` is the FLOPs per byte of the first timed matmul, ``rows`` the rows of all, ``numbers``
-    the elements of the memory pass, ``seq`` the sequence length of the attention, ``expert`` the
-    rows and width of an expert, ``threads`` the CPU threads per rank.
+    ``first`` is the FLOPs per byte of the first timed matmul, ``rows`` the rows of every matmul, ``numbers`` the
+    elements of the memory pass, ``seq`` the sequence length of the attention, ``expert`` the rows and width of an
+    expert, ``threads`` the CPU threads per rank.
     """
 
     device: str  # "cpu" or "cuda"
@@ -103,7 +102,7 @@ class Bench:
     def seconds(
         self, work: Callable[[], object], rounds: int = ROUNDS, number: int | None = None
     ) -> float:
-        """Return the seconds of one call of ``work``: the median of ``rounds`` timings.
+        """Return the seconds of one call of ``work``: the median of ``rounds`` timings, after a warm-up call.
 
         Args:
             number: calls per timing; None: as many as take about ``LEAST_S`` seconds.
@@ -172,10 +171,10 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         peak: FLOP/s of the device; 0: looked up by the GPU's name, else those of the fastest matmul.
 
     Returns:
-        ``gpu`` (a name, or cpu); ``memory_bytes`` (0 for a CPU); ``peak`` and ``attention`` in FLOP/s;
-        ``curve``, shares of the peak that matmuls reach as their FLOPs per byte double; ``memory`` in
-        bytes/s; and seconds: ``experts`` (``_experts``), ``layer`` (both passes of an MoE layer),
-        ``host_layer`` (one pass of a tiny layer) and ``step`` (fixed part of a step).
+        ``gpu`` (a name, or cpu); ``memory_bytes`` (0 for a CPU); ``peak`` and ``attention`` in FLOP/s; ``curve``,
+        shares of the peak that matmuls reach as their FLOPs per byte double; ``memory`` in bytes/s; and seconds:
+        ``experts`` (forward matmuls of 8 experts; hidden size, width, rows of each: ``bench.expert``), ``layer``
+        (both passes of an MoE layer), ``host_layer`` (one pass of a tiny layer), ``step`` (fixed part of a step).
     """
     import torch
 
@@ -213,7 +212,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
 
 def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
-    """Time causal attention forward and backward, and return its FLOP/s."""
+    """Return the FLOP/s of causal attention, forward and backward, over ``bench.seq`` tokens."""
     import torch
     import torch.nn.functional as F
 
@@ -257,7 +256,7 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
-    """Return a configuration with negligible matmuls, whose step time is the overhead of the host.
+    """Return a configuration of ``layers`` layers with negligible matmuls: its step time is the host's overhead.
 
     Args:
         model: model whose kinds of layers and attention are used.
@@ -270,7 +269,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
 
 def usual(bench: Bench, layers: int) -> Config:
-    """Return a configuration with 8 experts of width ``bench.expert``, and hidden size twice that."""
+    """Return a configuration of ``layers`` layers: 8 experts of width ``bench.expert``, hidden size twice that."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     model = ModelConfig(
@@ -291,11 +290,11 @@ def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Time training steps of several configurations, in turn, on one row of tokens.
+    """Time training steps of ``configs``, in turn, on one row of tokens.
 
     Returns:
-        Median seconds of the forward and backward pass of each configuration, then median seconds
-        of the optimizer's update of the first one.
+        Median seconds of the forward and backward pass of each configuration, then median seconds of the optimizer's
+        update of the first one.
     """
     import torch
 
@@ -345,8 +344,8 @@ def group_shapes(ranks: int) -> list[tuple[int, int]]:
 def measure_links(bench: Bench) -> Links:
     """Return {name such as ``all_gather 8x1``: {bytes that this rank sends: seconds}}. Collective.
 
-    The name has the size and stride of a group; all such groups communicate at the same time, as
-    those of a mesh axis do.
+    The name has the size and stride of a group; all such groups communicate at the same time, as those of a mesh
+    axis do.
     """
     import torch.distributed as dist
 
@@ -424,9 +423,8 @@ def cluster_values(
     """Return the measured fields of ``ClusterConfig``, by name, with constants of the time model.
 
     Args:
-        alone: result of ``measure_alone``.
-        links: result of ``measure_links`` of every rank; empty for one rank.
-        gpus: GPUs of this machine; 0 for a CPU.
+        alone: result of ``measure_alone``; ``links``: results of ``measure_links`` of all ranks, empty for one rank.
+        name: name of the cluster; ``gpus``: GPUs of this machine, 0 for a CPU.
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()

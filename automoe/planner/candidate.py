@@ -81,22 +81,32 @@ class Candidate:
         return not limit or all(needed(self.config, self.mesh, [rank]) <= limit for rank in ranks)
 
     def changed(self, **sections: dict[str, Any]) -> Candidate:
-        """Return the candidate with other settings: ``changed(train={"seq_len": 4096})``."""
+        """Return the candidate with other settings: ``changed(train={"seq_len": 4096})``.
+
+        Args:
+            sections: for each section of the configuration its new values, {key: value}.
+        """
         return replace(self, config=changed(self.config, **sections))
 
     def with_recompute(self, names: list[str] | str) -> Candidate:
-        """Return the same candidate with the modules ``names`` recomputed."""
+        """Return the candidate with ``names`` as ``parallel.recompute``: modules, or ``full``."""
         return self.changed(parallel={"recompute": names})
 
 
 def changed(config: Config, **sections: dict[str, Any]) -> Config:
-    """Return ``config`` with other settings: ``changed(config, train={"seq_len": 4096})``."""
+    """Return ``config`` with other settings: ``changed(config, train={"seq_len": 4096})``.
+
+    Args:
+        sections: for each section of the configuration its new values, {key: value}.
+    """
     others = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
     return replace(config, **others)
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
     """Return the legal values of ``parallel.recompute``, from the least memory freed to the most.
+
+    The first is no recomputation; each list adds a module to the one before it; ``full`` is last.
 
     Args:
         fixed: keys that the user chose. If they include ``parallel.recompute`` or

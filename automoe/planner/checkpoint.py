@@ -45,17 +45,18 @@ class CheckpointCost:
     """Predicted cost of one checkpoint, and of all checkpoints of a run.
 
     Attributes:
-        bytes, rank_bytes, metadata_bytes: bytes of all ranks' files together, of the largest one,
-            and of the index.
+        bytes, rank_bytes, metadata_bytes: bytes of all ranks' files together, of the largest of
+            these files, and of index and manifest.
         staged_bytes: CPU memory per rank for ``checkpoint.async_save``.
         num_tensors, num_shards, num_files: tensors, stored shards of tensors, and files.
         write_seconds: time to write everything at ``node_bandwidth``.
-        blocked_seconds: time in which training stands still, for the write or the copy to CPU
-            memory.
-        node_bandwidth: bytes/s from a node to storage; ``assumed``: it is a default.
+        blocked_seconds: time in which a save stops training: the whole write, or with
+            ``checkpoint.async_save`` the copy to CPU memory.
+        node_bandwidth: bytes/s from a node to storage; ``assumed``: True if it is a default, not
+            from the cluster file.
         interval_seconds: time between two saves; None: no saves.
         most_kept: largest number of complete checkpoints on disk at a time.
-        disk_bytes: disk space of the run's checkpoints.
+        disk_bytes: disk space of these, and of the one that is being written.
     """
 
     bytes: float  # bytes of all ranks' files together

@@ -27,7 +27,8 @@ class Group:
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
         """Return the placement of ``size`` ranks that are ``stride`` apart, from rank 0 on.
 
-        All groups of an axis have this placement if the node size is divisible by the mesh axes.
+        All groups of an axis have this placement if ``gpus_per_node``, the ranks of a node, is
+        divisible by the mesh axes.
         """
         return cls(size, min(size, -(-size * stride // gpus_per_node)), stride)
 
@@ -67,14 +68,19 @@ NOTHING = Cost()
 
 
 def link_name(kind: str, size: int, stride: int) -> str:
-    """Return a collective's key in ``cluster.links``: ``all_gather 8x1`` has size 8, stride 1."""
+    """Return a collective's key in ``cluster.links``: ``all_gather 8x1`` has size 8, stride 1.
+
+    Args:
+        kind: name of the collective: all_gather, reduce_scatter, all_to_all or send.
+        size, stride: number of ranks of the group, and their distance.
+    """
     return f"{kind} {size}x{stride}"
 
 
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
     """Return a collective's cost by the measurements in ``cluster.links``.
 
-    None if they lack a group of this size and stride, or if the group spans several nodes.
+    The result is None if these lack a group of this size and stride, or if the group spans nodes.
 
     Args:
         kind: name of the collective, such as ``all_gather``.
@@ -131,7 +137,9 @@ def dispatch_once(
     most_nodes: int = 0,
     together: bool = True,
 ) -> Cost:
-    """Return the cost of a token dispatch that sends each token at most once per node and rank.
+    """Return the cost of a token dispatch that sends a token once to each node, and to each rank.
+
+    A node or rank gets the token only if one of the token's experts is there.
 
     Args:
         token: bytes of one copy of all the rank's tokens.

@@ -78,7 +78,11 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
 
 
 def local_time(place: Place, layer: int) -> Passes:
-    """Return the predicted times of ``layer``'s two passes without its routed experts."""
+    """Return the predicted times of ``layer``'s two passes without its routed experts.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
+    """
     model = place.config.model
     routed = layer >= model.first_k_dense
     passes = Passes(Pass(), Pass())
@@ -101,7 +105,8 @@ def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -
     """Add the times of the routed experts of ``layer`` to ``passes``, the result of ``local_time``.
 
     Args:
-        arrives_again: the backward pass dispatches tokens once more.
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
+        arrives_again: True if the backward pass dispatches tokens once more.
     """
     _products(place, layer, passes, experts=True)
     _routing(place, passes, arrives_again)
@@ -244,6 +249,9 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
     If the indexer is trained, its forward pass also computes its gradients, and the attention
     probabilities that it learns from, all in float32.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
     """
     config, mesh, machine = place.config, place.mesh, place.machine
     a = config.model.attention
@@ -264,8 +272,11 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
     """Add to ``passes`` the two all-to-alls over cp that exchange positions for heads, and back.
 
-    Both passes have the same ones. The bytes sent are copied into the order of ranks, those
-    received into the order of positions.
+    Forward and backward pass have equal ones. The bytes sent are copied into the order of ranks,
+    those received into the order of positions.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
     """
     attention = place.config.model.attention
     mesh = place.mesh
@@ -287,6 +298,7 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     """Add to ``passes`` the cp collectives of keys and values, and those of their gradients.
 
     Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
         attending: seconds of attention, which hide a part of the transfers of ring attention.
     """
     attention = place.config.model.attention
@@ -319,6 +331,9 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
     """Add to ``passes`` the tp collectives of sequence parallelism.
 
     Each sharded block needs an all-gather before it and a reduce-scatter after it, in both passes.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
     """
     model = place.config.model
     tp = place.mesh.tp
@@ -392,7 +407,10 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
 def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
     """Return ``cost`` without the seconds that the shared experts hide.
 
+    Nothing is hidden without ``moe.overlap_shared_experts``.
+
     Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
         cost: an all-to-all of an MoE layer, during which its shared experts run.
         forward: the layer's forward pass, with the shared experts' seconds.
     """
@@ -409,6 +427,7 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
     Combine returns rows in the activation dtype. Counts are exchanged only in the forward pass.
 
     Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
         chosen: (token, expert) pairs of the rank's tokens, for which a row is dispatched.
         sent: bytes of one dispatched row.
     """
@@ -444,8 +463,8 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
     """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    ``again`` are the recomputed modules. Tokens are dispatched to the experts again, but their
-    outputs are not combined again.
+    ``again`` are the recomputed modules, ``forward`` is the layer's forward pass. Tokens are
+    dispatched to the experts again, but their outputs are not combined again.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})
@@ -464,6 +483,9 @@ def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
     Multi-token prediction applies the head once more for each module. ``kernels.loss=torch`` reads
     or writes float32 logits seven times. The kernels of ``triton`` read the logits twice and write
     once, in the model's dtype.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
     """
     model = place.config.model
     machine = place.machine

@@ -18,9 +18,10 @@ class LayerWeights:
     """Weights of one layer on a rank after the tp shard; other mesh axes do not matter.
 
     Attributes:
-        weights: matrices that tokens are multiplied by, each with its bytes per element in storage
-            if ``lora.base`` packs it, else 0.
-        dense_bytes, expert_bytes: bytes in the compute dtype, outside and of all routed experts.
+        weights: whole matrices that tokens are multiplied by, each with its bytes per element in
+            storage if ``lora.base`` packs it, else 0.
+        dense_bytes, expert_bytes: bytes that FSDP gathers, outside and of all routed experts:
+            packed, or in the compute dtype.
         dense_trained, expert_trained: trained elements, outside and of all routed experts.
     """
 
@@ -53,6 +54,7 @@ def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights
 
     Args:
         key: cache key that identifies the model and its trained parameters (``Place.key``).
+        tp: size of the mesh axis tp, which shards the weights.
     """
     return cached((key, layer, tp), lambda: _weights_of(config, layer, tp))
 

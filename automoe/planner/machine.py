@@ -64,18 +64,21 @@ class Constants:
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one GPU and its links, as reached in training steps, not as on the data sheet.
+    """Speeds of one GPU and its links, as the time model uses them.
 
     Attributes:
         constants: constants of the time model.
-        peak: FLOP/s of matmuls; ``curve`` has the reached shares of it, at FLOPs per byte that
-            double from point to point, beginning with 2 ** ``first``.
+        peak: nominal FLOP/s of matmuls (``cluster.peak_flops``); ``curve`` has the shares of it
+            that matmuls reach, at FLOPs per byte that double from point to point, beginning with 2
+            ** ``first``.
         fp8: speed-up of 8-bit matmuls; 1 without them.
-        memory, on_node, off_node: bytes/s of memory, and of links within and between nodes.
+        memory, on_node, off_node: bytes/s of memory, and of links within and between nodes, as
+            reached in training steps.
         gpus_per_node: GPUs per node.
         number_bytes: bytes of an activation element.
         calibrated: whether the cluster's configuration has a peak and a measured curve.
-        links: {collective with size and stride: (latency in s, bytes/s)}, as measured.
+        links: {collective with size and stride of its group, such as ``all_gather 8x1``: (latency
+            in s, bytes/s)}, as measured.
     """
 
     constants: Constants
@@ -142,14 +145,14 @@ class Machine:
         return groups * max(flops / speed, moved / self.memory)
 
     def attention(self, flops: float) -> float:
-        """Return the seconds of attention's matmuls, which never run in 8 bits."""
+        """Return the seconds of ``flops`` FLOPs of attention, whose matmuls never run in 8 bits."""
         return flops / (self.peak * self.curve[-1] * self.constants.gemm * self.constants.attention)
 
     def cast(self, numbers: float) -> float:
         """Return the seconds to cast ``numbers`` elements to FP8 twice, by rows and by columns.
 
-        Matmuls of the forward and the backward pass need scales along different dims. 0 if FP8 is
-        off.
+        Matmuls of the forward and the backward pass need scales along different dims. The result is
+        0 if FP8 is off.
         """
         return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
 

@@ -48,12 +48,20 @@ UPDATE_BLOCK = 1 << 22
 
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
-    """Return the memory of every pp rank at its fullest moment, in the order of pp ranks."""
+    """Return the memory of every pp rank at its fullest moment, in the order of pp ranks.
+
+    Args:
+        batch: sizes of a step, with the (token, expert) pairs that a rank computes.
+    """
     return [plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
 def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
-    """Return the memory of pipeline rank ``pp_rank`` at the fullest moment of a step."""
+    """Return the memory of pipeline rank ``pp_rank`` at the fullest moment of a step.
+
+    Args:
+        batch: sizes of a step, with the (token, expert) pairs that a rank computes.
+    """
     model = config.model
     parallel = config.parallel
     layers = stage_layers(config, mesh)
@@ -121,7 +129,15 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
 ) -> Iterator[RankMemory]:
-    """Yield the memory at each moment of a step without a pipeline; ``stage`` is the whole model."""
+    """Yield the memory at each moment of a step without a pipeline, before the optimizer's update.
+
+    Sharded weights, optimizer state and inputs, which never change, are left at 0.
+
+    Args:
+        batch: sizes of the step.
+        stage: bytes of the whole model.
+        params: all stored parameters of the model.
+    """
     parallel = config.parallel
     sizes = Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
@@ -169,13 +185,15 @@ def _pipeline_moments(
     held_stages: dict[int, StagePlan],
     pp_rank: int,
 ) -> Iterator[RankMemory]:
-    """Yield the memory at each moment of a step of one pipeline rank.
+    """Yield the memory at each moment of a step of one pipeline rank, before the optimizer's update.
 
-    Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
-    unsharded gradients until its last backward pass. Where a backward pass is split in two
-    (gradients of inputs, then of weights), activations are kept until the second half.
+    Sharded weights, optimizer state and inputs, which never change, are left at 0. Whatever the
+    FSDP policy, a stage keeps weights unsharded from its first backward pass on, and unsharded
+    gradients until its last backward pass. Where a backward pass is split in two (gradients of
+    inputs, then of weights), activations are kept until the second half.
 
     Args:
+        batch: sizes of the step.
         held_stages: bytes of the rank's stages, by number of the stage.
     """
     parallel = config.parallel
@@ -271,6 +289,11 @@ def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
 
     An exchange holds four copies of the matrices that are exchanged at once. An iteration holds
     updates and whole matrices, and for those of one shape two more copies and two Gram matrices.
+    With another optimizer the result is 0.
+
+    Args:
+        sizes: bytes of parameters on the rank.
+        params: trained parameters of the rank's stages.
     """
     if config.optim.algorithm != "muon":
         return 0

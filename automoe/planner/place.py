@@ -24,8 +24,10 @@ class Pass:
         compute: seconds of computation; ``parts`` has them by module.
         communication: exposed cost of collectives, by mesh axis.
         idle: seconds in which the GPU waits for kernel launches.
-        weights, experts: of a backward pass, seconds for weight gradients outside and of routed
-            experts.
+        weights: seconds of a backward pass in which gradients of weights are computed, except those
+            in ``experts``.
+        experts: seconds of a backward pass in which the routed experts' matmuls compute both
+            gradients, of rows and of weights; 0 if they can be computed apart (``Place.fused``).
         again: {module: {mesh axis: cost}} of collectives that recomputing the module repeats.
     """
 
@@ -48,7 +50,7 @@ class Pass:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
     def __add__(self, other: Pass) -> Pass:
-        """Return a pass that does the work of both."""
+        """Return a pass that does the work of this one and of ``other``."""
         parts, sent = dict(self.parts), dict(self.communication)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + seconds
@@ -85,7 +87,10 @@ class Passes(NamedTuple):
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean."""
+    """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean.
+
+    It is 1 without expert parallelism; ``moe.capacity_factor`` limits it.
+    """
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if mesh.ep == 1:
@@ -133,7 +138,7 @@ class Place:
 
     @cached_property
     def rows(self) -> float:
-        """(token, expert) pairs that the experts of the busiest rank compute."""
+        """(token, expert) pairs of a micro-batch that the experts of the busiest rank compute."""
         return busiest(self.config, self.mesh, self.machine) * self.batch.expert_rows_per_rank
 
     @cached_property

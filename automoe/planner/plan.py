@@ -47,12 +47,15 @@ class Plan:
             the mean number of tokens on its experts.
         reserve: memory to leave free on the heaviest rank.
         needed, uneven_needed: largest peak with reserve of ``ranks``, and of ``uneven_ranks``.
-        full_at: multiple of the even expert load, above 1, at which memory is full; None: there is
-            none, or the cluster's memory is unknown.
-        not_modelled, warnings: sentences for the user.
+        full_at: multiple of the even expert load, above 1, at which memory is full; None: no
+            possible load fills it, the even load exceeds it already, or the cluster's memory is
+            unknown.
+        not_modelled, warnings: sentences for the user, on settings whose cost is left out, and on
+            what is slow or too large.
         time, checkpoint: predicted step, and cost of checkpoints.
         num_nodes: nodes of the run.
-        single_changes, combination: changes that save memory, if the run does not fit.
+        single_changes, combination: if the run does not fit, changes that each save memory, fastest
+            first, and the fastest combination that fits (None: none does).
     """
 
     mesh: MeshShape
@@ -141,9 +144,9 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
     """Predict the results of a run that a sweep shows beside its measurements.
 
     Returns:
-        ``tokens_per_second``; ``mfu``; ``memory``, bytes of the heaviest rank; and ``balance``,
-        (token, expert) pairs of the busiest rank divided by the mean of ranks, None without MoE
-        layers.
+        ``tokens_per_second`` of all ranks; ``mfu``; ``memory``, peak bytes of the heaviest rank at
+        even expert load, without reserve; and ``balance``, (token, expert) pairs of the busiest
+        rank divided by the mean of ranks, None without MoE layers.
     """
     plan = make_plan(config, shape)
     balance = (
@@ -159,8 +162,12 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
 def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None:
     """Return the multiple of the mean expert load at which a rank's memory is full.
 
-    None if the cluster's memory is unknown, is full at the mean load already, or suffices for the
-    largest possible load.
+    The reserve for CUDA context, communicators and fragmentation is included. The result is None if
+    the cluster's memory is unknown, is full at the mean load already, or suffices for the largest
+    possible load.
+
+    Args:
+        batch: sizes of a step at the mean load.
     """
 
     def need(load: float) -> float:
@@ -222,15 +229,15 @@ def _memory_warnings(config: Config, plan: Plan) -> Iterator[str]:
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
     """Return the cluster keys of a GPU's speeds that are unset, such as ``peak_flops``.
 
-    Without them the planner assumes a CPU's speeds, and predicted times are far too long.
-    A single rank needs no bandwidth between GPUs.
+    Without them the planner assumes a CPU's speeds, and predicted times are far too long. With a
+    ``world_size`` of one rank, no bandwidth between GPUs is needed.
     """
     keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
     return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
 
 
 def _warnings(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield sentences on what makes a step slow, each with its numbers and a remedy."""
+    """Yield sentences on what makes the planned step slow, each with its numbers and a remedy."""
     mesh, batch, time = plan.mesh, plan.batch, plan.time
     step = time.seconds
     if unknown := missing_speeds(config.cluster, mesh.world_size):

@@ -119,7 +119,10 @@ def _fastest(now: Candidate) -> Candidate | None:
 
 
 def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
-    """Yield ``candidate`` on other meshes, with up to ``together`` of its sharding axes doubled."""
+    """Yield ``candidate`` on other meshes, with up to ``together`` of its sharding axes doubled.
+
+    The axes are tp, cp, ep and pp. The number of ranks stays: dp_shard or ep_shard is halved.
+    """
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
             sizes = asdict(candidate.mesh)
@@ -133,7 +136,7 @@ def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]
 
 
 def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
-    """Return changes that save memory on the mesh of ``candidate``, as overrides by section.
+    """Return changes that save memory on the mesh of ``candidate``, as {section: {key: value}}.
 
     Each list has alternatives, of which one can be chosen: smaller micro-batches (the next smaller
     divisor, or one row), FSDP's policy, pipeline stages, and Ulysses in place of gathered keys.
@@ -161,7 +164,7 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
 
 
 def _combined(candidate: Candidate) -> list[Candidate]:
-    """Return ``candidate`` itself, and with every combination of settings that save memory."""
+    """Return variants of ``candidate``: unchanged, and with each combination of ``_settings``."""
     made = [candidate]
     for alternatives in _settings(candidate):
         made += [each.changed(**settings) for each in made for settings in alternatives]

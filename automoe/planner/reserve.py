@@ -52,7 +52,7 @@ class Reserve:
 
 
 def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
-    """Return the memory to leave free on a GPU, besides the peak of ``rank``."""
+    """Return the memory to leave free on a GPU, besides the peak of ``rank``; zeros on a CPU."""
     if config.cluster.gpu == "cpu":
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)
@@ -65,7 +65,11 @@ def standing_reserve(config: Config, mesh: MeshShape) -> float:
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
-    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve."""
+    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve.
+
+    Args:
+        ranks: memory of pipeline ranks, each at its fullest moment.
+    """
     return max(rank.peak + reserve(config, mesh, rank).total for rank in ranks)
 
 
@@ -111,7 +115,7 @@ def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
 
 
 def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[str]:
-    """Yield a line for each setting whose cost the plan leaves out.
+    """Yield a line for the user on each setting of ``config`` whose cost the plan leaves out.
 
     The cost is memory unless the line names another one.
     """

@@ -37,8 +37,8 @@ class StageTimes:
     Attributes:
         forward, backward: seconds of the passes.
         all_to_all: seconds of all-to-alls in both passes together.
-        halves: seconds of a split backward pass: gradients of inputs, then of weights; None: half
-            each.
+        halves: seconds of the two halves of a backward pass that a schedule splits: gradients of
+            inputs, and of weights; None: half of ``backward`` each.
         received: hidden states that come from the previous stage (more than one with multi-token
             prediction).
     """
@@ -60,7 +60,8 @@ class StageTimes:
 class Span:
     """One simulated action, with start and end in seconds from the start of the step.
 
-    ``kind`` is F (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
+    ``rank`` is the pipeline rank, ``stage`` the stage's number in the model. ``kind`` is F
+    (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
     """
 
     rank: int
@@ -87,8 +88,9 @@ def simulate(
         stages: times of all stages, in the order of the model.
         pp: number of pipeline ranks.
         border: seconds to send one hidden state or its gradient between two ranks.
-        overlap: paired actions hide their all-to-alls behind each other.
-        spans: list that receives every action; each rank's actions are in order.
+        overlap: True if a forward and a backward pass run at the same time and hide each other's
+            all-to-alls.
+        spans: list to which every action is appended; each rank's actions are in order.
     """
     where = [rank_of_stage(stage, pp, schedule) for stage in range(len(stages))]
     # seconds to send activations to stage i, or gradients from it; what stays on a rank takes none
@@ -196,7 +198,8 @@ def stretch(
         stages: times of all stages, in the order of the model.
         pp: number of pipeline ranks.
         border: seconds to send one hidden state or its gradient between two ranks.
-        overlap: paired actions hide their all-to-alls behind each other.
+        overlap: True if a forward and a backward pass run at the same time and hide each other's
+            all-to-alls.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(

@@ -1,9 +1,8 @@
 """Best-first search for the fastest mesh, by bounds of time and memory.
 
-A queue holds meshes and ever more detailed settings on them, each with an upper bound of tokens/s.
-The entry with the highest bound is replaced by the more detailed ones that it contains; a candidate
-in full detail is timed. A timed candidate at the head is the fastest of all that are left; it is a
-result if it fits in memory.
+A queue holds meshes and ever more detailed settings on them, each with an upper bound of tokens/s. The entry with
+the highest bound is replaced by the more detailed ones that it contains; a candidate in full detail is timed. A
+timed candidate at the head is the fastest of all that are left; it is a result if it fits in memory.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ class Search:
         world_size: number of ranks.
         found: best candidates that fit in memory, fastest first.
         num_timed: number of candidates that were timed.
-        refused: number of meshes and candidates that break a rule, by configuration key.
+        refused: configuration key -> number of meshes and candidates that break its rule.
         too_large: number of candidates that do not fit; ``missed``: those of them that were timed.
-        rest: upper bound of tokens/s of all candidates that were not timed.
+        rest: upper bound of tokens/s of what the search left in its queue.
     """
 
     world_size: int
@@ -100,8 +99,7 @@ def search(
     Args:
         config: valid except for its mesh; cluster and batch size are taken from it.
         device: cpu or cuda; what is valid depends on it.
-        fixed: keys that keep the value of ``config``, such as ``mesh.tp`` or
-            ``parallel.recompute``.
+        fixed: keys that keep the value of ``config``, such as ``mesh.tp`` or ``parallel.recompute``.
         tell: progress callback with the phase's name, the number of items done, and the total.
     """
     result = Search(world_size)
@@ -126,9 +124,8 @@ def search(
 class Queue:
     """Best-first queue of a mesh search, ordered by an upper bound of tokens/s.
 
-    Its entries are meshes; then columns: a mesh with settings of experts and recomputation; then
-    candidates: a column with a pipeline schedule, if it may fit in memory. Only candidates are
-    timed.
+    Its entries are meshes; then columns: a mesh with settings of experts and recomputation; then candidates: a
+    column with a pipeline schedule, if it may fit in memory. Only candidates are timed.
 
     Args:
         config: configuration that the search varies.
@@ -154,9 +151,10 @@ class Queue:
             micros = [config.train.micro_batch_size]
 
         def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
-            """Return ([(axes, mesh)] that break no rule, number of broken rules by key).
+            """Return ([(axes, mesh)] of ``shapes`` that break no rule, {configuration key: number of refused}).
 
-            The axes are tp, cp, ep, etp and a value of ``parallel.context`` that is tried.
+            A mesh is refused with each tried value of ``parallel.context``, and counted under the first rule that
+            it breaks. The axes are (tp, cp, ep, etp, value of ``parallel.context``).
             """
             passed, result.refused = [], Counter()
             for shape in shapes:
@@ -201,17 +199,17 @@ class Queue:
     def highest(self) -> list[float]:
         """Return the highest upper bound of tokens/s among the waiting entries of each kind.
 
-        The kinds are meshes, meshes with settings of experts and recomputation, those with a
-        pipeline schedule too, and timed candidates.
+        The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too,
+        and timed candidates.
         """
         return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 
     def look(self) -> bool:
         """Take a step of the best-first search; return False if nothing is left.
 
-        The entries with the highest bounds are replaced by more detailed ones: meshes by meshes
-        with settings of experts and recomputation, those by candidates with a pipeline schedule
-        too, those by timed candidates, and these become results.
+        The entries with the highest bounds are replaced by more detailed ones: meshes by meshes with settings of
+        experts and recomputation, those by candidates with a pipeline schedule too, those by timed candidates, and
+        these become results.
         """
         highest = self.highest()
         # Of equal bounds the last kind comes first: it is closest to a result.
@@ -236,11 +234,12 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return records for ``families`` (mesh axes and settings) with upper bounds of tokens/s.
+        """Return records (``Space.columns``) of ``families`` with an upper bound of tokens/s each.
 
-        The bounds are those of layers that are spread evenly over pipeline ranks that never wait.
+        The bounds assume that layers are spread evenly over pipeline ranks that never wait.
 
         Args:
+            families: combinations of mesh axes and settings.
             rungs: number of values of ``parallel.recompute`` to include; None: all.
             hidden: share of all-to-alls that is assumed to take no time.
         """
@@ -256,6 +255,9 @@ class Queue:
         """Return [array]: the ``meshes`` with every dispatcher, dispatch dtype and recomputation.
 
         Each record gets an upper bound of tokens/s. Settings that the user chose are not varied.
+
+        Args:
+            meshes: records of meshes whose dispatcher is still open.
         """
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
@@ -269,6 +271,9 @@ class Queue:
 
     def _candidates(self, columns: Array) -> Iterator[Array]:
         """Yield records of candidates with bounds, for every pipeline that may fit in memory.
+
+        The bounds are the most tokens/s and the least bytes of a rank. There is an array per pipeline layout and
+        number of micro-batches.
 
         Args:
             columns: records of a mesh with settings of experts and recomputation.
@@ -291,9 +296,13 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield records of the ``waiting`` candidates with their predicted speeds.
+        """Yield records of the ``waiting`` candidates with their predicted speeds as bounds.
 
-        Candidates that break a rule are left out, and those on a mesh that has a result already.
+        Left out are candidates that break a rule, exceed the memory by their bound, or are on a mesh that has a
+        result already.
+
+        Args:
+            waiting: records of candidates with bounds.
         """
         limit = self.config.cluster.memory_bytes or np.inf
         for _, num_bytes, number, rung, family in waiting:
@@ -358,13 +367,14 @@ def _on(config: Config, shape: MeshShape) -> Config:
 
 
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
-    """Return the values of ``key`` to try in a search: the configured one, then those in ``LEVERS``.
+    """Return the values of ``key`` to try in a search: the configured one, then others.
 
-    Only the configured one is returned if the user chose the key, and, except for
+    The others are fixed for each key (``LEVERS``). There are none if the user chose the key, and, except for
     ``parallel.context``, in models without routed experts or computed by transformers.
 
     Args:
         fixed: keys that the user chose.
+        key: configuration key, such as ``moe.dispatcher``.
     """
     setting = attrgetter(key)(config)
     routed = config.model.num_moe_layers and tier_of(config.model).resizable
@@ -375,8 +385,7 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the settings of ``parallel`` to try on ``pp`` pipeline ranks.
 
-    They are the schedule, its stages per rank, when FSDP reshards and reduces, and whether
-    all-to-alls overlap.
+    They are the schedule, its stages per rank, when FSDP reshards and reduces, and whether all-to-alls overlap.
 
     Args:
         fixed: keys that the user chose, such as ``parallel.schedule``: they keep their value.
@@ -437,9 +446,12 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Yield every mesh of ``world_size`` ranks; axes that the user ``fixed`` keep their size.
+    """Yield every mesh of ``world_size`` ranks.
 
     tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless they are fixed.
+
+    Args:
+        fixed: keys that the user chose; an axis among them, such as ``mesh.tp``, keeps its size.
     """
     node = config.cluster.gpus_per_node
     limits = dict.fromkeys(("cp", "dp_shard", "ep_shard"), world_size)

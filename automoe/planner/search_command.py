@@ -46,8 +46,8 @@ class Question:
     """Request on the command line of ``automoe plan``: a kind of search, or a calibration.
 
     Attributes:
-        kind: find the best mesh, the fewest GPUs, the longest rows or the largest micro-batch; or
-            calibrate.
+        kind: ``true`` (find the best mesh), ``fewest_gpus``, ``longest_context`` (longest rows),
+            ``largest_batch`` (largest micro-batch) or ``calibrate``.
         world: number of ranks; None if the search shall find it, or for a calibration.
         folder: directory for the written preset or cluster file.
     """
@@ -58,7 +58,7 @@ class Question:
 
 
 def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split a command line into keys of the planner itself, with their values, and other words.
+    """Split a command line into {key: value} of the planner's own keys, and all other words.
 
     The keys are ``search``, ``world``, ``out``, ``export``, ``html`` and ``calibrate``.
     """
@@ -112,6 +112,10 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 
     Returns:
         The exit status: 1 if no mesh fits, else 0.
+
+    Raises:
+        ConfigError: the configuration is invalid, its cluster lacks a speed, or a file cannot be
+            written.
     """
     check_writable(str(question.folder), "out")
     if question.kind == CALIBRATE:
@@ -203,8 +207,8 @@ def _find(
 def least_ranks(config: Config) -> float:
     """Return a lower bound of the number of ranks: enough for weights, moments and averages alone.
 
-    They are counted as sharded over all ranks. A search with fewer ranks would find nothing.
-    The bound is 1 if the memory of a GPU is unknown.
+    It is their bytes over those of one GPU, a fraction that may be below 1; it is 1 if the memory
+    of a GPU is unknown. A search with fewer ranks would find nothing.
     """
     if not config.cluster.memory_bytes:
         return 1
@@ -246,11 +250,14 @@ def preset_text(best: Candidate) -> str:
 def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     """Write a preset of ``best`` and return the ``automoe train`` command that uses it.
 
-    The file is ``mesh/found_CONFIG_RANKS.yaml`` in the question's folder, with the configuration's
+    The file is ``mesh/found_CONFIG_RANKS.yaml`` in ``question.folder``, with the configuration's
     name and the number of ranks.
 
+    Args:
+        args: command line of the search, whose overrides the returned command repeats.
+
     Raises:
-        ConfigError: a different file exists at the path.
+        ConfigError: a different file exists at the path, or the file cannot be written.
     """
     name = f"found_{args.config_name}_{best.mesh.world_size}"
     folder = question.folder

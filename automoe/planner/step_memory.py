@@ -1,9 +1,9 @@
 """Memory of a rank at each moment of a training step: every forward and backward pass, by layer.
 
-Weights and moments last for the whole step and are not counted here. The other bytes vary:
-activations of micro-batches in flight, weights gathered by FSDP, gradients before and after their
-reduction, workspace. In the first backward pass gradients grow while activations shrink. If FSDP
-reduces each layer at once, gradients and activations both shrink in the last backward pass.
+Weights and moments last for the whole step and are not counted here. The other bytes vary: activations of
+micro-batches in flight, weights gathered by FSDP, gradients before and after their reduction, workspace. In the first
+backward pass gradients grow while activations shrink. If FSDP reduces each layer at once, gradients and activations
+both shrink in the last backward pass.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ _parts_of = attrgetter(*PARTS)
 class RankMemory:
     """Bytes by kind on the first rank of a pipeline stage, at one moment of a step.
 
-    Functions that yield the moments of a step leave ``weights``, optimizer state and ``inputs``,
-    which never change, at 0. ``plan_rank`` fills them in for the fullest moment.
+    Functions that yield the moments of a step leave ``weights``, optimizer state and ``inputs``, which never change,
+    at 0. ``plan_rank`` fills them in for the fullest moment.
 
     Attributes:
-        moment: a backward pass, a loss, a reduction or the optimizer's update.
-        pp_rank, layers, params: pipeline rank, numbers of its layers, and number of its parameters
-            before sharding.
+        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (by the
+            optimizer).
+        pp_rank, layers, params: pipeline rank, numbers of its layers, and number of its parameters before sharding,
+            without adapters.
         weights, moments, averages, gradients: sharded weights, optimizer moments, weight averages
             (``optim.ema_decay``) and reduced gradients.
         gathered_weights: weights gathered by FSDP; ``unsharded_gradients``: not yet reduced.
-        inputs: token ids, labels and positions of the step.
+        inputs: token ids, labels, positions and document numbers of all rows of the step.
         receive_buffers: buffers into which pipeline stages receive.
-        activations: those of all micro-batches between forward and backward pass;
-            ``micro_batches_in_flight`` has their number for each stage of the rank.
+        activations: those of all micro-batches between forward and backward pass; ``micro_batches_in_flight`` has
+            their number for each stage of the rank.
         head: workspace of the cross-entropy.
         recompute: activations of the module that is being recomputed.
         widened: the largest matrix of ``lora.base``, unpacked.
@@ -141,8 +142,8 @@ class Sizes:
     def weights_each(self, param: Param) -> int:
         """Return the bytes of one stored element of ``param``.
 
-        Frozen parameters are stored in the compute dtype, except routers, which have at least
-        float32.
+        Trained parameters have at least float32. Frozen ones, and with ``optim.master_weights=stochastic`` all, have
+        the compute dtype; routers always have at least float32.
         """
         narrow = not param.trained or self.config.optim.master_weights == "stochastic"
         return self.compute if narrow and param.part != "router" else self.wide
@@ -165,14 +166,11 @@ class Sizes:
         )
 
     def num_moments(self, param: Param) -> int:
-        """Return the number of moments that the optimizer keeps: Muon one, AdamW two."""
+        """Return the optimizer's number of moments: 1 for a matrix that Muon updates, else 2 (AdamW)."""
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype.
-
-        Router parameters have at least float32, because routers multiply in it.
-        """
+        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype (routers: at least float32)."""
         return sum(
             gathered_numel(param, self.mesh)
             * param.bytes_each(self.wide if param.part == "router" else self.compute)
@@ -191,8 +189,7 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
     """Return the number of elements of ``param`` that one FSDP rank stores.
 
     Args:
-        fsdp_rank: index of the rank within (dp_shard, cp); every rank of ep_shard stores equally
-            much.
+        fsdp_rank: index of the rank within (dp_shard, cp); every rank of ep_shard stores equally much.
     """
     if param.expert:
         return gathered_numel(param, mesh) // mesh.ep_shard
@@ -244,8 +241,8 @@ class StagePlan:
         received, border: activations from the previous stage, and those sent to the next one.
         shared: activations that a micro-batch keeps once for all layers: rotary angles and masks.
         head, head_kept: workspace of the loss, and what is kept from it to the backward pass.
-        rest_weights, rest_gradients, rest_sharded: weights, unsharded and reduced gradients outside
-            layers: embedding, last norm, head.
+        rest_weights, rest_gradients, rest_sharded: weights, unsharded and reduced gradients outside layers:
+            embedding, last norm, head.
         mtp: number of the stage's last layers that are modules for multi-token prediction.
         deeper: number of such modules on earlier stages, whose hidden states come along.
     """
@@ -277,7 +274,7 @@ class StagePlan:
         """Return the memory at the end of a micro-batch's forward pass, where the loss is computed.
 
         Args:
-            adds: unsharded gradients of earlier micro-batches exist.
+            adds: True if unsharded gradients of earlier micro-batches exist.
             others: bytes of the activations of other micro-batches.
         """
         return RankMemory(
@@ -306,13 +303,16 @@ class StagePlan:
     def backward(
         self, adds: bool, reduces: bool, experts_ranks: int, merged: StagePlan | None = None
     ) -> Iterator[RankMemory]:
-        """Yield the memory during a backward pass, without other micro-batches' activations.
+        """Yield this rank's memory at each moment of a backward pass that may be its peak.
+
+        These are, for each layer from last to first, each of its workspaces, then with ``reduces`` the reduction of
+        its experts' gradients; one moment without layers. Other micro-batches' activations are excluded.
 
         Args:
-            adds: gradients are added to existing unsharded gradients of earlier micro-batches.
-            reduces: FSDP reduces the gradients of each layer at once and frees the layer's weights.
+            adds: True if gradients are added to existing unsharded gradients of earlier micro-batches.
+            reduces: True if FSDP reduces the gradients of each layer at once and frees the layer's weights.
             experts_ranks: number of ranks over which FSDP shards the experts.
-            merged: stage of the forward pass that runs at the same time, layer by layer.
+            merged: stage whose forward pass runs at the same time, layer by layer; None: there is none.
         """
         num_bytes = self.shared + (self.head_kept * self.deeper if self.last else self.border)
         weights = self.weights
@@ -368,10 +368,10 @@ def plan_stage(
     """Compute the bytes of the pipeline stage that stores ``params`` and runs ``layers``.
 
     Args:
-        sizes: bytes of parameters on the rank.
-        load: sizes of a micro-batch.
+        sizes: bytes of parameters on the rank; ``load``: sizes of a micro-batch.
+        layers: numbers of the layers.
         before: number of hidden states that come from the previous stage; 0 for the first stage.
-        last: the stage has the output head.
+        last: True if the stage has the output head.
     """
     model = config.model
     mesh = sizes.mesh
@@ -487,7 +487,7 @@ def adapter_activation_bytes(
     An adapter of rank r keeps r numbers per token, or per expert row for gate and up.
 
     Args:
-        recompute: modules of the layer that are recomputed.
+        load: sizes of the micro-batch; ``recompute``: modules of the layer that are recomputed.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     num_bytes = 0.0

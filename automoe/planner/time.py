@@ -84,7 +84,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by part of the step, in reading order; ``seconds`` is their sum."""
+        """Seconds of ``computing``, of each mesh axis, ``bubble`` and ``other``; their sum is ``seconds``."""
         return {
             "computing": self.compute,
             **self.communication,
@@ -99,7 +99,11 @@ class StepTime:
         return speed * (1 - self.spread), speed * (1 + self.spread)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, ``seconds`` and ``band`` as plain data for JSON."""
+        """Return the fields as plain data for JSON, with two more keys.
+
+        ``seconds`` is the time of a step, ``tokens_per_second_band`` has the lowest and highest
+        speed to expect.
+        """
         return {"seconds": self.seconds, **asdict(self), "tokens_per_second_band": self.band}
 
 
@@ -226,9 +230,10 @@ def step_time(
 
 
 def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
-    """Return the MFU with causal attention and with full attention; None if no peak is known.
+    """Return the MFU with causal attention and with full attention; (None, None) without a peak.
 
     Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
         speed: tokens/s of all ranks together.
     """
     config = place.config
@@ -240,9 +245,12 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
 
 
 def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> float:
-    """Return the seconds that all ranks together compute and send in a step.
+    """Return GPU-seconds of a step: what all ranks compute and send, and their optimizer, summed.
+
+    Waiting for other pipeline ranks is not included.
 
     Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
         held: stages of each pipeline rank.
         count: number of micro-batches.
         border: cost of sending a hidden state to the next pipeline rank.
@@ -256,9 +264,9 @@ def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> fl
 
 
 def hides_all_to_alls(config: Config) -> bool:
-    """Return True if all-to-alls overlap with computation.
+    """Return True if all-to-alls overlap with computation: with ``parallel.overlap_all_to_all``.
 
-    On a CPU the same cores do both.
+    It is False on a CPU, because the same cores compute and send.
     """
     return config.parallel.overlap_all_to_all and config.cluster.gpu != "cpu"
 
@@ -267,7 +275,7 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     """Simulate a step for its plot.
 
     Returns:
-        The actions of all pipeline ranks, and recomputation's share of each stage's backward pass.
+        (actions of all pipeline ranks, recomputation's share of each stage's backward pass).
     """
     batch = plan_batch(config, mesh)
     place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
@@ -284,13 +292,17 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
 
 
 def _border(place: Place) -> Cost:
-    """Return the cost of sending one hidden state, or its gradient, to the next pipeline rank."""
+    """Return the cost of sending one hidden state, or its gradient, to the next pipeline rank.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
+    """
     numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
     return send(place.machine, place.group("pp"), numbers)
 
 
 def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, float]]:
-    """Return exposed seconds, bytes sent, and bytes that leave the node, each by mesh axis.
+    """Return [exposed seconds, bytes sent, bytes that leave the node], each {mesh axis: number}.
 
     They are of a step of ``count`` micro-batches on the rank that has ``stages``; ``border`` is the
     cost of sending a hidden state to the next pipeline rank.
@@ -310,7 +322,11 @@ def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, fl
 
 
 def _stages(place: Place) -> list[Stage]:
-    """Return the times of every pipeline stage; stages with equal layers are one object."""
+    """Return the times of all pipeline stages, in the model's order; equal stages are one object.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
+    """
     config = place.config
     split = stage_layers(config, place.mesh)
     kinds = [layer_kind(config, layer) for layer in config.model.all_layers]
@@ -343,6 +359,7 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
     """Add ``number`` equal layers to ``stage``, in place: their times and FSDP's bytes.
 
     Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
         layer: number of one of these layers, for its weights.
         times: passes of that layer.
     """
@@ -381,8 +398,10 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
     """Add bytes, elements and times of the embedding and the output head to a stage that has them.
 
     Args:
-        first, last: ``stage`` is the first or the last one; the last has the head and the loss.
-        embeds: ``stage`` stores the embedding.
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
+        first, last: True if ``stage`` is the first or the last one; the last has the head and the
+            loss.
+        embeds: True if ``stage`` stores the embedding.
     """
     model = place.config.model
     numel = model.vocab_size * model.hidden_size // place.mesh.tp
@@ -402,6 +421,9 @@ def _fsdp(place: Place, stage: Stage) -> None:
     """Set the cost of FSDP's collectives that computation does not hide, in place.
 
     It is ``stage.once`` per step, and ``stage.each`` (forward, backward) per micro-batch.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
     """
     config = place.config
     mesh = place.mesh
@@ -453,6 +475,9 @@ def _muon(place: Place) -> float:
 
     All-to-alls before and after them are included. An iteration multiplies [m, n] x [n, m], [m, m]
     x [m, m] and [m, m] x [m, n], with m <= n.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
     """
     machine = place.machine
     number = 2 if place.config.optim.muon_dtype == "bfloat16" else 4

@@ -82,7 +82,8 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """Yield (key, whether broken, rule, remedy) for each rule of an export to torchtitan.
 
-    A rule is broken if torchtitan cannot train with this value of the key.
+    A rule is broken if torchtitan cannot train with this value of the key. Rule and remedy are
+    texts for the user.
     """
     model = config.model
     train = config.train
@@ -244,7 +245,7 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _stages(config: Config, mesh: MeshShape) -> str:
-    """Return a list of every pipeline stage's module names, as Python source; None without pp."""
+    """Return Python source: a list of module names for every pipeline stage; "None" without pp."""
     if mesh.pp == 1:
         return "None"
     held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]

@@ -68,9 +68,11 @@ def layer_workspaces(
     """Return the bytes that each part of a layer needs, in the order of the backward pass.
 
     Args:
+        layer: number of the layer.
+        load: sizes of the micro-batch on the rank.
         recompute: recomputed modules of the layer.
-        expert_numbers: number of parameters of the rank's routed experts in this layer.
-        ffn_numbers: number of parameters of the layer's dense or shared FFN on this rank.
+        expert_numbers: number of trained parameters of the rank's routed experts in this layer.
+        ffn_numbers: number of trained parameters of the layer's dense or shared FFN on this rank.
     """
 
     def kept_outputs(modules: frozenset[str]) -> dict[str, float]:
@@ -174,9 +176,10 @@ def head_workspace_bytes(
         tokens: tokens of the micro-batch on this rank; each tp rank processes the tokens of all tp
             ranks with its part of the vocabulary.
         bytes_per_number: bytes of an activation element.
-        trained: the head's weight gets a gradient.
-        on_cpu: a CPU rounds the logits from a float32 copy.
-        in_place: logits become their gradient without a float32 copy (``kernels.loss=triton``).
+        trained: True if the head's weight gets a gradient.
+        on_cpu: True on a CPU, which rounds the logits from a float32 copy.
+        in_place: True if logits become their gradient without a float32 copy
+            (``kernels.loss=triton``).
     """
     wide = max(4, bytes_per_number)
     narrower = bytes_per_number * (bytes_per_number < wide)  # equal widths are converted in place

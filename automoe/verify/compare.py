@@ -37,15 +37,15 @@ _references: list[Trajectory] = []  # of this process, until the mesh's step is 
 def run_reference(
     config: Config, shape: MeshShape, dp: int, record: bool, device: str
 ) -> bytes | None:
-    """Run the reference's step on one rank, and keep its results in this process.
+    """Run one training step on one rank, the reference, and keep its results in this process.
 
-    ``run_compared`` in the same process compares with them.
+    ``run_compared`` in the same process compares a mesh with them.
 
     Args:
-        config, shape: configuration of the one rank, and its mesh.
+        config, shape: configuration for one rank, and its mesh.
         dp: data-parallel ranks of the compared mesh. Rows are reordered, so that the first
             micro-batch here has the rows of these ranks' first micro-batches, and so on.
-        record: True to return the routing of the step, pickled; else None is returned.
+        record: True to return the routing of the step, pickled; False returns None.
         device: cpu or cuda.
     """
     train = config.train
@@ -64,14 +64,18 @@ def run_compared(
     routing: bytes | None,
     device: str,
 ) -> list[Comparison]:
-    """Run a step on the mesh; return its comparison with the reference on rank 0, else [].
+    """Run a step on the mesh and compare it, on rank 0, with the step that one rank ran.
 
     Collective. Rank 0's process must have called ``run_reference`` before.
 
     Args:
-        run: function with the signature of ``run_trajectory``; default: ``run_trajectory``.
+        run: function with the signature of ``run_trajectory``; None: ``run_trajectory`` itself.
+        config, shape: configuration of the run, and its mesh.
         routing: pickled routing to repeat, from ``run_reference``; None: the model's own.
         device: cpu or cuda.
+
+    Returns:
+        The comparisons on rank 0; [] on other ranks.
     """
     options: dict[str, Any] = {"forced": pickle.loads(routing)} if routing else {}
     mine = (run or run_trajectory)(config, shape, loader_rows, 1, device=device, **options)

@@ -203,6 +203,7 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
     On SIGUSR1 the rank writes the stacks of its threads into ``stacks``.
 
     Args:
+        world_size: number of the pool's ranks; each call brings the number that take part in it.
         imports: outcome of the imports in the server that forked this rank.
         file: descriptor of this rank's end of the pipe to the pool.
     """

@@ -178,8 +178,8 @@ class PassResult:
     Attributes:
         config: the configuration, one of those that ``passes`` returns.
         forced: True if the mesh repeated the routing of the one-rank run.
-        tolerance: largest relative error of everything but gradients.
-        gradient_tolerance: largest relative error of gradients and their norm.
+        tolerance: largest relative error that is accepted, except for gradients.
+        gradient_tolerance: largest relative error that is accepted for gradients and their norm.
         compared: every number and tensor, in the order in which a step computes them.
     """
 
@@ -203,11 +203,14 @@ class PassResult:
 def make_runnable(
     config: Config, force_proxy: bool = False, device: Device = "cpu"
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
-    """Adapt the configuration, or its proxy if it is too large, to random weights on ``device``.
+    """Return a variant of ``config`` whose mesh this machine can verify in a short time.
+
+    It has random weights on ``device``; if the model or the mesh is too large, sizes are cut
+    (``make_proxy``).
 
     Args:
         config: configuration to verify.
-        force_proxy: use the proxy even if the configuration would fit.
+        force_proxy: cut sizes even if the configuration would fit.
         device: cpu, where several ranks share a core, or cuda, with one GPU per rank.
 
     Returns:

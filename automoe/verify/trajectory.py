@@ -115,7 +115,7 @@ def run_trajectory(
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
-        between: function that is called after every step, such as a validation.
+        between: function of the step's runner and the meshes, called after every step.
         options: what differs from a pretraining step, in every step; None: nothing.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line

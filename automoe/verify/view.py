@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def titled_table(title: str, *columns: Column) -> Table:
-    """Return an empty rich table without lines, under a bold title."""
+    """Return an empty rich table with these columns, without lines, under a bold title."""
     return Table(
         *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
     )
@@ -26,9 +26,10 @@ def titled_table(title: str, *columns: Column) -> Table:
 def show_start(
     console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]
 ) -> None:
-    """Print what was cut from the configuration, and the mesh, reference and step that will run.
+    """Print what was changed in the configuration, and the mesh, reference and step that will run.
 
     Args:
+        config: configuration that runs; ``shape``: its mesh.
         cuts: (key, configured value, value in this run) of each changed key.
     """
     if cuts:

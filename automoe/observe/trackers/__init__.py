@@ -32,6 +32,9 @@ class Trackers:
     """All experiment trackers of a run (such as W&B) as one object, on rank 0.
 
     If a tracker raises an error, a warning is printed and the run continues without it.
+
+    Attributes:
+        places: name -> web page or folder where the user finds the results.
     """
 
     def __init__(self, opened: dict[str, Tracker], config: Config, warn: Warn) -> None:
@@ -81,7 +84,7 @@ class Trackers:
         Args:
             step: step to which the texts belong.
             name: name of the table.
-            rows: column -> text of each row.
+            rows: rows of the table, each {column: text}.
         """
         self._each(lambda tracker: tracker.texts(step, name, rows))
 
@@ -111,6 +114,8 @@ def make_trackers(
     config: Config, run_dir: Path, resume_step: int | None = None, warn: Warn = to_stderr
 ) -> Trackers:
     """Open the experiment trackers that ``config.observe`` selects.
+
+    Steps that an earlier start has recorded, and a tracker lacks, are sent to the tracker.
 
     Args:
         run_dir: the run directory.

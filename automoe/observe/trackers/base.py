@@ -22,9 +22,10 @@ class About:
     """Description of a run, which an experiment tracker receives when it is opened.
 
     Attributes:
-        name: display name of the run.
+        name: display name of the run; ``tags``: words to find it by.
         group: name that groups runs, such as those of a sweep; "" for none.
         config: the configuration as plain dictionaries, without values from the environment.
+        run_dir: the run directory.
         resume_step: last step whose record is kept from an earlier start; None: a new run.
         earlier: this tracker's id of the run from an earlier start; "" if there is none.
         warn: function that shows a line to the user.
@@ -72,8 +73,9 @@ class Tracker:
         """Record a table of texts.
 
         Args:
+            step: step to which the texts belong.
             name: name of the table.
-            rows: column -> text of each row; all rows have the same columns.
+            rows: rows of the table, each {column: text}; all have the same columns.
         """
 
     def rewind(self, step: int) -> None:

@@ -34,7 +34,10 @@ class TensorBoardTracker(Tracker):
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def held(self) -> Mapping[int, float | None]:
-        """Return step -> loss from the event files of earlier starts, without the purged steps."""
+        """Return step -> loss from the event files of earlier starts.
+
+        Left out are steps that a return to an earlier checkpoint took back.
+        """
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         held = {}
@@ -55,7 +58,13 @@ class TensorBoardTracker(Tracker):
         self.events.flush()  # A killed run keeps the steps written so far.
 
     def texts(self, step: int, name: str, rows: Texts) -> None:
-        """Record a table of texts as indented blocks, so that TensorBoard does not render Markdown."""
+        """Record a table of texts as indented blocks, so that TensorBoard does not render Markdown.
+
+        Args:
+            step: step to which the texts belong.
+            name: name of the table.
+            rows: rows of the table, each {column: text}; all have the same columns.
+        """
         shown = [
             "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values())
             for row in rows

@@ -64,9 +64,13 @@ class WandbTracker(Tracker):
 
 
 def _losses(data: bytes) -> Iterator[tuple[int, float]]:
-    """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format).
+    """Yield (step, loss) of each record in a ``.wandb`` file (LevelDB's log format).
 
-    The wandb package no longer has a reader for its files in Python.
+    The wandb package no longer has a reader for its files in Python. A record that a kill has cut
+    is left out.
+
+    Args:
+        data: content of the file.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 

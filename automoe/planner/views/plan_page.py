@@ -94,7 +94,11 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
 
 
 def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
-    """Return (CSS class, sentence for the page): whether the memory of a rank suffices."""
+    """Return (CSS class, sentence for the page) on whether the memory of a GPU suffices.
+
+    The class is ``failed``, ``running`` (fits only at even expert load), ``done``, or "" if the
+    memory is unknown.
+    """
     limit = config.cluster.memory_bytes
     if not limit:
         return "", f"{config.cluster.name} has no limit of memory"

@@ -57,7 +57,7 @@ LONGEST = 64  # Otherwise the drawn first and last parts have at most this many 
 
 @rc_context(RC)
 def draw_time(plan: Plan) -> Figure:
-    """Draw the seconds of a step by part, and the bytes that a rank sends by axis, if any."""
+    """Draw the seconds of a step by part, and the bytes that a rank sends by mesh axis, if any."""
     time = plan.time
     parts = {name: seconds for name, seconds in time.parts.items() if seconds > 0}
     sent = {axis: num_bytes / 2**30 for axis, num_bytes in time.traffic.items() if num_bytes}
@@ -180,10 +180,10 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 
 
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
-    """Return the seconds between which the plot of a long step has a gap: (start, end of the gap).
+    """Return (start, end) of the seconds that the plot of a long step leaves out.
 
-    The gap starts after every rank's first backward pass and ends before any rank's last forward
-    pass, but both drawn parts have a largest length. (``end``, 0) if the whole step is drawn.
+    They lie between every rank's first backward pass and any rank's last forward pass, but the two
+    parts that are drawn have a largest length. (``end``, 0) means that the whole step is drawn.
 
     Args:
         spans: actions of all pipeline ranks.

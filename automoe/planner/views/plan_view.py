@@ -36,7 +36,11 @@ _MOMENTS = {
 
 
 def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) -> Plan:
-    """Print the plan of a validated configuration at the terminal's width, and return the plan."""
+    """Print the plan of a validated configuration at the terminal's width, and return the plan.
+
+    Args:
+        console: where to print; None: standard output.
+    """
     plan = make_plan(config, mesh)
     console = console or Console(highlight=False)
     # Mesh grids are aligned by columns, which wrapping would destroy.

@@ -67,10 +67,10 @@ def _lines(number: int, candidate: Candidate) -> Iterator[str]:
 
 
 def levers(config: Config) -> list[str]:
-    """Return ``key=value`` of a candidate's settings that have only run on CPUs, not GPUs.
+    """Return ``key=value`` of settings that differ from their default and have only run on CPUs.
 
     Args:
-        config: configuration of the candidate.
+        config: configuration of a candidate of the mesh search.
     """
     default = Config()
     values = {key: attrgetter(key)(config) for key in NEW}
