@@ -80,9 +80,18 @@ class Conversation:
 
 def num_bytes(message: Message) -> int:
     """Return the number of UTF-8 bytes of a message's text."""
+    return len(_text_of(message).encode())
+
+
+def _text_of(message: Message) -> str:
     content = message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return sum(len(text.encode()) for text in texts)
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _says(prompt: str, message: Message) -> bool:
+    """Return True if one of both texts has the other in it, whatever white space lies between words."""
+    first, second = (" ".join(text.split()) for text in (prompt, _text_of(message)))
+    return bool(second) and (first in second or second in first)
 
 
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
@@ -189,8 +198,8 @@ class _Reader:
 
         The prompt is the messages before the answer. It comes from the record's key ``prompt``,
         where plain text is a user's question. If both answers of a preference pair begin with
-        another role than assistant, the prompt is instead the messages with which both begin; a
-        text at ``prompt`` must then stand in one of them.
+        another role than assistant, the prompt is instead the messages with which both begin; then a
+        text at ``prompt`` has one of them in it, or stands in one of them.
 
         Args:
             names: keys of the answers, e.g. ``("chosen", "rejected")``.
@@ -201,18 +210,20 @@ class _Reader:
         answers = [self._turns(record, key, "assistant") for key in names]
         where = ""
         if self.pairs and all(answer[0]["role"] != "assistant" for answer in answers):
+            stated = record.get(self.keys["prompt"])
+            if not isinstance(stated, str | None):
+                raise self._wrong(
+                    "there is a prompt, and the messages after it do not begin with an answer",
+                    "Leave one of them out",
+                )
             shortest = min(map(len, answers)) - 1
             differing = (n for n in range(shortest) if answers[0][n] != answers[1][n])
             shared = next(differing, shortest)
             prompt = answers[0][:shared]
-            stated = record.get(self.keys["prompt"]) or ""
-            repeats = (str(message.get("content")) for message in prompt)
-            if not isinstance(stated, str) or (
-                stated and not any(stated.strip() in text for text in repeats)
-            ):
+            if prompt and stated and not any(_says(stated, message) for message in prompt):
                 raise self._wrong(
-                    "there is a prompt that no message repeats, and the messages after it do not begin with an answer",
-                    "Leave one of them out",
+                    f"the text at {self.keys['prompt']!r} is in none of the {shared} messages that both answers share",
+                    "Leave it out, or set 'data.chat.keys={prompt: none}' to train without it",
                 )
             answers = [answer[shared:] for answer in answers]
             where = f"after the {shared} messages that both share "

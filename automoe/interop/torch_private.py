@@ -276,6 +276,25 @@ def forget_meshes(hidden: list[Any]) -> None:
 # ---- FSDP ----
 
 
+def _parameter_groups(unit: Any) -> list[Any]:
+    """Return FSDP's groups of an FSDP unit's parameters; ``gradient_sum`` names their attributes."""
+    from torch.distributed.fsdp import fully_shard
+
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    param_group = getattr(state, "_fsdp_param_group", None)
+    return getattr(state, "_fsdp_param_groups", [param_group] if param_group else [])
+
+
+def reshard(unit: Any) -> None:
+    """Free the unsharded weights of an FSDP unit, also of one whose forward pass raised an error.
+
+    Its own ``reshard`` leaves the unsharded weights of such a unit in place, as plain parameters
+    without optimizer state. Torch 2.11 to 2.15: ``_to_sharded`` of its groups of parameters.
+    """
+    for group in _parameter_groups(unit):
+        group._to_sharded()
+
+
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     """Return the unreduced gradient sum of a parameter of an FSDP unit.
 
@@ -289,12 +308,7 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     in ``unsharded_grad_dtype``, to which autograd itself adds, and ``unsharded_accumulated_grad``
     is a read-only property.
     """
-    from torch.distributed.fsdp import fully_shard
-
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    param_group = getattr(state, "_fsdp_param_group", None)
-    groups = getattr(state, "_fsdp_param_groups", [param_group] if param_group else [])
-    fsdp_params = (parameter for group in groups for parameter in group.fsdp_params)
+    fsdp_params = (each for group in _parameter_groups(unit) for each in group.fsdp_params)
     parameter = next(each for each in fsdp_params if each._module_info.param_name == name)
     whole = parameter.unsharded_param
     holder, key, dtype = parameter, "unsharded_accumulated_grad", parameter.reduce_dtype

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 
 from automoe.comm.collectives import GlooReduceScatter, over_gloo
 from automoe.config.schema import ParallelConfig
+from automoe.interop import torch_private
 from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
 from automoe.parallel.mesh import Meshes
@@ -107,11 +108,12 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 def reshard(model_parts: Iterable[nn.Module]) -> None:
     """Free the unsharded weights of every FSDP unit.
 
-    A forward pass without a backward pass leaves them allocated, and a checkpoint would save them.
+    A forward pass without a backward pass, or that failed, leaves them allocated. A checkpoint
+    would save them, and find no moments of them.
     """
     for part in model_parts:
         for module in fsdp_modules(part):
-            module.reshard()
+            torch_private.reshard(module)
 
 
 def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:

@@ -46,6 +46,9 @@ def test_what_trl_documents_and_what_people_have_says_the_same(tmp_path: Path) -
     assert read(file, {"chosen": PAIR[0], "rejected": PAIR[1]}) == PAIR  # implicit
     assert read(file, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}) == PAIR  # text
     assert read(file, {"prompt": "2+2?", "chosen": PAIR[0], "rejected": PAIR[1]}) == PAIR  # told twice
+    told = {"prompt": "Human:  2+2?\n\nAssistant:", "chosen": PAIR[0], "rejected": PAIR[1]}
+    assert read(file, told) == PAIR  # in another form
+    assert read(file, told | {"prompt": "17"}, keys={"prompt": "none"}) == PAIR  # the record's number
     assert read(file, {"prompt": ASKED, "chosen": GOOD[0], "rejected": BAD[0]}) == PAIR  # single messages
     turns = {"conversations": [{"from": "human", "value": "2+2?"}]}
     turns |= {key: {"from": "gpt", "value": value} for key, value in (("chosen", "4"), ("rejected", "5"))}
@@ -74,7 +77,10 @@ def test_what_trl_documents_and_what_people_have_says_the_same(tmp_path: Path) -
             {"prompt": ASKED, "chosen": PAIR[0], "rejected": PAIR[1]},
             "the messages after it do not begin with an answer",
         ),
-        ({"prompt": "3+3?", "chosen": PAIR[0], "rejected": PAIR[1]}, "there is a prompt that no message repeats"),
+        (
+            {"prompt": "3+3?", "chosen": PAIR[0], "rejected": PAIR[1]},
+            "the text at 'prompt' is in none of the 1 messages",
+        ),
         ({"prompt": ASKED, "chosen": [], "rejected": BAD}, r"'chosen' is \[\] where text or messages are needed"),
         ({"prompt": ASKED, "chosen": 4, "rejected": BAD}, "'chosen' is 4 where"),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": ASKED}, "'rejected' is not an answer: .* 'user'"),

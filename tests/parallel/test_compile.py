@@ -47,7 +47,7 @@ def check(got: Trajectory, expected: Trajectory, tolerance: float) -> None:
     assert not different, f"{len(different)} differ, first: {different[0]}"
 
 
-# Graphs: attention with its norms, and again for layers of another kind; score, select, weigh and count of the
+# Graphs: attention with its norms, and again for layers of another kind; score, select, topk_probs and count of the
 # router; dense and shared FFN, whose widths differ; the last norm; the loss.
 EVERYTHING = ["core_attn", "mlp", "moe", "shared_experts"]
 ONE_LAYER = replace(DEEPSEEK, num_layers=1, first_k_dense=0)

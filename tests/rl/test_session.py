@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import automoe
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, DataError
+from automoe.model.causal_lm import CausalLM
 from automoe.session import Counts, Sample, Session, losses, open_session
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
@@ -281,6 +283,23 @@ def losses_after_an_error(run_dir: str) -> list[float]:
 def test_gradients_of_a_call_that_failed_are_forgotten(ranks: RankPool, tmp_path: Path) -> None:
     alone, after_error, after_load = ranks.run(losses_after_an_error, 1, str(tmp_path))[0]
     assert alone == after_error == after_load > 0
+
+
+def names_after_an_error(run_dir: str) -> tuple[list[str], list[str], bool]:
+    """Names of what a checkpoint saves before and after a scoring pass that failed; whether the model trains."""
+    session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
+    session.forward_backward(batch_of(), losses.grpo)
+    session.optim_step(1e-2)
+    before = list(bytes_of(session))
+    with patch.object(CausalLM, "_loss", side_effect=RuntimeError("no memory")):
+        with pytest.raises(RuntimeError, match="no memory"):
+            session.log_probs(batch_of())
+    return before, list(bytes_of(session)), all(part.training for part in session.state.model_parts.values())
+
+
+def test_a_scoring_pass_that_failed_leaves_a_state_that_is_saved_whole(ranks: RankPool, tmp_path: Path) -> None:
+    before, after, trains = ranks.run(names_after_an_error, 2, str(tmp_path))[0]
+    assert after == before and any("embed_tokens" in name and "exp_avg" in name for name in after) and trains
 
 
 def open_on_another_mesh(run_dir: str) -> str:
