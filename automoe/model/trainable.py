@@ -86,7 +86,7 @@ def as_stored(params: list[Param], config: Config) -> list[Param]:
 
 
 def with_adapters(params: list[Param], config: Config) -> list[Param]:
-    """Return ``params`` with ``Param.trained`` set, each LoRA target followed by its adapter."""
+    """Return ``params`` with ``Param.trained`` set, each LoRA target followed by A and B of its adapter."""
     made: list[Param] = []
     for param in params:
         made.append(replace(param, trained=is_trained(param.name, config)))

@@ -26,8 +26,8 @@ class StepStats:
     """Statistics of one step, equal on every rank.
 
     Attributes:
-        loss: mean cross-entropy over the global batch's trained tokens, in nats, or the mean of
-            ``train.loss``.
+        loss: mean cross-entropy over the global batch's trained tokens, in nats; if another loss is
+            trained (``train.loss``), the mean of that.
         balance_losses: balance losses and z-loss by name (``automoe.moe.balance.LOSSES``), summed
             over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
