@@ -128,8 +128,8 @@ def choose_kept(
 
     Args:
         tokens: per-token tensors, which say what is padding (it is not kept) and the positions.
-        probs_BsK: routing weights, by which an expert ranks its choices with
-            ``moe.drop_policy=probs``.
+        probs_BsK: routing weights; with ``moe.drop_policy=probs`` an expert keeps the choices with
+            the largest, else those of the first positions.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
     """
     num_sequences, size, top_k = topk_ids_BsK.shape

@@ -96,7 +96,7 @@ def regroup_by_expert(counts_PE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 
 
 class _SumToTokens(torch.autograd.Function):
-    """Autograd function of ``sum_to_tokens``, which saves only the index for the backward.
+    """Autograd function that sums rows [M, H] into their tokens [T, H]; it saves only the index [M].
 
     A row whose index is no token's is left out of the sum; its gradient is arbitrary.
     """

@@ -77,7 +77,7 @@ def dequantize_rows(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> 
 
 
 def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
-    """Return x as 8-bit dispatch delivers it to another rank; the gradient is unchanged."""
+    """Return x quantized to 8 bits and decoded again (``encode_rows``); the gradient is unchanged."""
     return decode_arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
 
 
@@ -91,9 +91,10 @@ def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor],
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
-    """Return ``x_BH``; in a ``discard_scope``, operations save ``lines_BW`` for their backward instead.
+    """Return ``x_BH``, and let operations save ``lines_BW``, x encoded in 8 bits, in its place.
 
-    ``lines_BW`` is x encoded in 8 bits. The backward decodes it again.
+    Their backward decodes it again. This holds inside ``automoe.passes.discard_outputs.discard_scope``;
+    elsewhere operations save x itself.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH
