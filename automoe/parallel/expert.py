@@ -38,8 +38,8 @@ def node_levels(
 ) -> list[dist.ProcessGroup]:
     """Return two groups of ep ranks: those of equal position on every node, then those of this node.
 
-    It is only the ep group if either of the two would have one rank. Collective over the world,
-    since NCCL makes groups by splitting the world's.
+    If either of the two would have one rank, the list holds the group ``ep`` alone. Collective over
+    the world, since NCCL makes groups by splitting the world's.
 
     Args:
         gpus_per_node: consecutive ranks that count as one node.
@@ -118,7 +118,8 @@ class ExpertStyle(ParallelStyle):
     Raises:
         BackendError: no such dispatcher, one that this machine does not have, or a plugin with
             ``in_8_bits``.
-        ConfigError: no rank per node; when the style is applied, a mesh that it cannot shard over.
+        ConfigError: gpus_per_node is below 1; when the style is applied, a mesh that it cannot
+            shard over.
     """
 
     def __init__(
