@@ -150,6 +150,7 @@ class MicroBatch:
     Attributes:
         tokens: [B, S] int64, which the stage with the embedding reads.
         labels: [B, S] next tokens, for the loss; ``IGNORE`` marks positions that are not trained.
+            None: no loss is computed.
         index: [B, S] index within the sequence; None: 0 ... S-1.
         positions: [B, S] index within the document, for rotary embeddings; None: the index.
         doc_ids: [B, S] index of the document within the sequence, -1 for padding; None: a sequence
@@ -201,10 +202,11 @@ class MicroBatch:
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
-        """Return the counts by which losses are divided: tokens with a label, not padding, documents.
+        """Return the numbers of tokens with a label, of tokens that are not padding, and of documents.
 
-        They are ``counts`` (of the global batch), or, if that is None, those of these B sequences.
-        Missing counts of multi-token prediction are counted in these sequences too.
+        Losses are divided by them. They are ``counts`` (of the global batch), or, if that is None,
+        those of these B sequences, where padding has the document -1. Missing counts of multi-token
+        prediction are counted in these sequences too.
         """
         counts = self.counts
         if counts is None:

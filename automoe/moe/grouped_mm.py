@@ -113,7 +113,10 @@ class GroupedProducts:
 
 
 class LoopProducts(GroupedProducts):
-    """The three products of all experts' weight, one expert after the other, in any dtype."""
+    """The products (forward, two gradients) of all experts' weight, one expert after the other.
+
+    Operands may have any dtype.
+    """
 
     mm = staticmethod(one_by_one)
 

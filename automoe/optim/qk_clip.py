@@ -28,8 +28,8 @@ CHUNK = 512  # queries whose logits are in memory at once
 class WatchedAttention:
     """Wrapper of ``AttentionSetup.softmax_attention`` that records largest logits, for QK-clip.
 
-    It leaves out recomputations and queries of padding. The logits are computed a second time,
-    since no attention kernel returns them.
+    It records in training passes, not in recomputations, and leaves out queries of padding. The
+    logits are computed a second time, since no attention kernel returns them.
 
     Attributes:
         largest: [n], largest logit of each of the n heads computed here since the last

@@ -33,9 +33,9 @@ class _OtherPassFailed(Exception):
 class MergedPasses:
     """Scheduler of a forward and a backward pass in two threads, of which one runs at a time.
 
-    A pass hands over when it has started an all-to-all (``overlap``). Before, it runs the products
-    of weight gradients that backward passes have deferred until then (``defer``). ``MERGED_PASSES`` is the
-    only instance.
+    When a pass has started an all-to-all, it runs the products of weight gradients that backward
+    passes have deferred (``defer``), and then lets the other pass run (``overlap``).
+    ``MERGED_PASSES`` is the only instance.
     """
 
     def __init__(self) -> None:

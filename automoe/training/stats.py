@@ -144,7 +144,7 @@ def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]
 
 
 def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the maximum of each named value over all ranks, in float64. One all-reduce on the CPU.
+    """Return the maximum of each named value over all ranks, by one all-reduce on the CPU. Collective.
 
     Args:
         values: the same names in the same order on every rank.

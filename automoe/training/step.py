@@ -100,8 +100,9 @@ def prepare_inputs(
     forced_ids: Tensor | None = None,
     options: StepOptions = StepOptions(),
 ) -> tuple[MicroBatch, int]:
-    """Return this rank's tokens of one step on ``device``, and the global batch's label count. Collective.
+    """Return this rank's sequences of a step, on ``device``, and how many labels the global batch has.
 
+    The sequences are those of all micro-batches, with labels, positions and counts. Collective.
     The loader made the labels before sequences are cut over cp here, so the label of a chunk's last
     position is kept. Counts are known before the first forward.
 
