@@ -60,8 +60,8 @@ def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
 
     Blocks are of consecutive numbers of a row, bytes those of one block.
 
-    None: it is stored unquantized, since it is trained, takes no adapter, or ``lora.base`` is
-    weights; else ``lora.base`` names the format.
+    ``lora.base`` names the format. None: the matrix is stored unquantized, since it is trained, can
+    take no adapter, or ``lora.base`` is weights.
     """
     stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):

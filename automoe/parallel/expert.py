@@ -246,7 +246,8 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
     """Return the configured style that shards experts; one object serves all of a rank's stages.
 
     Raises:
-        BackendError: the dispatcher is missing or cannot run here, or the GPU lacks 8-bit numbers.
+        BackendError: the dispatcher is missing or cannot run here; or ``moe.dispatch_dtype`` is fp8,
+            and the GPU's compute capability is below 8.9.
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
     on_gpu = meshes.default.device_type == "cuda"
@@ -274,8 +275,8 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
 def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dispatcher | None:
     """Return the dispatcher to experts that ``style`` shards; None: ep and etp have one rank.
 
-    World collective: NCCL makes groups by splitting the world's, so ranks of a pipeline stage
-    without experts take part.
+    Collective over the world, since NCCL makes groups by splitting the world's: ranks of a pipeline
+    stage without experts take part, too.
     """
     if (mesh := _expert_mesh(meshes)) is None:
         return None

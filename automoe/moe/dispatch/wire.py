@@ -26,9 +26,10 @@ _SCALE_BYTES = 4
 
 
 def encode_rows(x_TH: Tensor) -> Tensor:
-    """Quantize tokens to 8 bits for sending: codes and scales as int64 [T, W].
+    """Quantize tokens to 8 bits for sending: int64 [T, W], the bytes of codes and scales.
 
-    A block of 128 columns that holds a non-finite number becomes NaN.
+    A row has the e4m3 code of each column, then a float32 scale for each block of 128 columns. A
+    block that holds a non-finite number becomes NaN.
     """
     num_rows, hidden = x_TH.shape
     rows = quantize(x_TH, E4M3, LINE)
