@@ -93,6 +93,7 @@ class Ranks:
 
         Raises:
             OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank.
+                One process alone sees the original error.
         """
         run = partial(retried, action) if again else action
         if self.size == 1:
@@ -108,8 +109,8 @@ class Ranks:
         """Return this rank's share of the names (of files, for example) to work on.
 
         Args:
-            sizes: work by name, equal on all ranks; each name goes to one rank, and ranks get about
-                the same sum.
+            sizes: amount of work of each name, in any unit, such as bytes; the same on all ranks.
+                Each name goes to one rank, and ranks get about the same sum.
         """
         load = [0] * self.size
         mine: list[str] = []

@@ -28,7 +28,7 @@ def connect_process_groups(exchanges_heads: bool = False) -> str:
     after: nccl#1685), so groups that dispatch run one too.
 
     Args:
-        exchanges_heads: all-to-alls run over cp as well (``mesh_shape.exchanges_heads``).
+        exchanges_heads: True if layers exchange positions for heads over cp, by all-to-alls.
 
     Returns:
         A text with the number of groups, and the time and GPU memory (outside of torch's allocator)
@@ -65,9 +65,9 @@ def connect_process_groups(exchanges_heads: bool = False) -> str:
 
 
 def set_collective_timeouts(seconds: float) -> None:
-    """Set the timeout of collectives to ``seconds`` from now on, except for saves and loads.
+    """Set the timeout of collectives to ``seconds`` from now on, in every process group of this rank.
 
-    Saves and loads have a timeout of their own.
+    Groups on which saves and loads wait (``automoe.comm.agreement.Ranks``) keep their own timeouts.
     """
     for group in process_groups():
         if group.group_desc != SAVES:

@@ -127,8 +127,9 @@ class StepBatch:
         doc_ids: [R, S] index of the document within its sequence; -1 is padding.
         num_bytes: UTF-8 bytes of the text that the labels stand for; bits per byte needs them.
         first_row: number of the first sequence in the whole training stream.
-        pairs: [R, P] number of each preference pair, whose answers are the documents 2 p and 2 p + 1
-            for column p; -1 where a sequence has fewer pairs. None: no preference data.
+        pairs: [R, P] index of each preference pair in the data of all sources. The answers of column
+            p are the documents 2 p and 2 p + 1; -1 where a sequence has fewer pairs. None: no
+            preference data.
     """
 
     tokens: Tensor
@@ -149,16 +150,18 @@ class MicroBatch:
     Attributes:
         tokens: [B, S] int64, which the stage with the embedding reads.
         labels: [B, S] next tokens, for the loss; ``IGNORE`` marks positions that are not trained.
+            None: no loss is computed.
         index: [B, S] index within the sequence; None: 0 ... S-1.
         positions: [B, S] index within the document, for rotary embeddings; None: the index.
-        doc_ids: [B, S] document within the sequence, -1 for padding; None: a sequence is one.
+        doc_ids: [B, S] index of the document within the sequence, -1 for padding; None: a sequence
+            is one document.
         row_ids: [B, S] number of the sequence in the training stream; None: 0 ... B-1.
         not_padding: [B, S] bool; None: all tokens but those of document -1.
         forced_ids: [B, S, L, n, K] routing to repeat (``Tokens.forced_ids``); None: routers choose.
         mtp_tokens, mtp_labels: [B, S, D] tokens that each depth of multi-token prediction reads,
-            and its labels (``automoe.model.mtp.shift_rows``).
+            and its labels (``automoe.model.mtp.shift_rows``); None: no depth runs.
         next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions for
-            which the head generates a token.
+            which the head returns the likeliest next token; None: it returns a loss or logits.
         counts: counts of the global batch, which losses are divided by; None: these B sequences
             are counted (``known_counts``).
         given: [B, ...] further inputs of the loss, by name.
@@ -199,10 +202,11 @@ class MicroBatch:
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
-        """Return the counts by which losses are divided: tokens with a label, not padding, documents.
+        """Return the numbers of tokens with a label, of tokens that are not padding, and of documents.
 
-        They are ``counts`` (of the global batch), or, if that is None, those of these B sequences.
-        Missing counts of multi-token prediction are counted in these sequences too.
+        Losses are divided by them. They are ``counts`` (of the global batch), or, if that is None,
+        those of these B sequences, where padding has the document -1. Missing counts of multi-token
+        prediction are counted in these sequences too.
         """
         counts = self.counts
         if counts is None:

@@ -39,7 +39,9 @@ class AttentionSetup:
     Modules for multi-token prediction get one of their own (``Decoder.mtp_states``). B, S: this
     rank's sequences and positions; R: positions of the whole sequence.
 
-    ``dtype`` is the dtype of cos and sin, unless ``backend.rope`` has another.
+    Args:
+        tokens: per-token tensors at the S positions.
+        dtype: dtype of cos and sin, unless ``backend.rope.angle_dtype`` is set.
 
     Attributes:
         cos, sin: [B, S, 1, P], cos and sin of the angles of P pairs of rotary dims.
@@ -47,9 +49,8 @@ class AttentionSetup:
         head_exchange: ranks with which positions are exchanged for heads (Ulysses).
         doc_ids: document ids [B, S], or [B, R] if a layer sees whole sequences; None: no sequence
             holds two documents.
-        blocks: blocks of queries, with the keys that they read and their masks, by window in
-            positions (0: no sliding window).
-        tokens: per-token tensors at the S positions.
+        blocks: {positions of the sliding window (0: none): blocks of queries, each with the range
+            of keys that it reads and its mask}.
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
         chosen: [B, S, R] bool, the keys that the last indexer chose, for layers that share them.
     """
@@ -150,8 +151,8 @@ class GroupedQueryAttention(nn.Module):
     """Attention in which num_heads query heads share num_kv_heads key and value heads.
 
     Optional: biases, RMSNorm on q and k, of each head or of all together (OLMoE, arXiv 2409.02060,
-    section 4.2), clipping, an output gate (Qwen3-Next), a sliding window (by layer), attention
-    sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
+    section 4.2), clipping of q, k and v to +-``clip_qkv``, an output gate (Qwen3-Next), a sliding
+    window (by layer), attention sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
@@ -314,9 +315,9 @@ class LatentAttention(nn.Module):
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.
-            latent: [B, S or R, L] the latent of keys and values; of S positions, if keys and values
-                are gathered after their expansion.
-            k_rope: [B, S or R, D] the rotary dims of keys at the same positions, already rotated.
+            latent: [B, S or R, latent width] the latent of keys and values; of S positions, if keys
+                and values are gathered after their expansion.
+            k_rope: [B, S or R, rotary dims] of keys at the same positions, already rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))

@@ -103,7 +103,7 @@ def seen_keys(
 
 
 def dense_masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
-    """Return the blocks of this rank's queries, each with its slice of ``attention_mask``.
+    """Return the blocks of this rank's queries, each with a dense bool mask or None (plain causality).
 
     Args:
         keys: the ranks from which attention gathers keys.

@@ -28,13 +28,13 @@ class BackendConfig:
     Attributes:
         pg_collection: the groups of ranks that share sequences, weights and micro-batches.
         make_expert_backend: function that takes a layer's ``GroupedExperts`` and returns its expert
-            backend, which multiplies by their weights; None: ``expert_backend(moe.experts)``.
+            backend, which multiplies by their weights; None: the backend that ``moe.experts`` names.
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attention_kernel: function that computes softmax attention.
         masks: function that makes the masks that ``attention_kernel`` takes.
         rope: functions that apply rotary embeddings.
-        norm: constructor of a norm, with the arguments of ``RMSNorm``.
+        norm: constructor of a norm: (width, epsilon, whether it multiplies by 1 + weight) -> module.
         chunk_loss: function that computes the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         indexer_warmup: True if attention reads all keys, not those that indexers choose, and

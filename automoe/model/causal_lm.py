@@ -165,9 +165,9 @@ class CausalLM(nn.Module, ABC):
         """Yield this part's layers as FSDP units, in the order of the forward pass."""
 
     def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
-        """Make ``module``, of a foreign class, add the output of the LoRA ``adapter`` to its own.
+        """Make ``module``, which is no class of automoe, add the LoRA ``adapter``'s output to its own.
 
-        Models with modules of foreign classes override this method.
+        Models with modules of transformers or of a plugin override this method.
 
         Raises:
             ConfigError: this model does not override it.
@@ -182,10 +182,10 @@ class CausalLM(nn.Module, ABC):
         """Raise ``ConfigError`` if documents packed in a sequence affect one another. Collective.
 
         This method checks nothing, since the decoder's masks keep documents apart; models that
-        other code computes override it.
+        transformers or a plugin computes override it.
 
         Args:
-            seq_len: longest sequence to check with.
+            seq_len: positions of a training sequence; a check needs no longer one.
         """
 
     def forward(

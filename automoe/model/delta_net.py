@@ -132,7 +132,8 @@ class GatedDeltaNet(nn.Module):
     output gates; in_proj_ba holds for each key head r rows of betas and r of decays. With
     ``linear_split_projections`` in_proj_qkv holds all queries, all keys, all values, and gates,
     betas and decays have projections of their own. The convolution's channels are all queries, all
-    keys, all values. r is the number of value heads per key head, K and V are their widths.
+    keys, all values. r is the number of value heads per key head, K the width of a key head, V that
+    of a value head.
     """
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}

@@ -81,7 +81,7 @@ class Indexer(nn.Module):
         self.loss_sum.zero_()
 
     def forward(self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup) -> IndexInputs:
-        """Return the inputs of the index scores in at least float32; no gradient reaches x.
+        """Return the inputs of the index scores in at least float32; arguments get no gradient.
 
         Args:
             x_BsH: hidden states at this tp rank's positions.
@@ -137,6 +137,7 @@ class Indexer(nn.Module):
             inputs: result of ``forward``: queries, keys and head weights of the indexer.
             chosen_BSR: True where a query attends to a key.
             q_BSND, k_BRND, scale: inputs of attention's scores, for this rank's heads.
+            setup: ``setup.tokens`` says which tokens are padding and how many the global batch has.
         """
         learns = torch.is_grad_enabled() and self.training
         if not (learns and any(x.requires_grad for x in inputs)):

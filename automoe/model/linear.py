@@ -54,11 +54,14 @@ class Linear(nn.Module):
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
     def multiply(self, x_BSI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Return x @ weight.T + bias_O for this rank's weight (``features`` of it). Subclasses override it."""
+        """Return x @ weight.T + bias_O, with this rank's shard of the weight. Subclasses override it.
+
+        If ``self.features`` is not None, only these output features are computed.
+        """
         return linear(x_BSI, self.shard(self.weight), bias_O)
 
     def shard(self, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of a weight or bias, and of that only the rows ``features``."""
+        """Return this rank's shard of a weight or bias; of that only the rows in ``self.features``, if set."""
         return take_features(local_shard(parameter), self.features)
 
 

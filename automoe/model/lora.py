@@ -102,10 +102,11 @@ def freeze_and_adapt(
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
     """Replace a layer's modules that get adapters, and its quantized experts, by LoRA's classes.
 
-    These are ``LoRALinear`` and ``LoRAExperts``. Modules of foreign classes are not replaced; the
-    model adds the adapters' outputs to the outputs of these modules (``CausalLM.add_adapter``).
+    These are ``LoRALinear`` and ``LoRAExperts``. Modules of classes that are not automoe's are not
+    replaced; ``part`` adds the adapters' outputs to their outputs (``CausalLM.add_adapter``).
 
     Args:
+        part: model, or pipeline stage of it, that holds the layer.
         params: the layer's own parameters, without adapters.
         dtype: dtype of adapters.
     """

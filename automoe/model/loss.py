@@ -120,7 +120,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
-    """Allocate the gradients of x (uninitialised) and of the weight (zeros); None if not needed.
+    """Return new gradients of x (uninitialised) and of the weight (zeros), None for one not needed.
 
     Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
     ``ctx`` is that of an autograd function whose first two inputs are x and the weight.
@@ -141,7 +141,7 @@ def _add_gradients(
     """Write x's gradient for the tokens of ``chunk``; add their term to the weight's gradient.
 
     Args:
-        grad_TV: gradient of the chunk's logits.
+        grad_TV: gradient of the logits of the chunk's tokens; x and its gradient are of all tokens.
         grad_x_TH, grad_weight_VH: gradients that change in place; None: not needed.
         chunk: range of the tokens.
     """
@@ -167,9 +167,9 @@ def chunk_loss_fn(kernel: str) -> ChunkLoss:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that computes both gradients with the loss, a chunk of logits at a time.
+    """Autograd function: summed cross-entropy; its forward computes the gradients of x and weight.
 
-    The backward only scales the gradients.
+    It computes a chunk of logits at a time. The backward only scales the gradients.
     """
 
     @staticmethod

@@ -54,8 +54,9 @@ class ParamSpec:
             (``automoe.hf.keys``).
         when: key of ``ModelConfig`` that must be set for a module to have this parameter, or, after
             ``not``, must not be set.
-        part: component of the model for counting parameters, one of ``PARTS``; set by the module.
-        group: name in ``lora.targets`` of all matrices of its module; set by the module.
+        part: component of the model for counting parameters, one of ``PARTS``; filled in from the
+            submodule that has the parameter.
+        group: name in ``lora.targets`` of all matrices of that submodule; filled in from it too.
     """
 
     name: str
@@ -91,7 +92,7 @@ class ParamSpec:
 
     @property
     def per_kv_head(self) -> bool:
-        """Whether it is of a projection to key or value heads; these may be fewer than tp ranks."""
+        """Whether the parameter is of a projection to key or value heads (there may be fewer than tp ranks)."""
         return "G" in self.shape
 
 
@@ -141,9 +142,9 @@ class Param:
 
     @property
     def whole_over_etp(self) -> bool:
-        """Whether every rank of expert tensor parallelism holds the whole expert tensor.
+        """Whether this is an expert's tensor that every rank of expert tensor parallelism holds whole.
 
-        Examples are adapters whose dims are not the expert's width.
+        An example is an adapter's matrix without a dim of the expert's width.
         """
         return self.expert and self.spec.etp is None
 

@@ -394,7 +394,7 @@ def stage_params(
 
     A tied head is the embedding and adds nothing, or is a copy of it if it is in another stage.
     Modules for multi-token prediction read a copy, too. The final norm is with the first of these
-    modules, else with the head. A model of a foreign class is one stage.
+    modules, else with the head. A model that transformers or a plugin computes is one stage.
 
     Args:
         layers: the numbers of the layers of each stage.

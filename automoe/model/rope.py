@@ -137,7 +137,7 @@ class _Rotation(torch.autograd.Function):
 def turn_dims(
     x: Tensor, cos: Tensor, sin: Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
 ) -> Tensor:
-    """Return a copy of x whose dims ``start`` ... ``start`` + R - 1 are rotated in P = R / 2 pairs.
+    """Return a copy of x [B, S, N, D] with R = 2 P dims of D, from ``start`` on, rotated in P pairs.
 
     Args:
         cos, sin: [B, S, 1, P] of the angles.
@@ -177,13 +177,14 @@ def rotate(
     start: int = 0,
     turn: Callable[..., Tensor] = turn_dims,
 ) -> Tensor:
-    """Rotate R dims of x, from ``start`` on, by the angles of ``cos`` and ``sin``.
+    """Return a copy of x with R = 2 P of its D dims, from ``start`` on, rotated in P pairs.
 
     The result always has the pairs (i, i + P). Queries and keys are permuted alike, so their
     products do not change, and one layout is enough for the rest of the attention.
 
     Args:
-        interleaved: pairs of the input are dims (2i, 2i+1); else (i, i + P), P = R / 2.
+        cos, sin: [B, S, 1, P] of the angles.
+        interleaved: pairs of the input are dims (2i, 2i+1); else (i, i + P).
         turn: function that rotates, with the arguments of ``turn_dims``.
     """
     # the compiler fuses plain operations, and needs no hand-written backward
@@ -216,8 +217,10 @@ class Rope:
     """Functions that apply rotary embeddings, by default in plain torch.
 
     Attributes:
-        rotate: function with the arguments of this module's ``rotate`` but ``turn``.
-        join_keys: function with the arguments of this module's ``join_keys``.
+        rotate: (x [B, S, N, D], cos, sin, interleaved, start) -> x with its rotary dims, from start
+            on, rotated; interleaved: pairs of x are dims (2i, 2i+1).
+        join_keys: for MLA: (kv [B, S, N, D], k_rope [B, S, R], nope_dim) -> (keys [B, S, N,
+            nope_dim + R], values [B, S, N, D - nope_dim]).
         angle_dtype: dtype of cos and sin; None: the model's dtype.
     """
 

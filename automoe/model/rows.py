@@ -37,7 +37,7 @@ def gather_row(x_BS: Tensor, ranks: Communicator) -> Tensor:
 
 
 def _in_row_order(parts: Sequence[Tensor]) -> Tensor:
-    """Join the cp ranks' positions [B, S, ...] to sequences [B, R, ...].
+    """Join ``parts``, the positions [B, S, ...] of each cp rank, to sequences [B, R, ...].
 
     Each rank holds a chunk from the head of the sequence and its mirror from the tail, so the
     result is the ranks' first halves in order, then their second halves in reverse.

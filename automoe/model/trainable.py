@@ -60,8 +60,8 @@ def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
 
     Blocks are of consecutive numbers of a row, bytes those of one block.
 
-    None: it is stored unquantized, since it is trained, takes no adapter, or ``lora.base`` is
-    weights; else ``lora.base`` names the format.
+    ``lora.base`` names the format. None: the matrix is stored unquantized, since it is trained, can
+    take no adapter, or ``lora.base`` is weights.
     """
     stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):
@@ -86,7 +86,7 @@ def as_stored(params: list[Param], config: Config) -> list[Param]:
 
 
 def with_adapters(params: list[Param], config: Config) -> list[Param]:
-    """Return ``params`` with ``Param.trained`` set, each LoRA target followed by its adapter."""
+    """Return ``params`` with ``Param.trained`` set, each LoRA target followed by A and B of its adapter."""
     made: list[Param] = []
     for param in params:
         made.append(replace(param, trained=is_trained(param.name, config)))

@@ -161,8 +161,8 @@ class LoadCounter(nn.Module):
         """Add one micro-batch to the counters, if it is a training pass and not a recomputation.
 
         Args:
-            chosen_BE: tokens given to each expert.
-            plain_BE: tokens that plain top-k of the scores would give to each expert.
+            chosen_BE: tokens of each sequence given to each expert, before any are dropped.
+            plain_BE: tokens of each sequence that plain top-k of the scores would give to each.
             losses: sequence, global and micro-batch balance loss, and z-loss: scalars.
             dropped_BsK: bool, the choices that were dropped; None if the layer drops none.
             replayed: [2] choices repeated from an inference engine, and how many of them the router

@@ -38,8 +38,8 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
     """Return the most tokens that an expert keeps: ceil(factor * T * K / E), at most T.
 
     T is ``num_tokens``, K ``top_k``, E ``num_experts``. A token chooses an expert once, hence the
-    limit T. The factor is taken as the
-    decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
+    limit T. The factor is taken as the decimal number that the user wrote: 1.1 * 100 * 1 / 10 is
+    11, not 12.
     """
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
@@ -128,8 +128,8 @@ def choose_kept(
 
     Args:
         tokens: per-token tensors, which say what is padding (it is not kept) and the positions.
-        probs_BsK: routing weights, by which an expert ranks its choices with
-            ``moe.drop_policy=probs``.
+        probs_BsK: routing weights; with ``moe.drop_policy=probs`` an expert keeps the choices with
+            the largest, else those of the first positions.
         pg_collection: groups of the ranks that share the sequences and the micro-batch.
     """
     num_sequences, size, top_k = topk_ids_BsK.shape

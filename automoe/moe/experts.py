@@ -102,7 +102,7 @@ BACKENDS: dict[str, Callable[[], ExpertBackend]] = {  # each value makes its bac
 
 
 def expert_backend(name: str) -> ExpertBackend:
-    """Return the backend called ``name``, the value of ``moe.experts``, or a plugin's.
+    """Return the expert backend called ``name`` in ``moe.experts``: one of automoe's or of a plugin.
 
     Raises:
         BackendError: no backend has this name, or its package is missing. The error lists the

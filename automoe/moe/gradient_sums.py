@@ -39,7 +39,7 @@ class GradientSums:
     def find(self, name: str) -> Tensor | None:
         """Return the tensor in which this rank sums gradients of the matrix ``name``; None if frozen.
 
-        If there is none yet, it is made of zeros.
+        ``name`` is gate_up_proj or down_proj. If there is no such tensor yet, it is made of zeros.
         """
         parameter = getattr(self.experts, name)
         if not parameter.requires_grad:
@@ -65,6 +65,7 @@ class GradientSums:
         """Add each expert's product of output gradients and inputs to the sum of ``name``.
 
         Args:
+            name: name of the matrix, gate_up_proj or down_proj.
             grad_RN: gradient of the matrix's outputs, rows sorted by expert.
             x_TK: rows that the matrix has multiplied.
             gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.

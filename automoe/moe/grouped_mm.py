@@ -68,7 +68,7 @@ class GroupedProducts:
     mm = staticmethod(grouped_mm)
 
     def scales(self, x_RK, w_ENK, offsets_E) -> tuple[QuantScales, QuantScales]:
-        """Return the quantization scales of x and of the weight: None, as nothing is quantized here.
+        """Return the quantization scales of x and of the weight: both None, as nothing is quantized here.
 
         ``offsets_E`` are the ends of the experts' rows.
         """
@@ -113,7 +113,10 @@ class GroupedProducts:
 
 
 class LoopProducts(GroupedProducts):
-    """The three products of all experts' weight, one expert after the other, in any dtype."""
+    """The products (forward, two gradients) of all experts' weight, one expert after the other.
+
+    Operands may have any dtype.
+    """
 
     mm = staticmethod(one_by_one)
 
@@ -136,7 +139,7 @@ class _Options(NamedTuple):
 
     Attributes:
         activation: function of gate and up.
-        up, down: the products of gate_up_proj and of down_proj.
+        up, down: objects that multiply by gate_up_proj and by down_proj, in forward and backward.
         sums: receives the gradients of both matrices; None: autograd returns them.
         lora_scale: factor of the adapters' outputs.
     """
@@ -157,8 +160,9 @@ class _GroupedExperts(torch.autograd.Function):
     product.
 
     With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
-    returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
-    needs a gradient. Adapters are multiplied by ``up.mm``, and their outputs by ``lora_scale``.
+    returned to autograd. The input ``anchor``, a tensor that requires a gradient, then makes
+    autograd run the backward even if no other input needs a gradient. Adapters are multiplied by
+    ``up.mm``, and their outputs by ``lora_scale``.
     Names that end in ``_scales`` are quantization scales of the operand before it.
     """
 
@@ -327,7 +331,7 @@ def grouped_mm_experts(
         probs_R: routing weight of each computed row.
         weights: matrices and biases of this rank's experts.
         activation: function of gate and up.
-        up, down: the products of gate_up_proj and of down_proj.
+        up, down: objects that multiply by gate_up_proj and by down_proj, in forward and backward.
         sums: receives the gradients of both matrices; None: autograd returns them.
         adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
             down_proj, or None; ``lora_scale`` multiplies their outputs.

@@ -109,7 +109,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def run_on_side_stream(fn: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
-    """Start ``fn(x)`` on a side CUDA stream, in parallel to the current stream in both passes.
+    """Start ``fn(x)`` on a second CUDA stream, parallel to the current one in forward and backward.
 
     Returns:
         A function that makes the current stream wait for the result and returns the result. Call it

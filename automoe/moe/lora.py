@@ -82,8 +82,11 @@ class ExpertLora(Adapter):
     Either pair may be missing.
 
     Args:
+        name: full name in the model of the module with the experts.
+        lora: the ``lora`` section of the configuration: rank, alpha, dropout.
+        seed: seed of initialisation and of dropout.
         shapes: shapes of the parameters that exist, by name.
-        product: multiplies rows by their experts' matrices, adapters included.
+        product: grouped matrix product, used for the frozen matrices and for A and B alike.
     """
 
     NAMES = ("A13", "B13", "A2", "B2")

@@ -39,7 +39,7 @@ class QuantizedExperts(nn.Module):
 
 
 class QuantizedGroupedProducts(nn.Module, GroupedProducts):
-    """The three products of all experts' weight, with each operand quantized to 8 bits.
+    """The products (forward, two gradients) of all experts' weight, with operands quantized to 8 bits.
 
     Rows past the last offset belong to no expert and may hold anything. They are set to zero before
     scales are computed.

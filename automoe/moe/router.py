@@ -182,7 +182,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
-    """Return ``forced_BsK``, expert ids to repeat, but the router's own ids ``live_BsK`` where they are -1."""
+    """Return the expert ids ``forced_BsK``, each -1 replaced by the router's own id in ``live_BsK``."""
     return torch.where(forced_BsK >= 0, forced_BsK.to(live_BsK.dtype), live_BsK)
 
 
@@ -483,8 +483,9 @@ def recorded_choices(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     the second, the runs differ in arithmetic alone.
 
     Yields:
-        A function that returns the choices so far: [B, S, L, 2, K] int64, with sequences in the
-        order of the forward passes; the dim of size 2 holds chosen and plain top-k.
+        A function that returns the choices so far: [B, S, L, 2, K] int64 of L MoE layers, sequences
+        in the order of the forward passes. In the dim of size 2, index 0 has the experts that
+        compute, index 1 the top-k of the scores alone, without expert bias and groups.
     """
     seen: dict[int, list[Tensor]] = {}
 

@@ -63,7 +63,7 @@ class _Matrix:
     Attributes:
         parameter: index of the parameter among those that Muon updates.
         place: index of the matrix in this rank's shard, a stack of matrices; () if the shard is
-            one.
+            of a single matrix.
         parts: by rank that holds a block of the matrix: the block's rows and columns.
         owner: rank that orthogonalises.
         senders: ranks whose blocks together make up the matrix; replicas send once.

@@ -28,8 +28,8 @@ CHUNK = 512  # queries whose logits are in memory at once
 class WatchedAttention:
     """Wrapper of ``AttentionSetup.softmax_attention`` that records largest logits, for QK-clip.
 
-    It leaves out recomputations and queries of padding. The logits are computed a second time,
-    since no attention kernel returns them.
+    It records in training passes, not in recomputations, and leaves out queries of padding. The
+    logits are computed a second time, since no attention kernel returns them.
 
     Attributes:
         largest: [n], largest logit of each of the n heads computed here since the last
@@ -107,13 +107,15 @@ class LargestLogits:
 def take_largest_logits(
     model_parts: Iterable[nn.Module], ranks: dist.ProcessGroup | None, device: torch.device
 ) -> LargestLogits:
-    """Return each head's largest logit over the step's micro-batches; forget what was recorded.
+    """Return each query head's largest attention logit of the step, and reset the modules' records.
 
-    Collective over the ranks of a pipeline stage, which hold other tokens and other heads.
+    ``by_head`` of the result [modules, heads] has a row for each attention module of this rank that
+    recorded logits, with the heads of all tp ranks: maxima over micro-batches and over ``ranks``.
+    Collective over ``ranks``.
 
     Args:
-        ranks: group of the stage's ranks; None: this rank alone.
-        device: device of an empty result.
+        ranks: group of the pipeline stage's ranks; None: this rank alone.
+        device: device of ``by_head`` if no module recorded logits; it is then [0, 0].
     """
     modules = (module for part in model_parts for module in part.modules())
     watched: list[Any] = [

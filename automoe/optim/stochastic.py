@@ -128,7 +128,9 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 def update_in_triton(parameter: Tensor, state: dict[str, Tensor], numbers: AdamWScalars) -> None:
-    """Update a parameter and its moments by AdamW in one CUDA kernel, for bfloat16 or float32.
+    """Update ``parameter`` and its moments by AdamW, in place, from its gradient, in one CUDA kernel.
+
+    Each of these tensors is bfloat16 or float32.
 
     Args:
         state: the moments ``exp_avg`` and ``exp_avg_sq``.

@@ -128,8 +128,8 @@ def build_backend(
 def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBackend:
     """Return the constructor of expert backends: a function of a layer's ``GroupedExperts``.
 
-    With ``train.fp8`` the backend multiplies in 8 bits, with scales of the layer; with
-    ``parallel.expert_wgrad`` its products add weight gradients to FSDP's sums themselves. Both
+    With ``train.fp8`` the backend multiplies in 8 bits, with scales of the layer. Unless
+    ``parallel.expert_wgrad`` is autograd, its products add weight gradients to FSDP's sums. Both
     imply moe.experts=grouped_mm. Else it is the backend of ``moe.experts``, one for all layers.
     LoRA adapters of experts replace the backend later (``automoe.moe.lora``).
     """

@@ -38,8 +38,8 @@ def node_levels(
 ) -> list[dist.ProcessGroup]:
     """Return two groups of ep ranks: those of equal position on every node, then those of this node.
 
-    It is only the ep group if either of the two would have one rank. Collective over the world,
-    since NCCL makes groups by splitting the world's.
+    If either of the two would have one rank, the list holds the group ``ep`` alone. Collective over
+    the world, since NCCL makes groups by splitting the world's.
 
     Args:
         gpus_per_node: consecutive ranks that count as one node.
@@ -118,7 +118,8 @@ class ExpertStyle(ParallelStyle):
     Raises:
         BackendError: no such dispatcher, one that this machine does not have, or a plugin with
             ``in_8_bits``.
-        ConfigError: no rank per node; when the style is applied, a mesh that it cannot shard over.
+        ConfigError: gpus_per_node is below 1; when the style is applied, a mesh that it cannot
+            shard over.
     """
 
     def __init__(
@@ -245,7 +246,8 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
     """Return the configured style that shards experts; one object serves all of a rank's stages.
 
     Raises:
-        BackendError: the dispatcher is missing or cannot run here, or the GPU lacks 8-bit numbers.
+        BackendError: the dispatcher is missing or cannot run here; or ``moe.dispatch_dtype`` is fp8,
+            and the GPU's compute capability is below 8.9.
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
     on_gpu = meshes.default.device_type == "cuda"
@@ -273,8 +275,8 @@ def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
 def expert_dispatcher(style: ExpertStyle, meshes: Meshes, config: Config) -> Dispatcher | None:
     """Return the dispatcher to experts that ``style`` shards; None: ep and etp have one rank.
 
-    World collective: NCCL makes groups by splitting the world's, so ranks of a pipeline stage
-    without experts take part.
+    Collective over the world, since NCCL makes groups by splitting the world's: ranks of a pipeline
+    stage without experts take part, too.
     """
     if (mesh := _expert_mesh(meshes)) is None:
         return None

@@ -33,9 +33,9 @@ class _OtherPassFailed(Exception):
 class MergedPasses:
     """Scheduler of a forward and a backward pass in two threads, of which one runs at a time.
 
-    A pass hands over when it has started an all-to-all (``overlap``). Before, it runs the products
-    of weight gradients that backward passes have deferred until then (``defer``). ``MERGED_PASSES`` is the
-    only instance.
+    When a pass has started an all-to-all, it runs the products of weight gradients that backward
+    passes have deferred (``defer``), and then lets the other pass run (``overlap``).
+    ``MERGED_PASSES`` is the only instance.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class MergedPasses:
             self._wake[1 - me].release()
 
     def wait_for_turn(self, me: int) -> None:
-        """Block until pass ``me`` (0: first, 1: second) may run.
+        """Block until pass ``me`` (0: first, 1: second) may run; end it if the other pass has failed.
 
         The watchdog of hanging ranks recognises this function by name.
         """
@@ -108,9 +108,9 @@ class MergedPasses:
             raise _OtherPassFailed
 
     def swap(self) -> None:
-        """Let the other pass run until it hands over again or ends.
+        """Suspend the calling pass until the other pass calls ``swap`` or ends.
 
-        Returns at once outside ``run``, and when the other pass has ended.
+        Return at once outside ``run``, and if the other pass has ended.
         """
         # The running pass has the turn, so this is also right in autograd's threads.
         me = self._turn
@@ -121,9 +121,10 @@ class MergedPasses:
         self.wait_for_turn(me)
 
     def overlap(self, wait: Callable[[], object]) -> None:
-        """Run deferred functions, then the other pass until it hands over or ends; then call ``wait``.
+        """Run the functions that ``defer`` kept, then let the other pass run; then call ``wait``.
 
-        ``wait`` awaits an all-to-all that the calling pass has started.
+        ``wait`` awaits an all-to-all that the calling pass has started. The other pass runs until it
+        starts an all-to-all itself (``swap``) or ends.
         """
         self.run_deferred()
         self.swap()

@@ -55,7 +55,8 @@ def build_decoder(
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
 
     Args:
-        layers: numbers of the stage's layers; None: all. A model of a foreign class is built whole.
+        layers: numbers of the stage's layers; None: all. A model that transformers or a plugin
+            computes is built whole.
         backend: communicators and kernels; default: one rank and plain torch.
         ends: ``embeds`` and ``predicts``: whether the stage holds the embedding, and the head.
     """

@@ -49,7 +49,7 @@ def ring_masks(ranks: Communicator) -> MaskFn:
 def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
     """Return ring attention over the cp ranks ``group``, as a function of q, k and v.
 
-    It has causality and documents, but no sinks.
+    The function masks by causality and by documents, and takes no attention sinks.
     """
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:
@@ -75,7 +75,7 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
 def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
     """Return torch's ring attention over the cp axis ``mesh``, as a function of q, k and v.
 
-    It has plain causality, but no documents and no sinks.
+    The function masks by causality alone, and takes no document ids and no attention sinks.
     """
     # From here on, SDPA over DTensors sharded along the sequence runs torch's ring. It stays on for
     # the backward; nothing else in this project calls SDPA with a DTensor.
@@ -157,7 +157,7 @@ class _Ring(torch.autograd.Function):
 def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank in ``group``, its keys and values) for each rank, while the next are received.
 
-    The first are those of this rank, ``kv``.
+    Keys and values are one tensor [2, B, G, S, D]; ``kv`` has this rank's, which come first.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in range(num_ranks - 1):
@@ -190,7 +190,8 @@ def _pairs(
 
     Args:
         docs_BR: document ids of whole sequences; None: a sequence is one document.
-        source: rank whose keys and values ``kv`` are.
+        q: this rank's queries [B, N, S, D].
+        kv: keys and values [2, B, G, S, D] of the rank ``source`` of ``group``.
 
     Yields:
         Both chunks as slices of positions; keys and values [B, N, C, D] of the second, each head

@@ -161,7 +161,12 @@ class _Recompute:
 
 
 class _SavedView:
-    """Saved form of output number ``index`` of ``recompute``, or of a view of it; a call recomputes it."""
+    """What autograd saves in place of a discarded tensor: a function that computes it again.
+
+    Args:
+        recompute: call whose output number ``index`` the tensor is, or is a view of.
+        tensor: the tensor, of which only size, strides and offset are kept.
+    """
 
     def __init__(self, recompute: _Recompute, index: int, tensor: Tensor) -> None:
         self.recompute = recompute

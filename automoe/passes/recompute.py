@@ -75,5 +75,8 @@ def is_recomputing() -> bool:
 
 
 def is_counted() -> bool:
-    """Return True if this forward pass counts in statistics: it trains and is no recomputation."""
+    """Return True if the current forward pass counts in statistics.
+
+    It does if it is part of a training step (``trains``) and is not a recomputation.
+    """
     return trains() and not is_recomputing()

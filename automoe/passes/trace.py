@@ -28,8 +28,8 @@ _trains = False
 def phase(name: str, step: int | None = None) -> Iterator[None]:
     """Mark the block as the phase ``name``, such as "grad_norm", for listeners and profiler.
 
-    ``step`` is the number of the step that the phase belongs to, from 1; None: of no step.
-    If neither listens, the mark costs nothing.
+    ``step`` is the number of the step that the phase belongs to, from 1; None: it is outside of
+    steps. Without listeners and a running profiler the mark costs nothing.
     """
     for listener in tuple(_listeners):
         listener(name, step, "begin")

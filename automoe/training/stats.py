@@ -26,8 +26,8 @@ class StepStats:
     """Statistics of one step, equal on every rank.
 
     Attributes:
-        loss: mean cross-entropy over the global batch's trained tokens, in nats, or the mean of
-            ``train.loss``.
+        loss: mean cross-entropy over the global batch's trained tokens, in nats; if another loss is
+            trained (``train.loss``), the mean of that.
         balance_losses: balance losses and z-loss by name (``automoe.moe.balance.LOSSES``), summed
             over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
@@ -144,7 +144,7 @@ def sum_over_ranks(*values: float | Tensor, device: torch.device) -> list[float]
 
 
 def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the maximum of each named value over all ranks, in float64. One all-reduce on the CPU.
+    """Return the maximum of each named value over all ranks, by one all-reduce on the CPU. Collective.
 
     Args:
         values: the same names in the same order on every rank.

@@ -59,7 +59,8 @@ class Update:
         skip_reason: reason for skipping that this rank saw, or None.
         fp8_clipped_share: share of this stage's delayed fp8 scales that values of this step
             exceeded.
-        over_ranks: maximum over all ranks of each value of the argument ``report``.
+        over_ranks: maximum over all ranks of each number in the argument ``report`` of
+            ``optimizer_step``; with QK-clip also of ``max_attention_logit``.
     """
 
     lr: float
@@ -99,8 +100,9 @@ def prepare_inputs(
     forced_ids: Tensor | None = None,
     options: StepOptions = StepOptions(),
 ) -> tuple[MicroBatch, int]:
-    """Return this rank's tokens of one step on ``device``, and the global batch's label count. Collective.
+    """Return this rank's sequences of a step, on ``device``, and how many labels the global batch has.
 
+    The sequences are those of all micro-batches, with labels, positions and counts. Collective.
     The loader made the labels before sequences are cut over cp here, so the label of a chunk's last
     position is kept. Counts are known before the first forward.
 
@@ -185,10 +187,10 @@ def optimizer_step(
     report: Mapping[str, float] = MappingProxyType({}),
     options: StepOptions = StepOptions(),
 ) -> Update:
-    """Clip gradients, update the weights, clear gradients and advance the step counter. Collective.
+    """Clip gradients, update the weights, clear gradients and advance ``state``'s counters. Collective.
 
     The update includes 8-bit scales, averages of weights, QK-clip, expert biases and load
-    fractions. Any rank can make all of them skip the update.
+    fractions. If one rank has a reason to skip the update (``reason_to_skip``), all skip it.
 
     Args:
         stats: result of the step's ``forward_backward``.
@@ -197,7 +199,8 @@ def optimizer_step(
         options: whether a zero gradient skips the update, and whether expert biases move.
 
     Returns:
-        Learning rate, gradient norm, whether and why the update was skipped, maxima of ``report``.
+        Learning rate, gradient norm, whether and why the update was skipped, share of 8-bit scales
+        that were exceeded, maxima of ``report``.
     """
     model_parts = list(state.model_parts.values())
     train = config.train

@@ -23,7 +23,12 @@ from automoe.training.step import prepare_inputs
 
 
 class ValidationSource(Protocol):
-    """Interface of validation data: one or more sources, each with a name, a weight and batches."""
+    """Interface of validation data: batches of one or more sources.
+
+    Attributes:
+        names: name of each source; a single source has an empty name.
+        weights: weight of each source in means over sources.
+    """
 
     names: Sequence[str]
     weights: Sequence[float]
@@ -76,12 +81,14 @@ def validate(
 def _mean_losses(
     by_source: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
 ) -> dict[str, float]:
-    """Return a validation's metrics by name, averaged over sources by weight; {} without sources.
+    """Return a validation's metrics by name, as means over sources by weight; {} without sources.
+
+    They are ``val_loss``, ``val_NAME`` of each number NAME that the loss reports, and for each source
+    with a name, ``val_loss.SOURCE`` of it alone.
 
     Args:
-        by_source: for each source, by name, its weight and its sums over tokens (``nats``,
-            ``count``, ``bytes`` and those of reported numbers, from ``_validation_sums``).
-        is_cross_entropy: add the perplexity, and for text the bits per byte.
+        by_source: name of a source -> (its weight, its sums as ``_validation_sums`` returns them).
+        is_cross_entropy: add ``val_perplexity``, and for text ``val_bits_per_byte``.
     """
     if not by_source:
         return {}

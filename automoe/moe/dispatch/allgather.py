@@ -17,9 +17,9 @@ class AllGatherDispatcher:
     """Dispatcher that gathers tokens and routing, and reduce-scatters the local experts' outputs.
 
     Each call has one host sync, for the number of (token, expert) pairs to compute, or none if the
-    caller gives ``rows_per_expert``, the equal number of choices of every expert by each rank.
-    Without that number, memory and element-wise work would be needed for every choice of all P
-    ranks: P times the average.
+    caller gives ``rows_per_expert``, the number of choices that every expert gets from every rank.
+    A call that did not know the number of pairs would need memory and element-wise work for every
+    choice of all P ranks: P times the average.
 
     Args:
         num_experts: number of experts of all ranks.

@@ -20,7 +20,7 @@ class AllToAllDispatcher:
     """Dispatcher that sends every (token, expert) pair with its routing weight to the expert's rank.
 
     Each call has one host sync, for the number of pairs to receive, or none if the caller gives
-    ``rows_per_expert``, an equal number for every expert.
+    ``rows_per_expert``, the number of choices that every expert gets from every rank.
 
     Attributes:
         num_experts: number of experts of all ranks.

@@ -34,7 +34,8 @@ class Dispatcher(Protocol):
         x_TH: this rank's tokens.
         topk_ids_TK: int64, chosen experts, numbered over all E of the layer; E: a dropped choice.
         probs_TK: routing weights.
-        experts: function that runs this rank's experts on rows sorted by expert.
+        experts: function (x_TH, gather_idx_R, offsets_E, probs_R) -> [R, H] that runs this rank's
+            experts on R rows sorted by expert (``GroupedExperts.forward``).
         rows_per_expert: number of choices that every expert gets from every rank, if known (padding
             to capacity): sizes then need no host sync.
     """
@@ -96,7 +97,7 @@ def regroup_by_expert(counts_PE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 
 
 class _SumToTokens(torch.autograd.Function):
-    """Autograd function of ``sum_to_tokens``, which saves only the index for the backward.
+    """Autograd function that sums rows [M, H] into their tokens [T, H]; it saves only the index [M].
 
     A row whose index is no token's is left out of the sum; its gradient is arbitrary.
     """
@@ -134,7 +135,8 @@ def run_choices(
 
     Args:
         topk_ids_TK: expert ids; an id of ``num_experts`` or more is a choice of no expert here.
-        experts: function that runs the experts on rows sorted by expert.
+        experts: function that runs this rank's experts on rows sorted by expert, with the arguments
+            of ``GroupedExperts.forward``.
         num_experts: number of experts of this rank.
         num_rows: number of all choices of this rank's experts; None: choices are counted, which
             makes the host wait.

@@ -22,9 +22,9 @@ class ExpertTensorDispatcher:
     """Wrapper of ``dispatcher`` for experts whose width is sharded over the etp group.
 
     It gathers the tokens of the group and reduce-scatters the outputs. Each call has one more host
-    sync, for the sizes, unless the caller gives ``rows_per_expert``, an equal number for every
-    expert. Both collectives are made of all-to-alls, which take unequal sizes in every backend
-    (gloo's own all-gather and reduce-scatter would need padding).
+    sync, for the sizes, unless the caller gives ``rows_per_expert``, the number of choices that
+    every expert gets from every rank. Both collectives are made of all-to-alls, which take unequal
+    sizes in every backend (gloo's own all-gather and reduce-scatter would need padding).
 
     Attributes:
         dispatcher: sends tokens to the ranks of their experts over ep.

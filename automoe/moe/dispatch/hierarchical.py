@@ -29,7 +29,8 @@ from automoe.moe.dispatch.rows import RowExchange
 class HierarchicalDispatcher:
     """Dispatcher over two levels of ranks: first across nodes, then within a node.
 
-    Each level has one host sync, for the sizes, or none if the caller gives ``rows_per_expert``.
+    Each level has one host sync, for the sizes, or none if the caller gives ``rows_per_expert``, the
+    number of choices that every expert gets from every rank.
 
     Args:
         num_experts: number of experts of all ranks of the levels together.

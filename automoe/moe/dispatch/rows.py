@@ -78,7 +78,10 @@ class Layout:
         return self._index_MC // self.meta_per_line * width + self._index_MC % self.meta_per_line
 
     def metadata(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the metadata [M, C] of all rows, whose bytes are ``dtype`` in the buffer ``lines_BW``."""
+        """Read the metadata of the M rows, C numbers per row, out of a buffer: [M, C] of ``dtype``.
+
+        The bytes of ``lines_BW``, B lines of any dtype, are reinterpreted as ``dtype``.
+        """
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _flat(lines_BW, dtype)[self.metadata_index(width)]
 
@@ -132,7 +135,7 @@ class RowExchange:
         group: the ranks that exchange rows; it says whether rows are sent in 8 bits.
         x_TH: hidden states of this rank's tokens.
         token_idx_M: token that each sent row copies, sorted by the destination rank.
-        meta_MC: metadata of each row; their size must divide that of a row of x.
+        meta_MC: metadata, C numbers of each row; the bytes of one must divide those of a row of x.
         counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` are
             the same counts on the host.
 
@@ -189,9 +192,10 @@ class RowExchange:
 
 
 def run_received(exchange: RowExchange, counts_PE: Tensor, experts: RunExperts) -> Tensor:
-    """Wait for tokens, run this rank's experts on them, and return outputs in order of arrival.
+    """Wait for R tokens, run this rank's experts on them, and return their outputs [R, H].
 
-    The experts multiply each output by its routing weight. The result is [R, H].
+    Outputs are in the order in which the tokens lie in the receive buffer: sorted by the rank that
+    sent them. The experts multiply each output by its routing weight.
 
     Args:
         exchange: the all-to-all, already started, of the tokens and their routing weights.

@@ -26,9 +26,10 @@ _SCALE_BYTES = 4
 
 
 def encode_rows(x_TH: Tensor) -> Tensor:
-    """Quantize tokens to 8 bits for sending: codes and scales as int64 [T, W].
+    """Quantize tokens to 8 bits for sending: int64 [T, W], the bytes of codes and scales.
 
-    A block of 128 columns that holds a non-finite number becomes NaN.
+    A row has the e4m3 code of each column, then a float32 scale for each block of 128 columns. A
+    block that holds a non-finite number becomes NaN.
     """
     num_rows, hidden = x_TH.shape
     rows = quantize(x_TH, E4M3, LINE)
@@ -77,7 +78,7 @@ def dequantize_rows(codes_BH: Tensor, scales_BS: Tensor, dtype: torch.dtype) -> 
 
 
 def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
-    """Return x as 8-bit dispatch delivers it to another rank; the gradient is unchanged."""
+    """Return x quantized to 8 bits and decoded again (``encode_rows``); the gradient is unchanged."""
     return decode_arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
 
 
@@ -91,9 +92,10 @@ def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor],
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
-    """Return ``x_BH``; in a ``discard_scope``, operations save ``lines_BW`` for their backward instead.
+    """Return ``x_BH``, and let operations save ``lines_BW``, x encoded in 8 bits, in its place.
 
-    ``lines_BW`` is x encoded in 8 bits. The backward decodes it again.
+    Their backward decodes it again. This holds inside ``automoe.passes.discard_outputs.discard_scope``;
+    elsewhere operations save x itself.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH
