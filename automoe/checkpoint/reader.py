@@ -67,7 +67,11 @@ class StepReader(dcp.FileSystemReader):
         return _read_index(Path(self.path) / ".metadata")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the step's index, which lists its tensors and their locations."""
+        """Return the step's index, which lists its tensors and their locations; arguments are ignored.
+
+        Raises ``CheckpointError`` if the index is unreadable, or names code, a file outside of the step's directory, or
+        an entry that is no tensor.
+        """
         try:
             metadata = self._index
         except CheckpointError as error:

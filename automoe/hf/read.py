@@ -439,9 +439,9 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Fill ``into`` with bytes of rows ``begin`` to ``end`` of matrix (expert) number ``matrix``.
+        """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
 
-        Rows are read in one call if all of their columns are needed, else one by one.
+        Rows are read in one call if ``item.fetched`` is the whole row, else one by one. ``matrix`` is its index.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

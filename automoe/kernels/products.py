@@ -37,12 +37,12 @@ def _rows_of_tile(
         offsets: [E] end of each expert's rows.
         num_tiles: length of ``tile_expert``, including entries without a tile.
         num_columns: number of blocks of columns.
+        BLOCK_M: rows of a tile.
 
     Returns:
-        The expert (``num_experts`` if the program has no tile), the number of the program's block of columns,
-        the first row, the row numbers relative to it, and a mask of the rows that belong to the
-        expert. The first row has 64 bits, for addresses; the relative numbers have 32, since 64
-        would spill registers.
+        The expert (``num_experts`` if the program has no tile), the number of the program's block of columns, the first
+        row, the row numbers relative to it, and a mask of the rows that belong to the expert. The first row has 64
+        bits, for addresses; the relative numbers have 32, since 64 would spill registers.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -98,7 +98,7 @@ def _load(at, mask):
 def _store(at, value, mask, PRECISION: tl.constexpr):
     """Triton function: store ``value`` (float32) at the pointers ``at``, rounded to their dtype.
 
-    PRECISION is ``input_precision`` of the kernel's ``tl.dot``.
+    PRECISION is ``input_precision`` of ``tl.dot``; ``ieee`` rounds explicitly: Triton's interpreter would truncate.
     """
     tl.store(at, _narrow(value, at.dtype.element_ty, PRECISION), mask=mask)
 
