@@ -197,7 +197,7 @@ class KeyMap:
 
     Attributes:
         rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is not
-            the default in ``SPECS``. ``{expert}`` stands for an expert's number; gate and up may have two
+            the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
             names; an empty name means that files lack the tensor. Dims of the stored tensor may
             follow in letters: ``[E 2*I H]`` has all gates before the ups, ``[E H I*2]`` alternates
             gates and ups. ``[1/2]``: our tensor is the second half of its rows.

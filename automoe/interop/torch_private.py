@@ -51,7 +51,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return {group name: global ranks}, safe while another thread makes a group.
+    """Return {group name: global ranks}, safe while another thread makes a group, which then has no ranks.
 
     ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
     ranks. Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
