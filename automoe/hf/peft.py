@@ -66,8 +66,8 @@ def to_peft(
 
     Args:
         model: the model, or this rank's pipeline stages of it; not changed.
-        layout: adapters of routed experts: ``published`` (as the family's files store experts: mostly one per expert
-            and projection), ``fused`` (one for all experts of a tensor), ``auto`` (published if peft loads it, else fused).
+        layout: adapters of routed experts: ``published`` (laid out as the family's files: mostly one per expert and
+            projection), ``fused`` (one for all experts of a tensor), ``auto`` (published if peft loads it, else fused).
         overwrite: replace an existing directory.
         averaged: True if the weights are averages (``optim.ema_decay``).
 

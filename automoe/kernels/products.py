@@ -20,8 +20,7 @@ _TILES_TOGETHER = tl.constexpr(8)
 def _known(size, STEP: tl.constexpr):
     """Triton function: return ``size``, a multiple of STEP, so that the compiler knows the divisor.
 
-    By itself the compiler only recognises multiples of 16, and copies rows of other lengths one
-    number at a time.
+    By itself the compiler only recognises multiples of 16, and copies rows of other lengths one number at a time.
     """
     return size // STEP * STEP
 
@@ -79,8 +78,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
     """Triton function: cast ``value`` (float32) to dtype ``to``, rounded to nearest, ties to even.
 
-    GPUs round so themselves. Triton's interpreter, which has PRECISION ``ieee``, would truncate to
-    bfloat16.
+    GPUs round so themselves. Triton's interpreter, which has PRECISION ``ieee``, would truncate to bfloat16.
     """
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
@@ -347,12 +345,13 @@ def grad_down_activate(
     """Triton kernel: compute the gradients of gate, up and routing weights from that of the output.
 
     The gradient of the activation stays in registers; its product with the activation, summed over columns, is the
-    gradient of the routing weights ``probs``. Outputs are ``grad_pre`` (of gate and up), ``act`` (routing weight *
-    activation) and ``grad_probs`` (one partial sum per block of columns). ``pre`` is gate and up; the activation is
-    SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``. ``tile_expert`` and ``tile_row`` are expert
-    and first row of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row
-    lengths. With TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of
-    ``tl.dot``. The activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
+    gradient of the routing weights ``probs`` [R]. Outputs are ``grad_pre`` (of gate and up), ``act`` [R, width]
+    (routing weight * activation) and ``grad_probs`` [R, blocks] (a partial sum per block of columns). ``grad_out`` is
+    [R, hidden], ``down_proj`` [E, hidden, width], ``pre`` gate and up [R, 2 width]; the activation is SwiGLU, or with
+    CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``. ``tile_expert`` and ``tile_row`` are expert and first row
+    of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths. With
+    TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. The
+    activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -441,10 +440,9 @@ def grad_weights(
     """Triton kernel: compute out[e] = left.T @ right over the rows of each expert e.
 
     This is the gradient of the experts' weights: ``left`` [R, M] and ``right`` [R, N], sorted by expert, give [E, M,
-    N], with zeros for an expert without rows. ``offsets`` [E] are the ends of the experts' rows. Unless
-    ``gather_idx`` [R] is None, ``right`` is [tokens, N], and ``gather_idx`` has its row for each row of ``left``. STEP
-    divides M and N, which tells the compiler a divisor of the row lengths. PRECISION is ``input_precision`` of
-    ``tl.dot``.
+    N], with zeros for an expert without rows. ``offsets`` [E] are the ends of the experts' rows. Unless ``gather_idx``
+    [R] is None, ``right`` is [tokens, N], and ``gather_idx`` has its row for each row of ``left``. STEP divides M and
+    N, which tells the compiler a divisor of the row lengths. PRECISION is ``input_precision`` of ``tl.dot``.
     """
     M = _known(M, STEP)
     N = _known(N, STEP)
