@@ -152,10 +152,9 @@ class CheckpointStore:
     ) -> Path | None:
         """Save ``state``; in the background with ``checkpoint.async_save`` unless ``stopping``.
 
-        A checkpoint is committed in full or not at all, and an existing step is left as it is. The
-        method waits for a save in flight. A failed write (a full disk) is a warning and training
-        continues, except for the last save of a run, whose failure is an error because no later
-        save can replace it.
+        A checkpoint is committed in full or not at all, and an existing step is left as it is. The method waits for a
+        save in flight. A failed write (a full disk) is a warning and training continues, except for the last save of a
+        run, whose failure is an error because no later save can replace it.
 
         Args:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
@@ -166,8 +165,7 @@ class CheckpointStore:
             failed.
 
         Raises:
-            SaveError, on every rank: the last checkpoint of the run could not be written, or is not
-                finite.
+            SaveError, on every rank: the last checkpoint of the run could not be written, or is not finite.
         """
         self.poll(wait=True)
         self._began = time.monotonic()
@@ -219,8 +217,7 @@ class CheckpointStore:
             None while any rank's save is being written, if it failed, or if there is none.
 
         Raises:
-            Exception: the error that ended the save, in the same call on every rank, unless it was
-                a write error.
+            Exception: the error that ended the save, in the same call on every rank, unless it was a write error.
         """
         if self._in_flight is None:
             return None
@@ -247,10 +244,9 @@ class CheckpointStore:
     def record(self, step_seconds: float) -> dict[str, Any]:
         """Return a step's metrics on the cost of saving; {} for a run that never saves.
 
-        ``checkpoint_seconds`` is the time that the loop has waited since the previous call,
-        ``checkpoint_share`` its share of that time plus ``step_seconds``, ``checkpoint_in_flight``
-        whether a save is in flight, and ``checkpoint_failures`` the number of failed saves of this
-        process.
+        ``checkpoint_seconds`` is the time that the loop has waited since the previous call, ``checkpoint_share`` its
+        share of that time plus ``step_seconds``, ``checkpoint_in_flight`` whether a save is in flight, and
+        ``checkpoint_failures`` the number of failed saves of this process.
         """
         if not self.config.checkpoint.saves:
             return {}
@@ -308,9 +304,8 @@ class CheckpointStore:
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> Path:
         """Write the files, commit the step, replace ``LATEST`` and delete old steps. Collective.
 
-        If a rank fails in one of these stages, no rank begins the next. ``content`` goes to the
-        manifest. Returns the step's folder, which is left as it is if it exists. Raises
-        ``SaveError`` if a file cannot be written.
+        If a rank fails in one of these stages, no rank begins the next. ``content`` goes to the manifest. Returns the
+        step's folder, which is left as it is if it exists. Raises ``SaveError`` if a file cannot be written.
         """
         step = content["step"]
         final = self.folder / f"step-{step}"
@@ -371,17 +366,16 @@ class CheckpointStore:
         """Fill ``state`` from the newest intact checkpoint; any mesh may have written it.
 
         Checkpoints in the run's own directory come first, whatever ``checkpoint.resume`` says. With
-        ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the
-        result is None, as without a checkpoint. A path applies to a run without checkpoints: a run
-        directory, whose newest valid step is taken, or a step directory.
+        ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the result is None, as
+        without a checkpoint. A path applies to a run without checkpoints: a run directory, whose newest valid step is
+        taken, or a step directory.
 
-        A warning names damaged checkpoints newer than the loaded one; in the run's own directory
-        they are set aside as ``damaged-step-N.1``. Another warning names changed settings that
-        affect the run's numbers.
+        A warning names damaged checkpoints newer than the loaded one; in the run's own directory they are set aside as
+        ``damaged-step-N.1``. Another warning names changed settings that affect the run's numbers.
 
         Raises:
-            CheckpointError: another model wrote the checkpoint (the message lists the fields that
-                differ), no checkpoint verifies, or the disk cannot be read.
+            CheckpointError: another model wrote the checkpoint (the message lists the fields that differ), no
+                checkpoint verifies, or the disk cannot be read.
             DataError: the data changed since the checkpoint.
         """
         with self._readable():
@@ -426,7 +420,11 @@ class CheckpointStore:
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
         """Return the step to resume: (folder, manifest, True if in this run's directory), or None.
 
-        The step is searched for and verified once; later calls return the same one. Collective.
+        The step is searched for and verified once; later calls return the same one. The search removes half-written
+        folders of this run and renames damaged newer steps. Collective.
+
+        Raises:
+            CheckpointError: no step is intact, or the step is of another model, optimizer or other fixed weights.
         """
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":

@@ -181,7 +181,8 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
         CheckpointError: the directory is missing or has no safetensors files; a file of the index
             is missing, truncated, a Git LFS pointer, not safetensors, not a regular file or a link
             out of the directory; tensors overlap, leave holes, differ in size from their shape or
-            are in two files of which the index names neither; or the index contradicts the headers.
+            are in two files of which the index names neither; or the index contradicts the headers, or
+            names other files beside a ``model.safetensors``.
     """
     folder = local_folder(path)
     if not folder.is_dir():

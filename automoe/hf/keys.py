@@ -196,8 +196,8 @@ class KeyMap:
     """Layout of a checkpoint: which HuggingFace tensors hold each tensor of our model.
 
     Attributes:
-        rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is
-            not the usual one. ``{expert}`` stands for an expert's number; gate and up may have two
+        rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is not
+            the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
             names; an empty name means that files lack the tensor. Dims of the stored tensor may
             follow in letters: ``[E 2*I H]`` has all gates before the ups, ``[E H I*2]`` alternates
             gates and ups. ``[1/2]``: our tensor is the second half of its rows.

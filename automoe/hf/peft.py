@@ -66,8 +66,8 @@ def to_peft(
 
     Args:
         model: the model, or this rank's pipeline stages of it; not changed.
-        layout: of routed experts; ``auto``: that of the family's checkpoints if peft can load it,
-            else ``fused``.
+        layout: adapters of routed experts: ``published`` (laid out as the family's files: mostly one per expert and
+            projection), ``fused`` (one for all experts of a tensor), ``auto`` (published if peft loads it, else fused).
         overwrite: replace an existing directory.
         averaged: True if the weights are averages (``optim.ema_decay``).
 
@@ -76,10 +76,10 @@ def to_peft(
 
     Raises:
         BackendError: peft is not installed.
-        ConfigError: the layout is unknown or peft cannot load it, or the model started from random
-            weights, has new rows of the vocabulary, or has modules for multi-token prediction.
-        CheckpointError, on every rank: the model has no adapter, the directory exists or cannot be
-            written, or peft loads something else.
+        ConfigError: the layout is unknown or peft cannot load it, or the model started from random weights, has new
+            rows of the vocabulary, or has modules for multi-token prediction.
+        CheckpointError, on every rank: the model has no adapter, the directory exists or cannot be written, or peft
+            loads something else.
     """
     from safetensors.torch import save_file
 
@@ -239,17 +239,19 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def adapter_names(config: ModelConfig) -> Names:
-    """Return the map between our names of parameters and those in the class that peft adapts."""
+    """Return the map between our names of parameters and those in transformers' class, which peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return the slices of HuggingFace weights to which peft adds the product B A of an adapter.
+    """Return slices of ``tensor``, each with the slice of a HuggingFace weight to which peft adds its part of B A.
 
     Args:
         module: name of our module that has the adapter.
         suffix: the adapter's suffix: 13 for gate and up of routed experts, 2 for down, else empty.
-        tensor: B, or the product B A: it has the weight's dims, the last one of any size.
+        tensor: B, or the product B A; only its shape is used. It has as many dims as our weight, and its last dim may
+            have any size (in B, the rank).
+        keys: layout of the HuggingFace weights.
     """
     name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)
     # A class in memory stores each parameter as it is.
@@ -259,11 +261,12 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
 def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
     """Return (our name of A or B, piece) for each slice of our factors that peft's file stores.
 
-    A piece describes the slice, and its place in a tensor of adapter_model.safetensors.
+    A piece describes the slice, and the slice of a tensor of adapter_model.safetensors that stores it.
 
     Args:
         tensors: LoRA factors A and B by our names; only names and shapes are used.
-        keys, names: layout and names of the weights in the class that peft adapts.
+        keys: layout of the weights that get adapters: one tensor per expert, or fused experts.
+        names: map of their names to those in transformers' class (``adapter_names``).
     """
     table = []
     for module, suffix, a, b in _adapters(tensors):
@@ -299,8 +302,8 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
     """Return how many of our matrices each module of peft joins, for modules that join several.
 
-    Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``table`` is a
-    result of ``adapter_table``, ``rank`` the rank of one of our matrices.
+    Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``table`` is a result of
+    ``adapter_table``, ``rank`` the rank of one of our matrices.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}
@@ -318,10 +321,10 @@ def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
 
 
 def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str) -> str:
-    """Join the pipeline stages' adapter files, write adapter_config.json, and load both with peft.
+    """Join the stages' files to adapter_model.safetensors, write adapter_config.json, and check both with peft.
 
     Args:
-        folder: directory that holds the stages' files.
+        folder: directory that holds the pipeline stages' files; they are removed.
         keys: layout of the weights that get adapters.
         belongs: text that identifies base weights and settings, written to the file's metadata.
 
@@ -396,8 +399,8 @@ def verify_peft(
         Number of adapted matrices by kind, such as attention; a tensor of experts counts as one.
 
     Raises:
-        CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the
-            model does not, or adds other numbers.
+        CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the model does not, or
+            adds other numbers.
     """
     keys = family_of(config).keys.in_memory
     # name of the parameter in transformers' model -> its adapters
@@ -460,11 +463,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield what peft adds to a parameter, scale B A: one matrix, or one per expert if stacked.
-
-    Args:
-        module: peft's layer around the parameter.
-    """
+    """Yield what peft's layer ``module`` adds to its parameter, scale B A: one matrix, or one per expert if stacked."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:
@@ -479,7 +478,7 @@ def _mine(adapters: list[tuple[str, str, Tensor, Tensor]], keys: KeyMap) -> Iter
     """Yield B A of our adapters, without its scale: one matrix per expert, in transformers' layout.
 
     Args:
-        adapters: results of ``_adapters`` (module name, suffix, A, B) for one parameter there.
+        adapters: results of ``_adapters`` (module name, suffix, A, B) for one parameter of transformers.
         keys: layout of the parameters in transformers.
     """
     module, suffix, a, b = adapters[0]

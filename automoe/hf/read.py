@@ -49,14 +49,15 @@ Span = tuple[int, int]  # half-open range
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of ``load_hf``, the same on all ranks.
+    """Result of ``load_hf``: the same on all ranks, or numbers of one rank that loads alone.
 
     Attributes:
         path: the checkpoint directory.
-        bytes_read: bytes read from files, summed over ranks.
+        bytes_read: bytes read from files, summed over the ranks that load together.
         seconds: time of the slowest rank.
         granularity: number of experts that share a copy of the dense FFN; 0 if not upcycled.
-        not_finite: count of NaN and infinite values by tensor; tensors without any are left out.
+        not_finite: count of NaN and infinite values by the tensor's name in the files; tensors without any are left
+            out.
         notes: sentences for the user about the checkpoint (``Catalog.notes``).
     """
 
@@ -88,25 +89,24 @@ def load_hf(
 ) -> Loaded:
     """Fill a model, or this rank's pipeline stages of it, from a checkpoint directory.
 
-    Return what was read: bytes, seconds, and NaN and infinite values by tensor (``Loaded``).
-    Collective, unless ``catalog`` is given.
+    Return what was read: bytes, seconds, and NaN and infinite values by tensor (``Loaded``). Collective, unless
+    ``catalog`` is given.
 
-    Parameters may be DTensors on the dense mesh or on the mesh of the experts. They need storage
-    (``to_empty``) but no values; buffers that a checkpoint does not hold are initialised. Rows of
-    embedding and head that the checkpoint lacks become the mean of the rows that it has. Numbers
-    are converted to each parameter's dtype. Quantized tensors are dequantized while they are read.
+    Parameters may be DTensors on the dense mesh or on the mesh of the experts. They need storage (``to_empty``) but no
+    values; buffers that a checkpoint does not hold are initialised. Rows of embedding and head that the checkpoint
+    lacks become the mean of the rows that it has. Numbers are converted to each parameter's dtype. Quantized tensors
+    are dequantized while they are read.
 
     Args:
-        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone,
-            and the result has its numbers only. None: rank 0 makes it and broadcasts it.
-        keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the
-            model is a mixture; default: that of the model's family.
+        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone, and the result has
+            its numbers only. None: rank 0 makes it and broadcasts it.
+        keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the model is a mixture;
+            default: that of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
 
     Raises:
-        CheckpointError, on every rank: a file is missing, truncated or a Git LFS pointer; keys are
-            missing or unexpected; a shape or the number of experts differs; FP8 codes have no
-            scales.
+        CheckpointError, on every rank: a file is missing, truncated or a Git LFS pointer; keys are missing or
+            unexpected; a shape or the number of experts differs; FP8 codes have no scales.
     """
     started = time.perf_counter()
     parts = as_parts(parts)
@@ -219,8 +219,7 @@ class ReadItem(NamedTuple):
         key: name of the stored tensor.
         source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
-        place: view of the shard, [matrices, rows, columns] in stored order; rows or columns may
-            span two dims.
+        place: view of the shard, [matrices, rows, columns] in stored order; rows or columns may span two dims.
         row_unit: stored rows for each index of ``place``'s dim 1.
     """
 
@@ -276,8 +275,8 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     Args:
         shard: this rank's shard of one of the model's tensors.
         piece: slice of that tensor, and where the HuggingFace tensor stores it.
-        source: the stored HuggingFace tensor. ``CheckpointError`` if it is not block-FP8 and the
-            shard keeps packed FP8 codes.
+        source: the stored HuggingFace tensor. ``CheckpointError`` if it is not block-FP8 and the shard keeps packed FP8
+            codes.
     """
     overlap = piece.overlap(shard.start, shard.extent)
     if overlap is None:
@@ -440,9 +439,9 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Fill ``into`` with bytes of rows ``begin`` to ``end`` of matrix (expert) number ``matrix``.
+        """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
 
-        Rows are read in one call if all of their columns are needed, else one by one.
+        Rows are read in one call if ``item.fetched`` is the whole row, else one by one. ``matrix`` is its index.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

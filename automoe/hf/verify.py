@@ -255,7 +255,7 @@ def _tokens(config: ModelConfig) -> Tensor:
 def _relative_error(
     ours: Tensor, wanted: Tensor, folder: Path, rule: str, remedy: str = ""
 ) -> float:
-    """Return the relative L2 difference of logits; raise ``CheckpointError`` if it is over 1e-5.
+    """Return the relative L2 difference of logits; raise ``CheckpointError`` if it is over 1e-5 or NaN.
 
     Args:
         ours: logits to check.
@@ -285,7 +285,7 @@ def expert_product(
     It does not support float64, and the size of its rows must be a multiple of 16 bytes.
 
     Args:
-        etp: ranks that share the columns of an expert.
+        etp: number of ranks among which the width of an expert is divided.
     """
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)

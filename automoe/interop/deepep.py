@@ -123,6 +123,15 @@ class TokenExchange:
     All layers share the buffers. A subclass has ``_make_buffer(*sizes)``, which allocates them, and
     ``dispatch(x_TH, topk_ids_TK, probs_TK, num_experts) -> Received``; topk_ids_TK are int64 with
     -1 for no choice, probs_TK (routing weights) float32.
+
+    Attributes:
+        _later: keyword with which a call of this version is asynchronous.
+        _options: further keyword arguments of every call that dispatches.
+
+    Args:
+        deep_ep: the imported module ``deep_ep``.
+        finish: function that is called after each exchange was started, with a function that makes the current
+            stream wait for it. None: every exchange waits at once.
     """
 
     _later: str  # the version's name of the option for asynchronous calls

@@ -51,7 +51,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return {group name: global ranks}, safe while another thread makes a group.
+    """Return {group name: global ranks}, safe while another thread makes a group, which then has no ranks.
 
     ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
     ranks. Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
@@ -215,8 +215,8 @@ def is_strided_shard(placement: Any) -> bool:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor, without torch's warning of slow gathers. Collective.
 
-    Torch 2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes
-    shard is gathered axis by axis. The warning is about time only: the result is exact.
+    A tensor that is no DTensor is returned as it is. Torch 2.11 to 2.15: ``torch.distributed.tensor._redistribute``
+    warns that a dim which two axes shard is gathered axis by axis. The warning is about time only: the result is exact.
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -80,7 +80,7 @@ def experts() -> ExpertBackend:
     """Return the expert backend that multiplies by transformer-engine's ``GroupedLinear``.
 
     It is a function (x [T, H], token of each row [R], end of each expert's rows [E], routing weight
-    of each row [R], weights, activation) that returns routing weight * expert(x) [R, H]. Each call
+    of each row [R], ``ExpertWeights``, activation function) that returns routing weight * expert(x) [R, H]. Each call
     has one host sync, for the number of rows of every expert. Gradients of one token's rows are
     added up in a fixed order. For biases the backend raises ``BackendError``.
     """

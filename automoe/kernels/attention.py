@@ -150,6 +150,9 @@ def attend(
         sinks_N: attention sinks: per head, the logit of an extra key with a value of 0 that every
             query attends to.
         kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.
+
+    Raises:
+        BackendError: ``cudnn`` is named, and its gradient may be wrong for this mask.
     """
     if sinks_N is not None:
         out = attend(
@@ -236,7 +239,7 @@ def attend_in_blocks(
 
 
 def attention_fn(kernel: str) -> AttentionFn:
-    """Return the attention function ``attend`` bound to a kernel.
+    """Return ``attend`` (softmax attention) with its argument ``kernel`` set.
 
     Args:
         kernel: value of ``kernels.attention``: ``sdpa``, ``cudnn``, ``flash`` or ``math``.

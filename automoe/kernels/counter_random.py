@@ -42,7 +42,10 @@ _STREAM_NAMES = {
 
 
 def stream_key(name: str, seed: int) -> int:
-    """Return the int64 key of a stream of random numbers, a hash of ``name`` and ``seed``."""
+    """Return the int64 key of a stream of random numbers, a hash of ``seed`` and ``name``.
+
+    Names of experts' parameters are first replaced by their names before version 0.7 (``_STREAM_NAMES``).
+    """
     for ending, stream in _STREAM_NAMES.items():
         if name.endswith(ending):
             name = name.removesuffix(ending) + stream

@@ -37,8 +37,8 @@ FORMATS = {
 def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
     """Triton function: return the float8 scale [HEIGHT] of each row of ``numbers`` [HEIGHT, 128].
 
-    A scale is the smallest power of two for which numbers / scale are at most ``largest``. With
-    BLOCK all rows share one scale. A scale is NaN if one of its numbers is not finite.
+    A scale is the smallest power of two for which no magnitude |number| / scale exceeds ``largest``: 1 for a
+    row of zeros, NaN if a number of the row is not finite. With BLOCK all rows share one scale.
     """
     size = tl.max(tl.abs(numbers), axis=1)
     # NaN is checked separately, since a maximum may ignore it.
@@ -178,11 +178,11 @@ def rows_by_blocks(
 
     ``a`` [R, K], sorted by expert, and ``w`` [E, N, K] give ``out`` [R, N]; a program computes one
     tile of an expert's rows and 128 columns. ``a`` has one scale for each 128 numbers of a row,
-    ``w`` one for each block of 128 x 128. PRECISION is that of ``tl.dot``.
+    ``w`` one for each block of 128 x 128. PRECISION is ``input_precision`` of ``tl.dot``, BLOCK_M the tile's height.
 
     Args:
-        tile_expert, tile_row, offsets: fields ``expert``, ``first_row``, ``offsets`` of
-            ``RowTiles``.
+        tile_expert, tile_row: [num_tiles] expert and first row of each tile of rows (``RowTiles``).
+        offsets: [E] end of each expert's rows.
         num_tiles: length of ``tile_expert``, including entries without a tile.
     """
     expert, column, first, row, real = _rows_of_tile(
@@ -227,7 +227,7 @@ def weights_by_lines(
 
     This is the gradient of the experts' weights: ``a`` [M, R] and ``b`` [N, R] give [E, M, N]. An
     expert's columns begin and end at multiples of 128 (``offsets`` are their ends); ``a`` and ``b``
-    have one scale for each 128 numbers of a row. PRECISION is that of ``tl.dot``.
+    have one scale for each 128 numbers of a row. PRECISION is ``input_precision`` of ``tl.dot``.
     """
     num_columns = tl.cdiv(N, _COLUMNS)
     blocks = tl.cdiv(M, _SIDE) * num_columns

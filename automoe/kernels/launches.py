@@ -138,10 +138,11 @@ def grad_weights(
     """Compute left.T @ right over each expert's rows, the gradient of its weight, into ``out``.
 
     Args:
-        left, right: [R, M] and [R, N], rows sorted by expert.
-        gather_idx: [R] row of ``right`` for each row of ``left``; None: the same order.
+        left: [R, M], rows sorted by expert.
+        right: [R, N] in the same order, or with ``gather_idx`` [tokens, N].
+        gather_idx: [R] row of ``right`` for each row of ``left``; None: the same row.
         offsets: [E] end of each expert's rows.
-        out: [E, ..., N], also returned.
+        out: [E, M, N], or M as several dims; zeros for an expert without rows. Also returned.
     """
     product = "grad_weights" if gather_idx is None else "grad_weights_gathered"
     blocks, step = _blocks(product, left, right)

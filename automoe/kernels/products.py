@@ -20,8 +20,7 @@ _TILES_TOGETHER = tl.constexpr(8)
 def _known(size, STEP: tl.constexpr):
     """Triton function: return ``size``, a multiple of STEP, so that the compiler knows the divisor.
 
-    By itself the compiler only recognises multiples of 16, and copies rows of other lengths one
-    number at a time.
+    By itself the compiler only recognises multiples of 16, and copies rows of other lengths one number at a time.
     """
     return size // STEP * STEP
 
@@ -33,16 +32,16 @@ def _rows_of_tile(
     """Triton function: return the expert, block of columns and rows that this program computes.
 
     Args:
-        tile_expert, tile_row, offsets: the fields ``expert``, ``first_row``, ``offsets`` of
-            ``RowTiles``.
+        tile_expert, tile_row: [num_tiles] expert and first row of each tile of rows (``RowTiles``).
+        offsets: [E] end of each expert's rows.
         num_tiles: length of ``tile_expert``, including entries without a tile.
         num_columns: number of blocks of columns.
+        BLOCK_M: rows of a tile.
 
     Returns:
-        The expert (``num_experts`` if the program has no tile), the number of its block of columns,
-        the first row, the row numbers relative to it, and a mask of the rows that belong to the
-        expert. The first row has 64 bits, for addresses; the relative numbers have 32, since 64
-        would spill registers.
+        The expert (``num_experts`` if the program has no tile), the number of the program's block of columns, the first
+        row, the row numbers relative to it, and a mask of the rows that belong to the expert. The first row has 64
+        bits, for addresses; the relative numbers have 32, since 64 would spill registers.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -79,8 +78,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
     """Triton function: cast ``value`` (float32) to dtype ``to``, rounded to nearest, ties to even.
 
-    GPUs round so themselves. Triton's interpreter, which has PRECISION ``ieee``, would truncate to
-    bfloat16.
+    GPUs round so themselves. Triton's interpreter, which has PRECISION ``ieee``, would truncate to bfloat16.
     """
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
@@ -98,7 +96,7 @@ def _load(at, mask):
 def _store(at, value, mask, PRECISION: tl.constexpr):
     """Triton function: store ``value`` (float32) at the pointers ``at``, rounded to their dtype.
 
-    PRECISION is ``input_precision`` of the kernel's ``tl.dot``.
+    PRECISION is ``input_precision`` of ``tl.dot``; ``ieee`` rounds explicitly: Triton's interpreter would truncate.
     """
     tl.store(at, _narrow(value, at.dtype.element_ty, PRECISION), mask=mask)
 
@@ -158,12 +156,11 @@ def gather_up_activate(
 ):
     """Triton kernel: compute the experts' gate and up projection and activation.
 
-    Each program reads its tokens from ``x`` [tokens, hidden] through ``gather_idx`` [R], so no
-    permuted copy of x is made. Outputs are ``pre`` (gate and up) and ``act`` (routing weight
-    ``probs`` * activation, which is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and
-    ``limit``). ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
-    divides all row lengths; with TMA the weights are a tensor descriptor. PRECISION is that of
-    ``tl.dot``.
+    Each program reads its tokens from ``x`` [tokens, hidden] through ``gather_idx`` [R], so no permuted copy of x is
+    made. Outputs are ``pre`` (gate and up, [R, 2 ``width``]) and ``act`` (routing weight ``probs`` * activation, which
+    is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``). ``tile_expert`` and ``tile_row`` are
+    expert and first row of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides
+    all row lengths. With TMA the weights are a tensor descriptor. PRECISION is ``input_precision`` of ``tl.dot``.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -231,11 +228,11 @@ def rows_times_weights(
 ):
     """Triton kernel: multiply each row of ``a``, sorted by expert, by its expert's weight in ``w``.
 
-    It computes the down projection, and in the backward pass the gradient of the experts' input
-    rows. ``w`` is [E, N, K] with BY_COLUMNS, else [E, K, N]; ``bias`` is added times ``probs``, the
-    routing weight. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``;
-    STEP divides all row lengths; with TMA ``a`` and ``w`` are tensor descriptors. PRECISION is that
-    of ``tl.dot``.
+    It computes the down projection, and in the backward pass the gradient of the experts' input rows. ``w`` is [E, N,
+    K] with BY_COLUMNS, else [E, K, N]; ``bias`` [E, N] (or None) is added times ``probs`` [R], the routing weights.
+    ``tile_expert`` and ``tile_row`` are expert and first row of each tile of rows, ``offsets`` the ends of the experts'
+    rows (``RowTiles``). STEP divides all row lengths. With TMA ``a`` and ``w`` are tensor descriptors. PRECISION is
+    ``input_precision`` of ``tl.dot``.
     """
     K = _known(K, STEP)
     N = _known(N, STEP)
@@ -298,11 +295,10 @@ def _described_product(
 ):  # fmt: skip
     """Triton function: return one block [BLOCK_M, COLUMNS] of a product, with operands read by TMA.
 
-    ``w`` is a tensor descriptor of [.., N, K] if BY_COLUMNS, else of [.., K, N]; ``expert`` and
-    ``col`` are the weight's index and the block's first column. ``a`` is a descriptor of [R, K],
-    read from row ``first`` on; with GATHERED it is pointers to rows, of which ``real`` is the mask.
-    A tile may extend past its expert's last row: these extra rows hold other rows or zeros, and the
-    caller masks their results.
+    ``w`` is a tensor descriptor of [.., N, K] if BY_COLUMNS, else of [.., K, N]; ``expert`` and ``col`` are the
+    weight's index and the block's first column. ``a`` is a descriptor of [R, K], read from row ``first`` on; with
+    GATHERED it is pointers to rows, of which ``real`` is the mask. A tile may extend past its expert's last row: these
+    extra rows hold other rows or zeros, and the caller masks their results.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -348,13 +344,14 @@ def grad_down_activate(
 ):
     """Triton kernel: compute the gradients of gate, up and routing weights from that of the output.
 
-    The gradient of the activation stays in registers; its product with the activation, summed over
-    columns, is the gradient of the routing weights ``probs``. Outputs are ``grad_pre`` (of gate and
-    up), ``act`` (routing weight * activation) and ``grad_probs`` (one partial sum per block of
-    columns). ``pre`` is gate and up; the activation is SwiGLU, or with CLAMPED the clamped SwiGLU
-    with ``alpha`` and ``limit``. ``tile_expert``, ``tile_row`` and ``offsets`` are the fields of ``RowTiles``; STEP
-    divides all row lengths; with TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is that of
-    ``tl.dot``; the activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
+    The gradient of the activation stays in registers; its product with the activation, summed over columns, is the
+    gradient of the routing weights ``probs`` [R]. Outputs are ``grad_pre`` (of gate and up), ``act`` [R, width]
+    (routing weight * activation) and ``grad_probs`` [R, blocks] (a partial sum per block of columns). ``grad_out`` is
+    [R, hidden], ``down_proj`` [E, hidden, width], ``pre`` gate and up [R, 2 width]; the activation is SwiGLU, or with
+    CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``. ``tile_expert`` and ``tile_row`` are expert and first row
+    of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths. With
+    TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. The
+    activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -391,15 +388,14 @@ def _grad_activation(
 ):  # fmt: skip
     """Triton function: run the backward pass of SwiGLU (with CLAMPED, clamped) for COLUMNS columns.
 
-    ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns,
-    from ``first_col`` on; ``row`` are the rows' numbers and ``real`` is the mask of those that
-    exist. The function reads gate and up from ``pre`` [rows, 2 ``width``], and stores their
-    gradients in ``grad_pre`` and the activation times the routing weight (``probs``) in ``act``. It
-    returns each row's sum over these columns of gradient times activation, a term of the gradient
-    of ``probs``.
+    ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns, from ``first_col``
+    on; ``row`` are the rows' numbers and ``real`` is the mask of those that exist. The function reads gate and up from
+    ``pre`` [rows, 2 ``width``], and stores their gradients in ``grad_pre`` and the activation times the routing weight
+    (``probs``) in ``act``. It returns each row's sum over these columns of gradient times activation, a term of the
+    gradient of ``probs``.
 
-    Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all
-    columns would not fit the registers together with the accumulator.
+    Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all columns would not fit the
+    registers together with the accumulator.
     """
     if COLUMNS > COLUMNS_AT_ONCE:
         left, right = _halves(grad, BLOCK_M, COLUMNS)
@@ -443,9 +439,10 @@ def grad_weights(
 ):
     """Triton kernel: compute out[e] = left.T @ right over the rows of each expert e.
 
-    This is the gradient of the experts' weights: ``left`` [R, M] and ``right`` [R, N] give [E, M,
-    N]. ``offsets`` are the ends of the experts' rows; ``gather_idx`` gives the row of ``right`` for
-    each row of ``left``, or is None. STEP divides M and N. PRECISION is that of ``tl.dot``.
+    This is the gradient of the experts' weights: ``left`` [R, M] and ``right`` [R, N], sorted by expert, give [E, M,
+    N], with zeros for an expert without rows. ``offsets`` [E] are the ends of the experts' rows. Unless ``gather_idx``
+    [R] is None, ``right`` is [tokens, N], and ``gather_idx`` has its row for each row of ``left``. STEP divides M and
+    N, which tells the compiler a divisor of the row lengths. PRECISION is ``input_precision`` of ``tl.dot``.
     """
     M = _known(M, STEP)
     N = _known(N, STEP)
@@ -486,8 +483,10 @@ def sum_rows_of_token(
 
     Args:
         rows: [R, hidden] gradients; ``out`` [tokens, hidden] receives the sums.
-        order: row numbers, sorted by token.
+        order: row numbers, sorted by token; those of a token are in the order of its experts.
         first: for each token, index in ``order`` of its first row; one more entry is the end.
+        PRECISION: ``ieee`` for float32 and in Triton's interpreter, which must be told how to round to bfloat16.
+        BLOCK_H: columns that one program sums.
     """
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -29,9 +29,9 @@ class Blocks:
         columns: columns of the output block.
         num_stages, num_warps: Triton's launch options.
         summed: elements of the summed dim that are loaded per step.
-        rows: rows of the output block in weight gradients; other products have the tile's height.
-        columns_at_once: columns that the activation's backward pass processes at a time, to save
-            registers.
+        rows: rows of the output block in weight gradients; other products have the tile's height (``RowTiles``).
+        columns_at_once: columns that the activation's backward pass (product ``back``) processes at a time, to save
+            registers; other products do not read it.
         tma: whether operands are copied by the tensor memory accelerator.
     """
 

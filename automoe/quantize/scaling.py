@@ -44,7 +44,7 @@ class _Weights(nn.Module):
     """Base of the scaling rules of one float8 product; it can cache its quantized weight.
 
     Attributes:
-        cached: cached results by name while the weight does not change, so that all micro-batches,
+        cached: ``scales`` and ``codes`` of the weight while it does not change, so that all micro-batches,
             passes and recomputations quantize it once. None: quantize it at every call.
     """
 
@@ -58,7 +58,7 @@ class _Weights(nn.Module):
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:
-        """Quantize the weight [..., N, K] to float8 with the result of ``weight_scales``."""
+        """Quantize the weight [..., N, K] to float8 with its ``scales`` (``weight_scales``)."""
         return self._once("codes", lambda: self.quantize(weight, scales, W))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -122,7 +122,7 @@ class Tensorwise(_Weights):
         ``transposed`` turns the result for x and w into the form for the product over rows.
 
         Args:
-            scales: result of ``scales`` for the tensor.
+            scales: [..., 1, 1] scale of the tensor (method ``scales``).
             operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         assert scales is not None
@@ -135,8 +135,8 @@ class Tensorwise(_Weights):
 
         Args:
             grad: the gradient [R, C].
-            scales: the result of ``scales`` for it.
-            q: the result of ``quantize`` for it; None if it was not quantized yet.
+            scales: [1, 1] scale of ``grad`` (method ``scales``).
+            q: ``grad`` as ``quantize`` returned it, whose codes are then reused; None if it was not quantized yet.
         """
         return transposed(self.quantize(grad, scales, GRAD) if q is None else q)
 

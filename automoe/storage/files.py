@@ -207,6 +207,8 @@ def free_name(path: Path, stem: str) -> Path:
 def set_aside(path: Path, stem: str) -> str | None:
     """Rename ``path`` to the first unused name of ``stem.1``, ``stem.2``, ... in its folder.
 
+    The suffix of ``path`` is appended to each name.
+
     Returns:
         The new name; None if ``path`` does not exist.
     """

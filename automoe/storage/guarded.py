@@ -58,8 +58,8 @@ def fork() -> int:
 def guarded(work_name: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns, computed in a fork of this process.
 
-    Changes to objects are lost, except in the result. ``work`` may call ``doing`` to begin a step,
-    each of which has limits of time and memory.
+    Changes to objects are lost, except in the result. ``work`` may call ``doing`` to begin a step. A step
+    has 60 seconds of processor time, and the child half of the machine's memory beyond that of this process.
 
     Args:
         work_name: name of the first step, for an error.

@@ -61,7 +61,7 @@ def read_json(path: Path, must_be_sealed: bool = False) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the text is no JSON object, or its CRC-32 differs.
+        ValueError: the text is no JSON object, or its CRC-32 differs or is missing.
     """
     return unsealed(read_file(path), must_be_sealed)
 
