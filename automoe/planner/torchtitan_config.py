@@ -122,7 +122,7 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 
 # fmt: on
 def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
-    """Yield a line for each setting that the file omits: its key, and what torchtitan does."""
+    """Yield a text on each setting that the exported module omits: its key, and what torchtitan does."""
     moe = config.moe
     parallel = config.parallel
     train = config.train
