@@ -205,7 +205,7 @@ def rows_of(param: Param, mesh: MeshShape) -> int:
 
 
 def gathered_numel(param: Param, mesh: MeshShape) -> int:
-    """Return the number of elements of ``param`` on a rank while FSDP has it gathered."""
+    """Return the number of elements of the tp, or ep and etp, shard of ``param``, which FSDP gathers on a rank."""
     if param.expert:
         return param.numel // (mesh.ep * (1 if param.whole_over_etp else mesh.etp))
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)

@@ -262,8 +262,8 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
         out: path of a file that ends in .py, or of a folder; empty: the folder ``plans``.
 
     Raises:
-        ConfigError: torchtitan cannot train the configuration, another file exists at the path, or
-            the file cannot be written.
+        ConfigError: torchtitan cannot train the configuration, the file's name is not a Python
+            name, another file exists at the path, or the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
     path = user_path("out", out or "plans")
