@@ -145,7 +145,9 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass
 class _Reader:
-    """Converter of one record of a data file to messages; its errors name file and line.
+    """Converter of one record of a data file to messages.
+
+    For a malformed record, methods raise ``DataError``, which names file and line.
 
     Attributes:
         chat: ``data.chat``, which names the record's keys.

@@ -114,12 +114,16 @@ def _paired(
 ) -> Iterator[tuple[Conversation, list[Sample], list[int]]]:
     """Yield (conversation, [sample], [length of the first sequence]) for each preference pair.
 
-    The sample is the preferred sequence followed by the rejected one.
+    The sample is the preferred sequence followed by the rejected one. The conversation has the
+    messages of the prompt, of the preferred answer and of the rejected one.
 
     Args:
         batched: (conversation, its sequences); the two conversations of a pair follow each other.
         counts: ``counts["pairs"]`` grows by 1 per pair, ``counts["equal"]`` if both answers are
             equal.
+
+    Raises:
+        DataError: a conversation has more than one sequence.
     """
     for (conversation, chosen), (other, rejected) in zip(batched, batched, strict=True):
         if several := max(len(chosen), len(rejected)) - 1:

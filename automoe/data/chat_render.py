@@ -29,7 +29,7 @@ TEXT, _TOKEN = "\ufdd0", "\ufdd1"
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Turn an error of rendering in a ``with`` block into a ``DataError``.
+    """Turn any exception in a ``with`` block, which renders a conversation, into a ``DataError``.
 
     The message begins with ``where``, e.g. ``file:line`` of a conversation.
     """

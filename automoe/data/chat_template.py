@@ -202,7 +202,8 @@ class ChatTemplate(ChatRenderer):
     ) -> tuple[str, str]:
         """Return two rendered texts: the conversation up to answer ``messages[n]``, and through it.
 
-        The first ends with the generation prompt, and the second begins with the first.
+        The first ends with the generation prompt, or with the part of it that the template keeps
+        before an answer. The second begins with the first.
 
         Args:
             conversation: gives the tools, the template's arguments, and file and line for an error.
@@ -273,7 +274,8 @@ class ChatTemplate(ChatRenderer):
     ) -> Turn:
         """Return the ids up to the end of an answer, and the index of the answer's first id.
 
-        If the template writes no token that ends an answer, one is appended.
+        If the template writes no token that ends an answer, one is appended: the special token that
+        begins the next message, else EOS.
 
         Args:
             before: rendered text of the conversation up to the answer, with the generation prompt.

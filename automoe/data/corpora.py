@@ -283,7 +283,7 @@ def jsonl_records(path: Path) -> NumberedRecords:
     """Yield (1-based line, object) for each line of a JSON-lines file that is not blank.
 
     Raises:
-        DataError: a line is not UTF-8 or no JSON object.
+        DataError: a line is too long, not UTF-8, or no JSON object.
         OSError: the file cannot be read.
     """
     with open_file(path) as file:

@@ -53,10 +53,9 @@ class Mixture:
         return sources[order], rows[order]
 
     def _before(self, source: int, time: int) -> int:
-        """Return how many rows of a source have a time before ``time``.
+        """Return how many rows of source number ``source`` have a time before ``time``.
 
-        Times are keys by which ``Mixture`` merges its sources: the sequence is all rows sorted by
-        time.
+        Row k of a source of weight w has the time (k + u) / w, with a random u in [0, 1) per row.
         """
         # The number is ``near`` or differs from it by one.
         near = int(self.weights[source] * time)

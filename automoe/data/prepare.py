@@ -223,7 +223,7 @@ def with_steps(config: Config) -> Config:
 
 
 def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:
-    """Return the packed rows of one split of one source.
+    """Return the packed rows of one split of one source; ``SampleRows`` for conversations.
 
     Args:
         config: the run's configuration, with the settings of this source as ``data``.

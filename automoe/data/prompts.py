@@ -53,7 +53,11 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
 
 
 def _texts(prompts: list[str] | str) -> list[str]:
-    """Return the prompts of a list, or the lines of a text file that are not blank."""
+    """Return ``prompts``, or the lines that are not blank if it is the path of a text file.
+
+    Raises:
+        ConfigError: the file cannot be read, or all its lines are blank.
+    """
     if not isinstance(prompts, str) or not prompts:
         return list(prompts)
     try:

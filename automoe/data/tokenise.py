@@ -23,8 +23,12 @@ class CorpusWriter:
     The table has one row per document: length in tokens, hash of the text, index of the file, line
     in it, and for preference pairs the length of the first sequence.
 
+    Args:
+        vocab_size: largest token id + 1.
+        num_columns: columns of the table: 5 for preference pairs, else 4.
+
     Attributes:
-        dtype: NumPy type of a token in its file.
+        dtype: NumPy type of a token in its file: uint16 if every id fits, else uint32.
         text_bytes: UTF-8 bytes of all texts, which the caller adds up.
     """
 
@@ -52,11 +56,11 @@ class CorpusWriter:
         self._table.extend((length, int.from_bytes(text_hash.digest(), "little"), *place))
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the table to ``folder / "documents.npy"``; return a summary of the corpus.
+        """Write the table to ``folder / "documents.npy"``, uint64 [columns, documents]; return a summary.
 
         Returns:
             ``dtype``, name of the NumPy type of a token; ``content``, digest of tokens, loss masks
-            and lengths; and ``text_bytes``.
+            and lengths; and ``text_bytes``, UTF-8 bytes of all texts.
         """
         columns = np.frombuffer(self._table, np.uint64).reshape(-1, self.num_columns).T.copy()
         np.save(folder / "documents.npy", columns)
@@ -79,7 +83,8 @@ def tokenise_documents(
         paths: the corpus's files, for error messages.
 
     Returns:
-        ``dtype``, ``content`` (digest) and ``text_bytes`` of the corpus.
+        ``dtype``, name of the NumPy type of a token; ``content``, digest of tokens and lengths; and
+        ``text_bytes``, UTF-8 bytes of all texts.
 
     Raises:
         DataError: the tokenizer returns an id beyond its own vocabulary.

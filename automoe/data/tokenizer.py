@@ -438,7 +438,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
 
 
 def stored_template(chat: ChatConfig, tokenizer: str) -> str:
-    """Return the text of the chat template: ``data.chat.template``, or the tokenizer's own.
+    """Return the text of ``data.chat.template``, or of all the tokenizer's chat templates in one string.
 
     Args:
         tokenizer: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.

@@ -175,7 +175,7 @@ class Console:
         self._print()
 
     def samples(self, samples: Sequence[Mapping[str, str]], seconds: float) -> None:
-        """Print each sample's ``prompt`` and the model's ``text``, one terminal line each.
+        """Print each sample's ``prompt`` and the model's ``text``, each cut to one line, then the time.
 
         Args:
             seconds: time that generating the samples took.

@@ -1,7 +1,8 @@
 """Drawing of a run's two device meshes: the default one, and the one that MoE layers use.
 
-Each rank has the same cell in both drawings, and ranks of a group have one colour. This module
-imports matplotlib; ``automoe.observe.summary`` writes the meshes as text.
+Each rank has the same cell in both drawings. Ranks that read the same rows have one colour in the
+first, ranks with the same experts in the second. This module imports matplotlib;
+``automoe.observe.summary`` writes the meshes as text.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ one frame: ranks that exchange tokens (expert-parallel group)"""
 
 @rc_context(RC)
 def draw_mesh(mesh: MeshShape) -> Figure:
-    """Draw the default mesh and the MoE mesh as tables of ranks, coloured by group.
+    """Draw the default mesh, coloured by the rows that ranks read, and the MoE mesh, by their experts.
 
-    Above ``MAX_GRID_RANKS`` ranks the figure lists the groups as text instead.
+    For more than 64 ranks, or 12 table rows, the figure lists the groups of each axis as text.
     """
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns

@@ -109,8 +109,8 @@ def build_report(run_dir: StrPath) -> Path:
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the generated answers to show: (prompt, [(``step 1,000``, answer)]).
 
-    At most ``MAX_SAMPLES`` evenly spaced steps are shown, newest first, and only prompts that the
-    newest samples still have. The source is ``samples.jsonl``.
+    They are read from ``samples.jsonl``: of at most ``MAX_SAMPLES`` evenly spaced steps, newest
+    first, and only for prompts that were answered at the newest step.
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     answers = [

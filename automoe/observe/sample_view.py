@@ -23,7 +23,7 @@ def describe_row(
     tokenizer: Tokenizer,
     width: int = 80,
 ) -> list[Line]:
-    """Show the first documents of a packed row as lines (text, whether its tokens are trained).
+    """Return the first documents of a packed row as lines (text, whether its tokens are trained).
 
     The first line counts documents and tokens. Each other line is either all trained or all
     untrained, and says so at its beginning. A token is trained if it is the label of the token

@@ -183,7 +183,7 @@ def perplexity_text(loss: Any) -> str:
 
 
 def short_number(value: Any) -> str:
-    """Format a number with three significant digits and a suffix: 950, 1.23k, 45.6M, 671B."""
+    """Format a number with three significant digits and a suffix: 950, 1.23k, 45.6M, 671B; None: ``-``."""
     if value is None:
         return "-"
     value = float(value)
@@ -215,7 +215,7 @@ def _scaled(value: float, units: dict[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as a duration: 0:07, 12:34, 5:06:07, 3d 04h."""
+    """Format seconds as a duration: 0:07, 12:34, 5:06:07, 3d 04h; ``-`` if not finite."""
     if not math.isfinite(seconds):
         return "-"
     whole = int(seconds + 0.5)

@@ -92,7 +92,7 @@ class TokenLoad:
     """Sizes of one micro-batch on a rank, and the operators that decide which activations are kept.
 
     Attributes:
-        tokens: tokens of the rank; ``rows``: sequences that these are shards of.
+        tokens: tokens of the rank; ``rows``: sequences of the micro-batch that contain them.
         kv_tokens: tokens whose keys and values attention reads.
         expert_rows: (token, expert) pairs that the rank computes.
         mask_numbers, window_numbers: elements of a layer's attention mask, with full attention (0:

@@ -72,16 +72,19 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """This family with fixed values of all settings that only routed experts depend on.
+        """This family with fixed values of ep, etp, dispatcher, dispatch_dtype and expert_wgrad.
 
-        Families with an equal result have equal times of a layer without its routed experts.
+        Only routed experts depend on these, so families with an equal result have equal times of a
+        layer without its routed experts.
         """
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings; the mesh of ``config`` stays.
+        """Return ``config`` with this family's settings, from ``context`` to ``expert_wgrad``.
+
+        The axes tp, cp, ep and etp are not applied: the mesh of ``config`` stays.
 
         Args:
             parallel: values of further keys of ``parallel``, such as ``recompute``.
@@ -130,19 +133,19 @@ class Space:
             of the choice; ``micro``, rows of a micro-batch; ``ranks``, cp * tp; ``local``, ep *
             etp. Fields with a value for each kind of layer: seconds of the ``forward`` and
             ``backward`` pass, of all-to-alls (``sent``) and of the output ``head``; bytes that FSDP
-            gathers (``gathered``); trained elements on a rank (``trained``), and on all ranks of
-            its pipeline rank (``state``); bytes of activations (``kept``).
+            gathers (``gathered``); trained elements on a rank before FSDP shards them
+            (``trained``), and summed over tp, or ep and etp (``state``); bytes of activations at
+            twice the even expert load (``kept``).
         """
         rows = [row for family in families for row in self._rows(family, rungs)]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
         return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
 
     def columns(self, families: Sequence[Family], timed: Array) -> Array:
-        """Return the records ``timed`` with further fields, most of which the search fills in.
+        """Return a copy of the records ``timed`` with the field ``item``, the record's family.
 
-        The fields are an upper bound of tokens/s (``bound``), the least bytes of a rank
-        (``bytes``), the number of the pipeline layout (``layout``), and the record's family
-        (``item``), which is set here.
+        Three more fields are 0 until the search sets them: an upper bound of tokens/s (``bound``),
+        the least bytes of a rank (``bytes``), and the index of the pipeline layout (``layout``).
 
         Args:
             families: the argument of ``Space.timed``, which returned ``timed``.
@@ -173,8 +176,9 @@ class Space:
         """Return the times and bytes of ``layer`` for one micro-batch, a tuple for each of ``kinds``.
 
         A tuple has seconds of the forward pass, of the backward pass, of all-to-alls and of the
-        output head; bytes that FSDP gathers; trained elements on a rank, and on all ranks of its
-        pipeline rank; and bytes of activations at twice the even expert load.
+        output head; bytes that FSDP gathers; trained elements on a rank before FSDP shards them,
+        and summed over tp (of routed experts: over ep and etp); and bytes of activations at twice
+        the even expert load.
 
         Args:
             family: mesh axes and settings.

@@ -68,9 +68,9 @@ Links = dict[str, dict[float, float]]
 class Bench:
     """Device to calibrate, and problems so large that launch overhead is negligible on a GPU.
 
-    ``first`` is the FLOPs per byte of the first timed matmul, ``rows`` the rows of every matmul, ``numbers`` the
-    elements of the memory pass, ``seq`` the sequence length of the attention, ``expert`` the rows and width of an
-    expert, ``threads`` the CPU threads per rank.
+    ``device`` is cpu or cuda, ``dtype`` a dtype's name in torch, ``threads`` the CPU threads per rank, ``first`` the
+    FLOPs per byte of the first timed matmul, ``rows`` the rows of every matmul, ``numbers`` the elements of a tensor in
+    the pass over memory, ``seq`` the sequence length of the attention, ``expert`` the rows and width of an expert.
     """
 
     device: str  # "cpu" or "cuda"
@@ -290,7 +290,7 @@ def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Time training steps of ``configs``, in turn, on one row of tokens.
+    """Time training steps of ``configs``, in turn, on a row of ``configs[0].train.seq_len`` tokens.
 
     Returns:
         Median seconds of the forward and backward pass of each configuration, then median seconds of the optimizer's
@@ -420,7 +420,9 @@ def fit_link(seconds: dict[float, float]) -> list[float]:
 def cluster_values(
     bench: Bench, alone: dict[str, Any], links: list[Links], name: str, gpus: int
 ) -> dict[str, Any]:
-    """Return the measured fields of ``ClusterConfig``, by name, with constants of the time model.
+    """Return the content of a cluster file: measured fields of ``ClusterConfig`` by name, and ``constants``.
+
+    The latter are those fields of ``Constants`` that were measured: shares of nominal speeds, and seconds.
 
     Args:
         alone: result of ``measure_alone``; ``links``: results of ``measure_links`` of all ranks, empty for one rank.

@@ -428,7 +428,7 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
-        chosen: (token, expert) pairs of the rank's tokens, for which a row is dispatched.
+        chosen: rows, one per (token, expert) pair, that the busiest rank receives over ep.
         sent: bytes of one dispatched row.
     """
     machine = place.machine

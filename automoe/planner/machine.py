@@ -122,7 +122,7 @@ class Machine:
         )
 
     def gemm(self, m: float, n: float, k: float, groups: float = 1) -> float:
-        """Return the seconds of ``groups`` matmuls [m, k] x [k, n].
+        """Return the seconds of a matmul [m, k] x [k, n], or of a grouped matmul of ``groups`` such.
 
         The speed follows the machine's curve over FLOPs per byte: matmuls with a small dim are
         slower.

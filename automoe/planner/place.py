@@ -89,7 +89,8 @@ class Passes(NamedTuple):
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean.
 
-    It is 1 without expert parallelism; ``moe.capacity_factor`` limits it.
+    It is 1 without expert parallelism, ``moe.capacity_factor`` with ``moe.pad_to_capacity``, 1 with
+    ``moe.gate=balanced``, and else the constant ``imbalance``, limited by ``moe.capacity_factor``.
     """
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance

@@ -94,7 +94,11 @@ class Plan:
         return max(rank.peak for rank in self.uneven_ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data for JSON, with every pp rank and its peak."""
+        """Return the fields except ``uneven_ranks`` as plain data for JSON, some under another name.
+
+        Numbers that follow from them are added, such as each rank's ``peak``, ``flops_per_step``
+        and ``bubble``.
+        """
         facts = asdict(self)
         del facts["uneven_ranks"]
         for rank, planned in zip(facts["ranks"], self.ranks, strict=True):

@@ -121,7 +121,8 @@ def _fastest(now: Candidate) -> Candidate | None:
 def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
     """Yield ``candidate`` on other meshes, with up to ``together`` of its sharding axes doubled.
 
-    The axes are tp, cp, ep and pp. The number of ranks stays: dp_shard or ep_shard is halved.
+    The axes are tp, cp, ep and pp. The number of ranks stays: doubling tp or cp halves dp_shard, ep
+    halves ep_shard, and pp both.
     """
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):

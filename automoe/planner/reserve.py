@@ -74,7 +74,7 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
-    """Return (name, size in ranks) of each communicator of a rank.
+    """Return (name, such as that of a mesh axis, size in ranks) of each communicator of a rank.
 
     They include the two levels of a hierarchical dispatcher, and the groups with the neighbours in
     a pipeline of several stages per rank.

@@ -35,12 +35,12 @@ class StageTimes:
     """Seconds of one micro-batch in a pipeline stage, for the simulation of a schedule.
 
     Attributes:
-        forward, backward: seconds of the passes.
-        all_to_all: seconds of all-to-alls in both passes together.
+        forward, backward: seconds of the passes, with the communication that nothing hides.
+        all_to_all: how many of these seconds are all-to-alls, in both passes together.
         halves: seconds of the two halves of a backward pass that a schedule splits: gradients of
             inputs, and of weights; None: half of ``backward`` each.
-        received: hidden states that come from the previous stage (more than one with multi-token
-            prediction).
+        received: number of hidden states that come from the previous stage (more than one with
+            multi-token prediction).
     """
 
     forward: float

@@ -197,10 +197,10 @@ class Queue:
         self.since = 0  # candidates since the last result
 
     def highest(self) -> list[float]:
-        """Return the highest upper bound of tokens/s among the waiting entries of each kind.
+        """Return the highest upper bound of tokens/s among the waiting entries of each kind; 0: none waits.
 
         The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too,
-        and timed candidates.
+        timed candidates, and a fifth one of which none ever waits.
         """
         return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 
@@ -273,7 +273,7 @@ class Queue:
         """Yield records of candidates with bounds, for every pipeline that may fit in memory.
 
         The bounds are the most tokens/s and the least bytes of a rank. There is an array per pipeline layout and
-        number of micro-batches.
+        number of micro-batches. Candidates that cannot fit are counted in ``result.too_large``.
 
         Args:
             columns: records of a mesh with settings of experts and recomputation.
@@ -298,8 +298,8 @@ class Queue:
     def _timed(self, waiting: Array) -> Iterator[Array]:
         """Yield records of the ``waiting`` candidates with their predicted speeds as bounds.
 
-        Left out are candidates that break a rule, exceed the memory by their bound, or are on a mesh that has a
-        result already.
+        Left out are candidates on a mesh that has a result already, and those that break a rule or exceed the memory
+        by their bound, which are counted in ``result``.
 
         Args:
             waiting: records of candidates with bounds.
@@ -320,7 +320,7 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _found(self, waiting: Array) -> list[Array]:
-        """Take a timed candidate as a result if it fits in memory and its mesh has no result yet.
+        """Add a timed candidate to ``result.found``, once per mesh, or to ``result.missed`` if it does not fit.
 
         Args:
             waiting: array with the one candidate.
@@ -446,12 +446,12 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Yield every mesh of ``world_size`` ranks.
+    """Yield the meshes of ``world_size`` ranks in which dp_replicate and ep_replicate are 1.
 
-    tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless they are fixed.
+    tp and etp are at most the GPUs of a node, pp the layers, ep the experts; without MoE layers ep and etp are 1.
 
     Args:
-        fixed: keys that the user chose; an axis among them, such as ``mesh.tp``, keeps its size.
+        fixed: keys that the user chose; an axis among them, such as ``mesh.tp``, has its configured size instead.
     """
     node = config.cluster.gpus_per_node
     limits = dict.fromkeys(("cp", "dp_shard", "ep_shard"), world_size)

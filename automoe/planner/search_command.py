@@ -254,7 +254,7 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     name and the number of ranks.
 
     Args:
-        args: command line of the search, whose overrides the returned command repeats.
+        args: command line of the search; the returned command repeats its overrides, except mesh.*.
 
     Raises:
         ConfigError: a different file exists at the path, or the file cannot be written.

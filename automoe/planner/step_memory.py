@@ -39,7 +39,7 @@ _parts_of = attrgetter(*PARTS)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by kind on the first rank of a pipeline stage, at one moment of a step.
+    """Bytes by kind at one moment of a step, on the rank with the largest shards of one pipeline rank.
 
     Functions that yield the moments of a step leave ``weights``, optimizer state and ``inputs``, which never change,
     at 0. ``plan_rank`` fills them in for the fullest moment.
@@ -205,7 +205,7 @@ def rows_of(param: Param, mesh: MeshShape) -> int:
 
 
 def gathered_numel(param: Param, mesh: MeshShape) -> int:
-    """Return the number of elements of ``param`` on a rank while FSDP has it gathered."""
+    """Return the number of elements of the tp, or ep and etp, shard of ``param``, which FSDP gathers on a rank."""
     if param.expert:
         return param.numel // (mesh.ep * (1 if param.whole_over_etp else mesh.etp))
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
@@ -306,7 +306,7 @@ class StagePlan:
         """Yield this rank's memory at each moment of a backward pass that may be its peak.
 
         These are, for each layer from last to first, each of its workspaces, then with ``reduces`` the reduction of
-        its experts' gradients; one moment without layers. Other micro-batches' activations are excluded.
+        its experts' gradients. A stage without layers yields one. Other micro-batches' activations are excluded.
 
         Args:
             adds: True if gradients are added to existing unsharded gradients of earlier micro-batches.
@@ -370,7 +370,7 @@ def plan_stage(
     Args:
         sizes: bytes of parameters on the rank; ``load``: sizes of a micro-batch.
         layers: numbers of the layers.
-        before: number of hidden states that come from the previous stage; 0 for the first stage.
+        before: tensors [tokens, H] from the previous stage: 1 + MTP modules on earlier stages; 0: this is the first.
         last: True if the stage has the output head.
     """
     model = config.model
@@ -484,10 +484,10 @@ def adapter_activation_bytes(
 ) -> float:
     """Return the bytes that the LoRA adapters of a layer keep for their backward pass.
 
-    An adapter of rank r keeps r numbers per token, or per expert row for gate and up.
+    An adapter of rank r keeps r elements per token; of routed experts, per row for gate and up together, none for down.
 
     Args:
-        load: sizes of the micro-batch; ``recompute``: modules of the layer that are recomputed.
+        load: sizes of the micro-batch; ``recompute``: recomputed modules, whose adapters keep nothing.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     num_bytes = 0.0

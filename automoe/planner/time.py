@@ -113,7 +113,7 @@ class Stage:
 
     Attributes:
         passes: forward and backward pass.
-        states: hidden states from the previous stage, and to the next one.
+        states: numbers of hidden states from the previous stage, and to the next one.
         layers: number of layers.
         dense, experts: bytes that FSDP gathers, outside and of routed experts.
         dense_trained, experts_trained: trained elements, outside and of routed experts.

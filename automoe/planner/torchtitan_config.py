@@ -122,7 +122,7 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 
 # fmt: on
 def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
-    """Yield a line for each setting that the file omits: its key, and what torchtitan does."""
+    """Yield a text on each setting that the exported module omits: its key, and what torchtitan does."""
     moe = config.moe
     parallel = config.parallel
     train = config.train
@@ -262,8 +262,8 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
         out: path of a file that ends in .py, or of a folder; empty: the folder ``plans``.
 
     Raises:
-        ConfigError: torchtitan cannot train the configuration, another file exists at the path, or
-            the file cannot be written.
+        ConfigError: torchtitan cannot train the configuration, the file's name is not a Python
+            name, another file exists at the path, or the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
     path = user_path("out", out or "plans")

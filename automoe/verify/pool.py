@@ -204,7 +204,7 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
 
     Args:
         world_size: number of the pool's ranks; each call brings the number that take part in it.
-        imports: outcome of the imports in the server that forked this rank.
+        imports: outcome of the imports in the server that forked this rank; its error is raised.
         file: descriptor of this rank's end of the pipe to the pool.
     """
     if imports.error is not None:
@@ -248,8 +248,8 @@ def leave_world(imported_caches: list[Any]) -> None:
     On a GPU, cached memory is freed too.
 
     Args:
-        imported_caches: result of ``torch_private.cached_functions()`` before a ``gc.freeze()``,
-            which hides these caches from a later search.
+        imported_caches: ``functools`` caches of torch.distributed that existed before a
+            ``gc.freeze()``, which hides them from a later search (``cached_functions``).
     """
     import torch
     import torch.distributed as dist

@@ -343,9 +343,10 @@ def passes(config: Config) -> list[Config]:
     """Return the configurations in which a mesh is compared with one rank, in order.
 
     The first is ``config`` in float64, without 8-bit matmuls, with torch's rotary embedding and
-    loss. On CUDA, if ``train.dtype`` is bfloat16, the same follows in float32. On a CPU, with
-    ``train.fp8``, ``config`` follows with 8-bit matmuls and float64 elsewhere, so that rounding
-    cannot change an 8-bit number. The last is ``config`` itself, unless its dtype is float64.
+    loss, and with ``moe.experts=loop`` if ``parallel.expert_wgrad=autograd``. On CUDA, if
+    ``train.dtype`` is bfloat16, the same follows in float32. On a CPU, with ``train.fp8``,
+    ``config`` follows with 8-bit matmuls and float64 elsewhere, so that rounding cannot change an
+    8-bit number. The last is ``config`` itself, unless its dtype is float64.
 
     A model that transformers computes has only the first. A model with sparse-attention indexers
     has those in float64, because rounding would change which keys it selects.

@@ -115,7 +115,8 @@ def make_trackers(
 ) -> Trackers:
     """Open the experiment trackers that ``config.observe`` selects.
 
-    Steps that an earlier start has recorded, and a tracker lacks, are sent to the tracker.
+    Steps that an earlier start has recorded, and a tracker lacks, are sent to the tracker. The
+    trackers' own ids of the run are written to ``run_dir/trackers.json``.
 
     Args:
         run_dir: the run directory.

@@ -93,7 +93,7 @@ class Tracker:
 
 
 def one_line(error: Exception, config: Config) -> str:
-    """Return an error of a tracker's library as one line, with logins in addresses masked.
+    """Return an error of a tracker's library in one line of up to 200 characters, logins masked.
 
     If ``config.observe`` has a value from the environment (an address or a name), the result is
     only the error's type, because libraries quote such values, which may be secret.

@@ -25,7 +25,7 @@ ANSWER_S = 60.0  # longest call in seconds, with its retries
 
 
 class _Answering:
-    """Wrapper of MLflow's client whose calls raise ``TimeoutError`` after ``ANSWER_S`` seconds.
+    """Wrapper of MLflow's client whose calls raise ``TimeoutError`` after 60 seconds.
 
     MLflow's own timeout does not end a call if the server sends a byte now and then. Each call runs
     in a thread, which is abandoned after the timeout.

@@ -182,8 +182,9 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
     """Return (start, end) of the seconds that the plot of a long step leaves out.
 
-    They lie between every rank's first backward pass and any rank's last forward pass, but the two
-    parts that are drawn have a largest length. (``end``, 0) means that the whole step is drawn.
+    They lie between every rank's first backward pass and any rank's last forward pass, or begin
+    earlier and end later: neither drawn part is longer than ``LONGEST`` actions of median length.
+    (``end``, 0) means that the whole step is drawn.
 
     Args:
         spans: actions of all pipeline ranks.
