@@ -397,12 +397,13 @@ class KernelsConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Settings for saving and resuming the training state, and the export
-    (``docs/reliability.md``).
+    """Settings for saving, resuming and exporting the training state (``docs/reliability.md``).
 
-    ``resume`` is auto (newest checkpoint in ``run_dir``), never, or a run's or checkpoint's path.
-    ``every`` counts steps. The newest ``keep`` checkpoints are kept, those whose step
-    ``keep_every`` divides, and the ``keep_best`` ones with the lowest validation loss.
+    ``resume`` is auto (newest checkpoint in ``run_dir``), never, or a run's or checkpoint's path. A save
+    is due after ``every`` steps and ``every_minutes``; 0 turns either off. The newest ``keep``
+    checkpoints are kept, those whose step ``keep_every`` divides, and the ``keep_best`` ones with the
+    lowest validation loss. ``async_save`` writes in the background. At the end ``export_hf`` writes a
+    HuggingFace checkpoint, with the averaged weights if ``export_ema`` is set.
     """
 
     # auto: continue from the newest valid checkpoint in run_dir, if any; never: start over, and
@@ -428,7 +429,7 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """The configuration of a run."""
+    """The configuration of a run: directory, training loop (``recipe``), plugin modules and sections."""
 
     run_dir: PathText = "runs/default"  # directory of all files of the run
     # training loop: a shipped recipe's name, a file or a module; every rank calls its

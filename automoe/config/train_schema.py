@@ -18,7 +18,9 @@ class TrainConfig:
 
     ``epochs``, if set, replaces ``steps``. Batch sizes count rows of ``seq_len`` tokens.
     ``max_skipped`` skipped steps in a row end the run; ``spike_factor`` skips a step whose loss is so
-    many standard deviations above the last ``spike_window`` losses. ``freeze`` and ``trainable`` are
+    many standard deviations above the last ``spike_window`` losses. ``fp8`` says how matmuls are scaled,
+    ``indexer`` whether attention sees the keys that indexers choose (sparse) or all, and indexers alone
+    are trained (warmup). ``freeze`` and ``trainable`` are
     patterns of parameter names; ``trainable`` wins. ``val_every`` counts steps, ``val_batches``
     global batches.
     """
