@@ -408,7 +408,7 @@ def elementwise(
     Args:
         log_probs: log-probabilities by the current weights.
         values: tensors of the same shape: ``weights`` for ``cross_entropy``, else ``advantages`` A and
-            ``logprobs``.
+            ``logprobs``, log-probabilities by the weights that sampled the tokens.
         loss_fn: with r = exp(log_probs - logprobs): ``cross_entropy``: -weights log_probs; ``importance_sampling``:
             -r A; ``ppo``: -min(r A, clip(r) A); ``cispo``: -sg[clip(r)] A log_probs (sg: stop-gradient).
         clip_low_threshold, clip_high_threshold: bounds of clip(r).
