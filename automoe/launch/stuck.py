@@ -145,8 +145,8 @@ class StuckWatch:
 
         Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs, wait
         up to 10 s for the answers, and record the missing rank as the run's first error. If
-        the collective's own timeout is longer than a step's, and only the latter is near, print a
-        warning instead.
+        the timeout of the collective's group is longer than that of a step (``timeout_s``), and it
+        has waited almost as long as the shorter one, print a warning instead.
         """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context
