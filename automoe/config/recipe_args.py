@@ -123,7 +123,7 @@ def args_class(recipe: str) -> type | None:
     A user's recipe is imported if its source mentions ``Args``.
 
     Raises:
-        ConfigError: the recipe does not exist, or its ``Args`` cannot be read.
+        ConfigError: the recipe does not exist, or its ``Args`` cannot be read or is no dataclass.
     """
     path = own_recipe(recipe)
     if path is None:

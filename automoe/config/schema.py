@@ -150,7 +150,8 @@ class RouterConfig:
 
     With ``num_groups`` > 1 it selects from the ``topk_groups`` groups of experts with the highest
     sums of their ``group_score_topk`` best scores. ``expert_bias`` adds to the scores, for the
-    selection alone, a bias that balances the load.
+    selection alone, a bias that balances the load; ``logit_bias`` is a trained one. Of equal scores
+    ``exact_ties`` selects the expert with the lowest index.
     """
 
     # function that turns the router's logits into scores (docs/routing.md)
@@ -281,7 +282,7 @@ class MoEConfig:
     A ``dispatcher`` sends tokens to their experts. A ``gate`` other than ``learned`` replaces the
     router's choices in benchmarks. ``drop_scope`` says which tokens ``capacity_factor`` counts,
     those of a rank or of a row. ``record_routing`` and ``replay_routing`` are directories of chosen
-    experts. No key changes the format of a checkpoint.
+    experts, ``*_coef`` coefficients of auxiliary losses. No key changes the format of a checkpoint.
     """
 
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
