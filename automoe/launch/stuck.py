@@ -279,8 +279,8 @@ def who_is_missing(
 ) -> tuple[int, str]:
     """Return the rank to blame, and the sentences that say why.
 
-    It is the first rank that waits in no collective, those of the collective's process group before
-    others; if all wait, it is ``asking``.
+    It is the first rank that does not answer or waits in no collective, ranks of the collective's
+    process group before others; if all wait, it is ``asking``.
 
     Args:
         standings: positions of the ranks that answered.

@@ -468,7 +468,7 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Return ``status.json`` of ``config.run_dir`` if that run is done and has the same results and export, else None."""
+    """Return ``status.json`` of ``config.run_dir`` if that run is done and was to have the same results, else None."""
     try:
         status = runs.read_status(config.run_dir)
         then = runs.read_config(Path(config.run_dir))
