@@ -131,7 +131,7 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return token weights [B, S] of w, a token's probability by the weights before the update / by the engine.
+    """Return each token's weight [B, S], from w: its probability by the weights before the update / by the engine.
 
     For level ``sequence`` w is its product over the answer, for ``mean`` its geometric mean. Kind ``truncate``:
     min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; these two call ``report_dropped``.
