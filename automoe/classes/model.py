@@ -181,7 +181,7 @@ class ClassRouter(BalancedRouter):
 
 
 class _Repeated(TorchFunctionMode):
-    """Torch-function mode that replays routing: a top-k over all experts returns ``forced_ids``.
+    """Torch-function mode that replays routing: a top-k over all experts returns ``tokens.forced_ids``.
 
     The class of ``transformers`` then computes routing weights from its own scores of these experts.
     """

@@ -354,6 +354,8 @@ class Sweep:
     ) -> Record:
         """Check the configuration of a job and train it; return the entries of its record.
 
+        They are its state, objective, meshes, predicted and measured numbers, or why it did not run.
+
         Args:
             composed: the job's configuration, Hydra's ``DictConfig``.
             task: the job's overrides.
