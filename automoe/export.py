@@ -86,9 +86,9 @@ def export_run(
         The summary of the checkpoint, or a sentence about the adapter.
 
     Raises:
-        ConfigError: ``run_dir`` is not a run directory; the model family has no checkpoints in
-            ``encoding``; ``adapter`` is given, and the run trained no adapter, or other weights
-            too; or ``ema`` is given, and the run kept no averages.
+        ConfigError: ``run_dir`` is no run directory; ``out`` is the run's ``model.hf_path``; the family
+            has no checkpoints in ``encoding``; ``adapter`` is given with a dtype or encoding, or the
+            run trained other weights or none; or ``ema`` is given, and the run kept no averages.
         CheckpointError: the run has no weights, they are damaged, or the written checkpoint differs
             from them.
     """

@@ -63,7 +63,8 @@ def open_session(
 
     Raises:
         ConfigError: a setting is invalid.
-        LaunchError: the mesh needs another number of ranks than there are.
+        LaunchError: the mesh needs another number of ranks than there are, or an existing process
+            group has no CPU backend.
     """
     rank, world_size, local_rank = 0, 1, 0
     if (place := detect_external(os.environ)) is not None:

@@ -261,7 +261,7 @@ class TrainingClient(_Client):
         """Save weights and optimizer in ``run_dir/weights/NAME``; ``ttl_seconds`` has no effect.
 
         Raises:
-            CheckpointError: the folder exists, and ``overwrite`` is False.
+            ConfigError, CheckpointError: ``name`` is no plain file name; the folder exists without ``overwrite``.
         """
         return _done(types.SaveWeightsResponse(path=self._save("weights", name, overwrite)))
 
@@ -329,7 +329,7 @@ class TrainingClient(_Client):
 class SamplingClient(_Client):
     """Client that samples answers by transformers' ``generate`` in the training processes.
 
-    It has the weights at the time of ``TrainingClient.save_weights_and_get_sampling_client``, which makes it.
+    ``TrainingClient.save_weights_and_get_sampling_client`` makes it; it has the weights of then until the next call.
     """
 
     def __init__(self, trainer: TrainingClient) -> None:
@@ -408,7 +408,7 @@ def elementwise(
     Args:
         log_probs: log-probabilities by the current weights.
         values: tensors of the same shape: ``weights`` for ``cross_entropy``, else ``advantages`` A and
-            ``logprobs``.
+            ``logprobs``, log-probabilities by the weights that sampled the tokens.
         loss_fn: with r = exp(log_probs - logprobs): ``cross_entropy``: -weights log_probs; ``importance_sampling``:
             -r A; ``ppo``: -min(r A, clip(r) A); ``cispo``: -sg[clip(r)] A log_probs (sg: stop-gradient).
         clip_low_threshold, clip_high_threshold: bounds of clip(r).

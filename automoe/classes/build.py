@@ -62,7 +62,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
 
     Args:
         path: checkpoint folder or Hub id.
-        experts: transformers' ``experts_implementation``, for classes that have several.
+        experts: transformers' ``experts_implementation``; classes with only one take ``eager``.
 
     Raises:
         ConfigError: transformers has no such class, refuses the configuration, or would draw random

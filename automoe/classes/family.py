@@ -215,7 +215,7 @@ class ClassFamily(Family):
 
 
 class _Release(NamedTuple):
-    """What transformers reads in published files of a class and does not write.
+    """Changes to what transformers writes for a class that give its files the published form.
 
     Attributes:
         names: (regular expression, replacement) pairs that turn the tensor names that transformers

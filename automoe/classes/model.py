@@ -181,7 +181,7 @@ class ClassRouter(BalancedRouter):
 
 
 class _Repeated(TorchFunctionMode):
-    """Torch-function mode that replays routing: a top-k over all experts returns ``forced_ids``.
+    """Torch-function mode that replays routing: a top-k over all experts returns ``tokens.forced_ids``.
 
     The class of ``transformers`` then computes routing weights from its own scores of these experts.
     """
@@ -252,7 +252,7 @@ def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 def longest_span(config: Any) -> int:
     """Return the most positions that a block, window, stride or rate in ``config`` (nested dictionaries) covers.
 
-    A top-k over blocks covers k blocks.
+    It is at least ``_LEAST``. A top-k over blocks covers k blocks.
     """
     lengths = list(spans(config))
     chosen = max((number for name, number in lengths if "topk" in name), default=0)
@@ -418,7 +418,7 @@ class TransformersModel(CausalLM):
 
         Two passes differ in the first document's tokens, but use the same experts for it, so that all products have
         the same shapes. The second document must be equal up to rounding. It begins at two positions in turn,
-        primes so that they are no multiple of a block, window or stride.
+        primes so that they are no multiple of a block, window or stride. A too short row adds to ``self.notes``.
 
         Args:
             seq_len: positions of a training row. Longer windows have no effect there, so the test row needs only

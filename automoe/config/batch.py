@@ -16,7 +16,8 @@ from automoe.config.schema import Config, TrainConfig
 class BatchPlan:
     """Sizes of one optimizer step, from ``plan_batch``; a row is a sequence of tokens.
 
-    Expert rows are (token, expert) pairs; their numbers are means, as balanced routing gives them.
+    Expert rows are (token, expert) pairs; their numbers are means over ranks or experts. With
+    ``moe.pad_to_capacity`` padding counts as well.
 
     Attributes:
         tokens_per_step: tokens of all ranks.

@@ -54,8 +54,9 @@ class ChatConfig:
     """How conversations are read, rendered by a chat template and trained (``docs/finetune.md``).
 
     ``keys`` maps the format's names of keys to the records' own (``{role: speaker}``), ``roles``
-    the records' names of roles to their meaning (``{bot: assistant}``). ``date`` is the date that
-    the template writes. ``turns`` says which answers are trained, ``special_text`` whether special
+    the records' names of roles to their meaning (``{bot: assistant}``). ``template`` is a Jinja file
+    (null: the tokenizer's), ``template_args`` are its arguments besides the messages, ``date`` is the
+    date that it writes. ``turns`` says which answers are trained, ``special_text`` whether special
     tokens spelled out in messages become tokens, and ``pack`` lets several samples share a row.
     """
 
@@ -96,7 +97,8 @@ class DataConfig:
     conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
     ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
     (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary, to measure speed.
-    ``text_key`` is the JSON key or column of the text, ``max_bytes`` limits the text that is read.
+    ``sources`` mixes several sources in place of ``path``; ``subset`` and ``split`` are those of a Hub
+    data set. ``text_key`` is the JSON key or column of the text, ``max_bytes`` limits the text read.
     ``document_mask`` keeps attention within a document, ``on_long`` says what happens to a document
     longer than a row, and ``val_fraction`` is the share of documents for validation.
     """

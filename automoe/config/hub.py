@@ -169,7 +169,8 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
 def bound_waits() -> None:
     """Set a timeout on every HTTP request of huggingface_hub, which makes some without one.
 
-    If a server asks to retry after more than ``_WAIT_S`` seconds, the request fails instead.
+    The timeout is ``SILENT_S`` seconds. If a server asks to retry after more than ``_WAIT_S`` (300)
+    seconds, the request fails instead.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session

@@ -27,7 +27,8 @@ def register_jobs(named: Collection[str]) -> None:
     """Register the OmegaConf resolver ``by_job``: a default for the kind of training job.
 
     ``${by_job:A,B,...}`` gives A for random weights, else the value for full fine-tuning, adapters,
-    preferences, or preferences with adapters; the last value stands for missing ones.
+    preferences, or preferences with adapters; the last value stands for missing ones. Keys of
+    ``train`` take A if ``train.steps`` is set.
 
     Args:
         named: keys and config groups that overrides set. With ``optim`` (a group) among them, its

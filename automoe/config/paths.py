@@ -50,8 +50,8 @@ def user_path(key: str, text: str | Path) -> Path:
 def matches(text: str) -> list[str]:
     """Return the paths that match ``text``: itself if it exists, else those that fit it as a glob.
 
-    Existing folders at the start of ``text`` are taken literally, even with brackets in their
-    names.
+    ``~`` is expanded. Existing folders at the start of ``text`` are taken literally, even with
+    brackets in their names.
 
     Raises:
         PermissionError: a folder in ``text`` cannot be read, in which a glob would just find

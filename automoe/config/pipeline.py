@@ -40,7 +40,11 @@ def runs_halves(schedule: str) -> bool:
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
-    """Return the pipeline rank that holds a stage under ``schedule``; 0 if ``pp`` is 1."""
+    """Return the pipeline rank that holds a stage: stage modulo ``pp``.
+
+    Under the V-shaped schedules (ZBVZeroBubble, DualPipeV) every second run of ``pp`` stages goes back
+    from the last rank to the first.
+    """
     if pp == 1:
         return 0
     turn, place = divmod(stage, pp)
@@ -48,7 +52,7 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[int]]:
-    """Return for each of ``pp`` pipeline ranks the numbers of its ``stages_per_rank`` stages, ascending."""
+    """Return for each of ``pp`` pipeline ranks its ``stages_per_rank`` stage numbers (``rank_of_stage``)."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(pp * stages_per_rank):
         held[rank_of_stage(stage, pp, schedule)].append(stage)
@@ -116,6 +120,8 @@ def _in_turn(
 ) -> Iterator[Entry]:
     """Yield the actions of one rank for schedules in which rank r holds the stages r, r + pp, ...
 
+    An action is (kind, stage, micro-batch), with kind F, B, I or W: forward, backward, or backward for
+    inputs or weights alone. An entry, which is yielded, has one action, or two that run together.
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
     Interleaved1F1B divides the micro-batches into equal groups, of ``pp`` or more if there are as
     many, and runs a whole group through a stage before the next stage (arXiv 2104.04473, section

@@ -81,7 +81,7 @@ class GRPOArgs:
     vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap`` limits how far
     its log-probabilities may differ. The answers are trained on ``iterations`` times, in
     ``mini_batches`` updates each; ``kl`` weights the distance from the first weights, and a
-    ``teacher`` replaces rewards.
+    ``teacher`` replaces rewards. ``reads_data`` is False: the recipe needs no data set.
     """
 
     reads_data: ClassVar[bool] = False  # no corpus is prepared
@@ -123,7 +123,7 @@ def args_class(recipe: str) -> type | None:
     A user's recipe is imported if its source mentions ``Args``.
 
     Raises:
-        ConfigError: the recipe does not exist, or its ``Args`` cannot be read.
+        ConfigError: the recipe does not exist, or its ``Args`` cannot be read or is no dataclass.
     """
     path = own_recipe(recipe)
     if path is None:

@@ -66,7 +66,10 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
 
 
 def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
-    """Return (name, docstring, keys) of ``recipe_args``; [] if ``recipe`` declares no keys."""
+    """Return (dotted name, docstring as one line, keys) of ``recipe_args`` and of each section in it.
+
+    The list is empty if ``recipe`` declares no keys.
+    """
     cls = args_class(recipe)
     return [] if cls is None else list(sections(cls, f"{SECTION}."))
 

@@ -184,7 +184,7 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return the calculation for an error: ``: cp*tp = 2*4 = 8 does not divide 66``.
+        """Return the calculation for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``.
 
         Args:
             see: the configuration's values.

@@ -150,7 +150,8 @@ class RouterConfig:
 
     With ``num_groups`` > 1 it selects from the ``topk_groups`` groups of experts with the highest
     sums of their ``group_score_topk`` best scores. ``expert_bias`` adds to the scores, for the
-    selection alone, a bias that balances the load.
+    selection alone, a bias that balances the load; ``logit_bias`` is a trained one. Of equal scores
+    ``exact_ties`` selects the expert with the lowest index.
     """
 
     # function that turns the router's logits into scores (docs/routing.md)
@@ -281,7 +282,7 @@ class MoEConfig:
     A ``dispatcher`` sends tokens to their experts. A ``gate`` other than ``learned`` replaces the
     router's choices in benchmarks. ``drop_scope`` says which tokens ``capacity_factor`` counts,
     those of a rank or of a row. ``record_routing`` and ``replay_routing`` are directories of chosen
-    experts. No key changes the format of a checkpoint.
+    experts, ``*_coef`` coefficients of auxiliary losses. No key changes the format of a checkpoint.
     """
 
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
@@ -397,12 +398,13 @@ class KernelsConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Settings for saving and resuming the training state, and the export
-    (``docs/reliability.md``).
+    """Settings for saving, resuming and exporting the training state (``docs/reliability.md``).
 
-    ``resume`` is auto (newest checkpoint in ``run_dir``), never, or a run's or checkpoint's path.
-    ``every`` counts steps. The newest ``keep`` checkpoints are kept, those whose step
-    ``keep_every`` divides, and the ``keep_best`` ones with the lowest validation loss.
+    ``resume`` is auto (newest checkpoint in ``run_dir``), never, or a run's or checkpoint's path. A save
+    is due after ``every`` steps and ``every_minutes``; 0 turns either off. The newest ``keep``
+    checkpoints are kept, those whose step ``keep_every`` divides, and the ``keep_best`` ones with the
+    lowest validation loss. ``async_save`` writes in the background. At the end ``export_hf`` writes a
+    HuggingFace checkpoint, with the averaged weights if ``export_ema`` is set.
     """
 
     # auto: continue from the newest valid checkpoint in run_dir, if any; never: start over, and
@@ -428,7 +430,7 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """The configuration of a run."""
+    """The configuration of a run: directory, training loop (``recipe``), plugin modules and sections."""
 
     run_dir: PathText = "runs/default"  # directory of all files of the run
     # training loop: a shipped recipe's name, a file or a module; every rank calls its

@@ -112,7 +112,11 @@ def source_of(recipe: Path | str) -> Path:
 
 
 def own_recipe(recipe: str) -> Path | str | None:
-    """Return the file or module name of a user's recipe; None if ``recipe`` is a shipped one."""
+    """Return the file or module name of a user's recipe; None if ``recipe`` is a shipped one.
+
+    Raises:
+        ConfigError: there is no such file or module.
+    """
     path = find_recipe(recipe)
     shipped = (
         isinstance(path, Path) and path.resolve().parent == shipped_folder("recipes").resolve()
@@ -173,7 +177,7 @@ def copy_recipe(name: str, to: str | None = None) -> Path:
     """Copy a shipped recipe to ``./recipes/NAME.py`` or to the file ``to``; return the new path.
 
     Raises:
-        ConfigError: the recipe does not exist, or the file exists already.
+        ConfigError: there is no such shipped recipe, or ``to`` exists or does not end in ``.py``.
     """
     if _shipped_recipe(name).stem not in list_recipes():
         raise ConfigError(

@@ -18,7 +18,9 @@ class TrainConfig:
 
     ``epochs``, if set, replaces ``steps``. Batch sizes count rows of ``seq_len`` tokens.
     ``max_skipped`` skipped steps in a row end the run; ``spike_factor`` skips a step whose loss is so
-    many standard deviations above the last ``spike_window`` losses. ``freeze`` and ``trainable`` are
+    many standard deviations above the last ``spike_window`` losses. ``fp8`` says how matmuls are scaled,
+    ``indexer`` whether attention sees the keys that indexers choose (sparse) or all, and indexers alone
+    are trained (warmup). ``freeze`` and ``trainable`` are
     patterns of parameter names; ``trainable`` wins. ``val_every`` counts steps, ``val_batches``
     global batches.
     """
@@ -66,7 +68,7 @@ class LoraConfig:
     """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``).
 
     ``path`` is a peft adapter to start from, ``targets`` are groups or names of matrices, and ``base``
-    is how frozen matrices are stored.
+    is how frozen matrices are stored. ``export`` writes the merged model or the adapters alone.
     """
 
     rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
@@ -108,7 +110,8 @@ class OptimConfig:
     """Settings of the optimizer, AdamW or Muon, and of the learning-rate schedule.
 
     Muon updates the matrices of layers, AdamW all other parameters. ``lr`` is the highest learning
-    rate, ``min_lr_ratio`` the last one divided by it; ``decay_steps`` is for ``wsd``.
+    rate, ``min_lr_ratio`` the last one divided by it; ``decay_steps`` is for ``wsd``, ``momentum`` and
+    ``muon_dtype`` are for Muon.
     ``master_weights`` and ``moments`` are formats of the optimizer's numbers. ``ema_decay`` keeps an
     average of the weights, ``qk_clip`` limits attention logits (MuonClip); 0 turns either off.
     """

@@ -105,7 +105,7 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """Return the first and last step to profile; None if ``text`` is empty.
 
     Raises:
-        ConfigError: ``text`` is not ``first-last`` with 1 <= first <= last, or one such number.
+        ConfigError: ``text`` is neither ``first-last`` with 1 <= first <= last nor a number from 1.
     """
     if not text:
         return None

@@ -119,6 +119,11 @@ def composed(config: object, config_name: str, config_dir: str | os.PathLike[str
     Args:
         config_name: primary configuration that overrides or keys apply to.
         config_dir: further folder of configurations.
+
+    Raises:
+        ConfigError: ``config`` is none of the three, has a wrong key or value, or is a ``Config`` and
+            comes with a name or folder.
+        BackendError: Hydra is not installed.
     """
     if isinstance(config, Config):
         if config_name != DEFAULT_PRIMARY or config_dir is not None:

@@ -216,9 +216,9 @@ def start_run(run_dir: Path) -> None:
 
 
 def start_again(run_dir: Path, attempt: int) -> None:
-    """Move the logs of ``attempt`` to ``logs/attempt-N``, and write the state ``starting``.
+    """Move logs and error report of attempt number N, ``attempt``, to ``logs/attempt-N``.
 
-    Logs that cannot be moved are written over.
+    Then write the state ``starting``. Logs that cannot be moved are written over.
     """
     logs = run_dir / LOG_FOLDER
     aside = logs / f"attempt-{attempt}"

@@ -145,8 +145,8 @@ class StuckWatch:
 
         Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs, wait
         up to 10 s for the answers, and record the missing rank as the run's first error. If
-        the collective's own timeout is longer than a step's, and only the latter is near, print a
-        warning instead.
+        the timeout of the collective's group is longer than that of a step (``timeout_s``), and it
+        has waited almost as long as the shorter one, print a warning instead.
         """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context
@@ -279,8 +279,8 @@ def who_is_missing(
 ) -> tuple[int, str]:
     """Return the rank to blame, and the sentences that say why.
 
-    It is the first rank that waits in no collective, those of the collective's process group before
-    others; if all wait, it is ``asking``.
+    It is the first rank that does not answer or waits in no collective, ranks of the collective's
+    process group before others; if all wait, it is ``asking``.
 
     Args:
         standings: positions of the ranks that answered.

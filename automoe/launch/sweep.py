@@ -354,6 +354,8 @@ class Sweep:
     ) -> Record:
         """Check the configuration of a job and train it; return the entries of its record.
 
+        They are its state, objective, meshes, predicted and measured numbers, or why it did not run.
+
         Args:
             composed: the job's configuration, Hydra's ``DictConfig``.
             task: the job's overrides.
@@ -468,7 +470,7 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Return the status of a completed run of this configuration in its directory, else None."""
+    """Return ``status.json`` of ``config.run_dir`` if that run is done and was to have the same results, else None."""
     try:
         status = runs.read_status(config.run_dir)
         then = runs.read_config(Path(config.run_dir))

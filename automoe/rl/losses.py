@@ -65,9 +65,8 @@ def group_advantages(
 ) -> list[float]:
     """Return (reward - group's mean) / (group's standard deviation + epsilon), or 0 if its rewards are equal.
 
-    Args:
-        rewards: rewards of the answers to the first prompt (a group), then to the second, and so on.
-        scale: False omits the division (Dr. GRPO). The variance divides by group_size - 1.
+    ``rewards`` has the answers to the first prompt (a group), then those to the second, and so on; ``scale=False``
+    omits the division (Dr. GRPO). The variance divides by group_size - 1.
     """
     if group_size < 1 or len(rewards) % group_size:
         rule = f"{len(rewards)} rewards are no number of whole groups"
@@ -132,9 +131,10 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return token weights [B, S]: trainer's pre-update probability / the engine's, limited by ``correction``.
+    """Return each token's weight [B, S], from w: its probability by the weights before the update / by the engine.
 
-    Kinds ``mask`` and ``reject`` report, by answer length, numbers of answers, and of those with a token of weight 0.
+    For level ``sequence`` w is its product over the answer, for ``mean`` its geometric mean. Kind ``truncate``:
+    min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; these two call ``report_dropped``.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
@@ -151,7 +151,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report, by range of answer length, numbers of answers, and of those with a token that ``dropped_BS`` marks."""
+    """Add metrics by range of answer length: numbers of answers, and of those with a token that is True (dropped)."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
@@ -274,12 +274,9 @@ def policy_loss(
     """Return a decorator that turns a function for per-token losses into a loss for ``Session``.
 
     The function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the options of
-    ``finish``; its attribute ``options`` maps the name of each option to its type.
-
-    Args:
-        mean: default of the option ``mean``, such as ``tokens``; with ``fixed``, callers may not change it.
-        reads: names of the samples' values that the loss needs.
-        metrics: names of metrics that the function reports besides the common ones (``METRICS``).
+    ``finish``; its attribute ``options`` maps the name of each option to its type. ``mean`` is the default of that
+    option (with ``fixed``, callers may not change it). ``reads`` names the samples' values that the loss needs,
+    ``metrics`` those that the function reports besides the common ones (``METRICS``).
     """
 
     def decorate(of_tokens: Callable[..., Tensor]) -> Any:
@@ -307,7 +304,7 @@ def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if ``loss`` does not take an option, a value is invalid, or ``length`` is missing."""
+    """Raise ``ConfigError`` for an unknown option, an invalid value, or a missing ``length`` (of ``dr_grpo``)."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -367,7 +364,7 @@ def dr_grpo(
 ) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), summed / (answers * length).
 
-    r = pi / pi_old, A: advantage. ``length``, a required option, is a constant such as the token limit of an answer.
+    At most -dual_clip A if A < 0. r = pi / pi_old, A: advantage. ``length`` (required): e.g. an answer's token limit.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -380,7 +377,10 @@ def dapo(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """DAPO (arXiv 2503.14476): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old, advantage A."""
+    """DAPO (arXiv 2503.14476): token loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old.
+
+    A: advantage. If A < 0, the loss is at most -dual_clip A. ``policy_loss`` takes the mean over tokens.
+    """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
 
@@ -392,9 +392,9 @@ def gspo(
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GSPO (arXiv 2507.18071): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), one ratio per answer, advantage A.
+    """GSPO (arXiv 2507.18071): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); at most -dual_clip A if A < 0.
 
-    s = exp(answer's mean of log(pi / pi_old)). A token's r is sg[s] pi / sg[pi] (GSPO-token; sg: stop-gradient).
+    A: advantage; r = sg[s] pi / sg[pi], s = exp(answer's mean of log(pi / pi_old)) (GSPO-token; sg: stop-gradient).
     """
     d_BS = log_ratio(nll_BS, inputs)
     s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
@@ -421,7 +421,7 @@ def sapo(
 ) -> Tensor:
     """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, with r = pi / pi_old and advantage A.
 
-    tau is ``tau_positive`` if A > 0, else ``tau_negative``.
+    tau is ``tau_positive`` if A > 0, else ``tau_negative``. ``policy_loss`` averages over tokens, then answers.
     """
     advantages_BS = inputs.given["advantages"]
     r_BS = log_ratio(nll_BS, inputs).exp()
@@ -440,7 +440,7 @@ def dppo(
 ) -> Tensor:
     """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi; r = pi / pi_old, advantage A (sg: stop-gradient).
 
-    Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) are dropped.
+    Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) have loss 0.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()

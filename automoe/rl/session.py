@@ -212,11 +212,11 @@ class Session:
         """Return the log-probabilities of the trained tokens, without gradients. Collective.
 
         Args:
-            temperature: divides the logits, as in the sampler.
+            temperature: divides the logits; pass the temperature at which the answers were sampled.
             entropy: True to return entropies too.
 
         Raises:
-            DataError: a sample is wrong, or the ranks have different batches.
+            ConfigError, DataError: the temperature is below 1e-6; a sample is wrong, or the ranks' batches differ.
         """
         packed, inputs, _ = self._inputs(batch, temperature)
         recorded = self._set_loss(packed, None, {}, entropy)
@@ -254,7 +254,7 @@ class Session:
         Args:
             loss: a function of ``automoe.rl.losses``, or your own: (nll_BS, inputs, **options) -> this rank's share
                 of the loss (``automoe.model.loss.Loss``).
-            temperature: divides the logits, as in the sampler.
+            temperature: divides the logits; pass the temperature at which the answers were sampled.
             counts: divisors of the loss; None: the counts of this batch. If several calls accumulate for one
                 update, pass the counts of all their batches (``count``).
             options: options of ``loss``.
@@ -309,10 +309,10 @@ class Session:
             report: name -> this rank's number; the result has the maximum of each over ranks.
 
         Returns:
-            Learning rate, gradient norm before clipping, whether the update was skipped (gradients 0 or not finite).
+            Learning rate, gradient norm before clipping, whether it was skipped (0, NaN, infinite; loss spike).
 
         Raises:
-            AutomoeError: ``forward_backward`` was not called since the last step.
+            AutomoeError: ``forward_backward`` was not called since the last step, or ``lr`` is negative or not finite.
         """
         if self._pending is None:
             raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss and counts summed over both passes, whose gradients accumulate for one update."""
+    """Return ``second`` with loss, token counts and replayed ids summed over two passes that accumulate gradients."""
     return replace(
         second,
         loss=first.loss + second.loss,

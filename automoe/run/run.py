@@ -289,8 +289,8 @@ class Run:
         is loaded; ``state.step`` is then smaller than before.
 
         Raises:
-            AutomoeError: ``train.max_skipped`` steps in a row, or all steps of the run, were
-                skipped, and there is no such checkpoint.
+            AutomoeError: ``train.max_skipped`` steps in a row were skipped after another was taken;
+                or all since the start or resume were, and there is no earlier checkpoint.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
