@@ -222,7 +222,7 @@ def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
         raise ConfigError(
             "mesh",
             names,
-            f"experts of this module are sharded over the axes {' and '.join(allowed)}",
+            f"experts of this module can be sharded only over the axes {' and '.join(allowed)}",
             f"Give it the part of the mesh with these axes, such as mesh[{allowed[0]!r}]",
         )
     return {name: mesh[name] for name in names}

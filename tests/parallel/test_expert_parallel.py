@@ -209,7 +209,7 @@ def test_a_module_is_sharded_once_and_called_with_rows_choices_and_weights() -> 
             with pytest.raises(ConfigError, match=f"experts {named} were chosen, and it has experts 0 to 7"):
                 module(torch.ones(1, 4), torch.tensor(ids), torch.ones(1, 2))
         two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
-        with pytest.raises(ConfigError, match="experts of this module are sharded over the axes ep\\. "):
+        with pytest.raises(ConfigError, match="experts of this module can be sharded only over the axes ep\\. "):
             parallelize_module(Experts((8, 4)), two, style)
 
 
