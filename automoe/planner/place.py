@@ -87,17 +87,16 @@ class Passes(NamedTuple):
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Return the assumed (token, expert) pairs on the busiest rank, as a multiple of the mean.
+    """Return the rows that experts compute on the busiest rank, as a multiple of the mean.
 
-    It is 1 without expert parallelism, ``moe.capacity_factor`` with ``moe.pad_to_capacity``, 1 with
-    ``moe.gate=balanced``, and else the constant ``imbalance``, limited by ``moe.capacity_factor``.
+    It is 1 without expert parallelism, with ``moe.pad_to_capacity`` (each expert computes as many)
+    and with ``moe.gate=balanced``; else the constant ``imbalance``, limited by
+    ``moe.capacity_factor``.
     """
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
-    if mesh.ep == 1:
+    if mesh.ep == 1 or moe.pad_to_capacity:
         return 1.0
-    if moe.capacity_factor and moe.pad_to_capacity:
-        return moe.capacity_factor
     return min(busy, max(1.0, moe.capacity_factor or busy))
 
 

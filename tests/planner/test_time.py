@@ -259,6 +259,16 @@ def test_a_hierarchical_dispatch_sends_a_copy_a_node_and_waits_twice() -> None:
     assert asked.traffic["ep"] == pytest.approx(layers * 2 * (once.bytes + once.bytes * 4096 / 4160), rel=1e-3)
 
 
+def test_experts_padded_to_twice_the_mean_compute_twice_the_mean() -> None:
+    def padded(factor: float) -> StepTime:
+        keys = {"parallel.recompute": [], "mesh.ep": 16, "moe.capacity_factor": factor, "moe.pad_to_capacity": True}
+        return time_of("qwen3_30b_a3b", keys)
+
+    once, twice, three = map(padded, (1.0, 2.0, 3.0))
+    assert twice.traffic["ep"] == pytest.approx(2 * once.traffic["ep"], rel=0.03)
+    assert three.compute - twice.compute == pytest.approx(twice.compute - once.compute, rel=0.05)
+
+
 def test_packed_weights_are_widened_for_each_product_and_gathered_as_they_are() -> None:
     def of(base: str) -> StepTime:
         keys = {"lora.rank": 16, "lora.base": base, "lora.targets": ["attention"], "moe.experts": "grouped_mm"}
