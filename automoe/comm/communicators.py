@@ -97,7 +97,7 @@ class ProcessGroupCollection:
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Number of ranks (tp and cp) that share the tokens of a sequence between two blocks."""
+        """Number of ranks over which a sequence's tokens are split between two blocks: tp x cp."""
         return self.cp.num_ranks * self.tp.num_ranks
 
     def sum_over_sequence(self, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[int]]:
-    """Return for each of ``pp`` pipeline ranks its ``stages_per_rank`` stage numbers (``rank_of_stage``)."""
+    """Return each pipeline rank's ``stages_per_rank`` stage numbers, placed as ``rank_of_stage`` says."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(pp * stages_per_rank):
         held[rank_of_stage(stage, pp, schedule)].append(stage)

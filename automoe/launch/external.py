@@ -68,7 +68,11 @@ class ExternalLaunch:
     agent_store: bool  # True if the launcher itself serves the rendezvous, False if rank 0 does
 
     def __post_init__(self) -> None:
-        """Raise ``LaunchError`` if the numbers contradict each other."""
+        """Raise ``LaunchError`` if ranks, sizes and port contradict each other.
+
+        They must satisfy rank < world_size, local_rank < local_world_size <= world_size,
+        local_rank <= rank and 0 < master_port < 65536.
+        """
         if not (
             self.rank < self.world_size
             and self.local_rank < self.local_world_size <= self.world_size
@@ -147,7 +151,11 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``."""
+    """Return the first host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``.
+
+    Raises:
+        LaunchError: the list names no host.
+    """
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", node_list)
     if match is None:
         raise LaunchError(

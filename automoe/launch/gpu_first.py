@@ -46,7 +46,11 @@ class Check:
     killed: bool = False
 
     def overrides(self, device: str) -> list[str]:
-        """Return the command-line overrides of this check, with its device and number of ranks."""
+        """Return this check's overrides: its words, ``launch.device`` and ``launch.num_ranks``.
+
+        Args:
+            device: device of a check that needs GPUs; another runs on the CPU.
+        """
         where = [f"launch.device={device if self.gpus else 'cpu'}"]
         return [*self.words.split(), *where, f"launch.num_ranks={max(1, self.gpus)}"]
 

@@ -19,9 +19,10 @@ T = TypeVar("T")
 class _Context:
     """Context manager around one run of a checkpointed function, its forward or its recomputation.
 
-    The forward (``recomputes`` False) appends results to ``saved``, a list that both contexts of a
-    call share; the recomputation reads them in the same order. Torch
-    enters the context of the recomputation again for each backward of a retained graph.
+    Within it ``save_for_recompute`` appends the result of each of its calls to ``saved`` (forward,
+    ``recomputes`` False) or returns the stored results in the same order (recomputation). Both
+    contexts of a call share ``saved``. Torch enters the recomputation's context again for each
+    backward of a retained graph, and begins at the first result again.
     """
 
     def __init__(self, saved: list, recomputes: bool) -> None:

@@ -482,7 +482,7 @@ def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
 
     Multi-token prediction applies the head once more for each module. ``kernels.loss=torch`` reads
     or writes float32 logits seven times. The kernels of ``triton`` read the logits twice and write
-    once, in the model's dtype.
+    them once, counted as two bytes a number.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.

@@ -151,10 +151,12 @@ class Queue:
             micros = [config.train.micro_batch_size]
 
         def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
-            """Return ([(axes, mesh)] of ``shapes`` that break no rule, {configuration key: number of refused}).
+            """Check each of ``shapes`` with each value of ``parallel.context`` to try, with one value if cp is 1.
 
-            A mesh is refused with each tried value of ``parallel.context``, and counted under the first rule that
-            it breaks. The axes are (tp, cp, ep, etp, value of ``parallel.context``).
+            Returns:
+                [(axes, mesh)] of the pairs of mesh and value that break no rule, and the number of pairs
+                refused by configuration key, each counted once, under the first rule that it breaks. The axes
+                are (tp, cp, ep, etp, value of ``parallel.context``).
             """
             passed, result.refused = [], Counter()
             for shape in shapes:

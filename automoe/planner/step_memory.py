@@ -484,10 +484,14 @@ def adapter_activation_bytes(
 ) -> float:
     """Return the bytes that the LoRA adapters of a layer keep for their backward pass.
 
-    An adapter of rank r keeps r elements per token; of routed experts, per row for gate and up together, none for down.
+    An adapter of rank r on a linear layer keeps r elements, x A, per token. Routed experts keep r
+    elements per row (a token at one expert): gate and up share one product, and down keeps none.
 
     Args:
-        load: sizes of the micro-batch; ``recompute``: recomputed modules, whose adapters keep nothing.
+        layer: index of the layer.
+        load: sizes of the micro-batch on the rank.
+        recompute: recomputed modules of this layer. ``mlp``, ``shared_experts`` and ``moe`` drop
+            what adapters in them keep, ``full`` drops all.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     num_bytes = 0.0

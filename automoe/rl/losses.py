@@ -405,9 +405,9 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """CISPO (arXiv 2506.13585): token loss -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, with advantage A.
+    """CISPO (arXiv 2506.13585): mean over tokens of -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
 
-    r = pi / pi_old (before the update), sg: stop-gradient. ``policy_loss`` averages it. Reports ``clipped_share``.
+    r = pi / pi_old, pi_old before the update; A: advantage; sg: stop-gradient. Reports ``clipped_share`` of tokens.
     """
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)

@@ -263,9 +263,10 @@ class Run:
         """Return True if the state should be saved now.
 
         A save is due every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, after
-        the last step, and when the run was asked to stop. If the step's update was skipped, the
-        save waits for the next step with an update. Nothing is saved before the first update since
-        the start or the resume.
+        the last step, and when the run was asked to stop. If the step's update was skipped, a
+        periodic save waits for the next step with an update; one at the end or at a stop does not.
+        Nothing is saved before the first update since the start or the last load of a checkpoint,
+        or if ``checkpoint.saves`` is False.
         """
         state = self.state
         checkpoint = self.config.checkpoint
