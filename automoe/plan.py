@@ -143,9 +143,10 @@ class BuiltRank:
 
 
 def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
-    """Build the model of the rank with the most memory, without devices, and return its size.
+    """Build the model of the rank with the most memory; return number and bytes of its weight shards.
 
-    The model is sharded in a fake process group, on the meta device.
+    The model is on the meta device, sharded in a fake process group. The result also says whether
+    the bytes equal the plan's.
 
     Args:
         plan: the plan of ``config``, which says which rank that is.

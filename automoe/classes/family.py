@@ -381,7 +381,7 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
 
 
 def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that a published tensor holds; [None] if it holds other numbers.
+    """Return the slices of ``tensor`` that a published tensor holds; None for parts with other numbers.
 
     Args:
         key: key of the published tensor in the checkpoint.

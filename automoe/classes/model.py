@@ -405,10 +405,10 @@ class TransformersModel(CausalLM):
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return the length, at least ``seq_len``, of a test row in which all attention windows and blocks take effect.
+        """Return the length of a test row: max(seq_len, min(4 w, 2048)).
 
-        It holds two documents, each twice as long as the longest attention window, block or compression rate of the
-        configuration, but at most 2,048 positions.
+        w is the longest attention window, block or compression rate of the configuration, so up to w = 512 all take
+        effect in each of the row's two documents.
         """
         return max(seq_len, min(4 * longest_span(self._class[0].config.to_dict()), _ROW))
 

@@ -21,11 +21,11 @@ THREADS = 4  # per rank; a thread reads 2 GB/s
 
 
 def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
-    """Return the folder ``spec``, or the folder of a Hub id after downloading its weights.
-
-    A path that does not exist is returned unchanged.
+    """Return a checkpoint's local folder; download the weights first if ``spec`` is a Hub id.
 
     Args:
+        spec: ``OWNER/NAME[@REVISION]`` is a Hub id if no such path exists; anything else is a path,
+            returned whether or not it exists.
         key: config key that names the checkpoint, for errors.
 
     Raises:

@@ -131,8 +131,8 @@ def step_flops_per_token(config: Config) -> TokenFlops:
 def _passes(param: Param, needs_grad: bool) -> int:
     """Return FLOPs per token and element of weight ``param``: 2 for each matrix product with it.
 
-    The products are the forward one; the gradient of its input if ``needs_grad``; and the gradient
-    of the weight if the weight is trained.
+    The products are the forward one; the gradient of its input if ``needs_grad`` (always for B of
+    an adapter, never for a detached input); and the gradient of the weight if the weight is trained.
     """
     needs_grad = needs_grad and not param.spec.detached
     return 2 + 2 * (needs_grad or param.name.endswith(_LORA_B)) + 2 * param.trained

@@ -1,4 +1,4 @@
-"""The two DeviceMeshes over one set of ranks, and all groups made from them."""
+"""The dense mesh and the mesh of experts, two DeviceMeshes over the same ranks, and their groups."""
 
 from __future__ import annotations
 

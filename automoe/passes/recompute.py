@@ -39,9 +39,11 @@ class _Context:
 
 
 def recompute_contexts() -> tuple[_Context, _Context]:
-    """Return two contexts for one call of a checkpointed function: for forward and recomputation.
+    """Return two context managers for one call of a checkpointed function.
 
-    The pair is what ``context_fn`` of ``torch.utils.checkpoint`` returns.
+    In the first (forward) ``save_for_recompute`` stores its results; in the second (recomputation)
+    it returns them in the same order, and ``is_recomputing()`` is True. Pass this function as
+    ``context_fn`` of ``torch.utils.checkpoint``.
     """
     saved: list = []
     return _Context(saved, False), _Context(saved, True)

@@ -233,7 +233,7 @@ class Space:
     def _experts(
         self, place: Place, family: Family, layer: int, shared: float, arrives: bool
     ) -> Passes:
-        """Return the forward and backward pass of ``layer``'s routed experts, from a cache.
+        """Return predicted times of the forward and backward pass of ``layer``'s routed experts; cached.
 
         Args:
             place: configuration, mesh and batch that belong to ``family``.
@@ -252,9 +252,9 @@ class Space:
         return self._routed[key]
 
     def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
-        """Return (both passes of ``layer`` without routed experts, seconds of the output head).
+        """Return (predicted times of both passes of ``layer`` without routed experts, seconds of the output head).
 
-        The seconds are those of both passes, with the head's uses by multi-token prediction.
+        The seconds are of the head's forward and backward together, with its uses by multi-token prediction.
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.

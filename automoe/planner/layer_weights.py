@@ -15,11 +15,11 @@ from automoe.planner.step_memory import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one layer on a rank after the tp shard; other mesh axes do not matter.
+    """Weights of one layer: what multiplies tokens, and sizes of the tp shard before ep and FSDP.
 
     Attributes:
-        weights: whole matrices that tokens are multiplied by, each with its bytes per element in
-            storage if ``lora.base`` packs it, else 0.
+        weights: matrices that tokens are multiplied by, before any shard, each with its bytes per
+            element in storage if ``lora.base`` packs it, else 0.
         dense_bytes, expert_bytes: bytes that FSDP gathers, outside and of all routed experts:
             packed, or in the compute dtype.
         dense_trained, expert_trained: trained elements, outside and of all routed experts.

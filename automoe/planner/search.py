@@ -153,10 +153,8 @@ class Queue:
         def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
             """Check each of ``shapes`` with each value of ``parallel.context`` to try, with one value if cp is 1.
 
-            Returns:
-                [(axes, mesh)] of the pairs of mesh and value that break no rule, and the number of pairs
-                refused by configuration key, each counted once, under the first rule that it breaks. The axes
-                are (tp, cp, ep, etp, value of ``parallel.context``).
+            Return [(axes, mesh)] that break no rule, axes being (tp, cp, ep, etp, value of ``parallel.context``), and
+            numbers of pairs refused, by the key of the first rule that each breaks.
             """
             passed, result.refused = [], Counter()
             for shape in shapes:

@@ -482,16 +482,11 @@ _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "ro
 def adapter_activation_bytes(
     config: Config, layer: int, load: TokenLoad, recompute: frozenset[str]
 ) -> float:
-    """Return the bytes that the LoRA adapters of a layer keep for their backward pass.
+    """Return the bytes that the LoRA adapters of layer number ``layer`` keep for their backward pass.
 
-    An adapter of rank r on a linear layer keeps r elements, x A, per token. Routed experts keep r
-    elements per row (a token at one expert): gate and up share one product, and down keeps none.
-
-    Args:
-        layer: index of the layer.
-        load: sizes of the micro-batch on the rank.
-        recompute: recomputed modules of this layer. ``mlp``, ``shared_experts`` and ``moe`` drop
-            what adapters in them keep, ``full`` drops all.
+    An adapter of rank r keeps r elements per token; of routed experts r per row (a token at one expert), for gate and
+    up together, none for down. In ``recompute``, ``mlp``, ``shared_experts`` and ``moe`` drop those of adapters in
+    them, ``full`` drops all. ``load`` has the sizes of the micro-batch on the rank.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     num_bytes = 0.0

@@ -128,10 +128,10 @@ class Packed:
 
 
 def checked_fields(sample: Sample, model: ModelConfig, max_tokens: int) -> Fields:
-    """Check one sample against the model; return its fields and values as tensors by name.
+    """Check one sample against the model; return tensors by name: fields that are not None, and ``values``.
 
-    A value that is one number is repeated for all n tokens. ``candidates`` becomes [n, longest
-    list], padded with -1.
+    Each entry of ``Sample.values`` has its own name; one number is repeated for all n tokens.
+    ``candidates``, a list of ids per token, becomes [n, longest list], padded with -1.
 
     Args:
         max_tokens: positions of a training row, ``train.seq_len``. A sample may have one token
