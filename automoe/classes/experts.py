@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automoe.classes.build import ADAPTED_STACKS
+from automoe.kernels.activation import SWIGLU
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertBackend
@@ -42,8 +43,8 @@ def compute_by(experts: nn.Module, backend: ExpertBackend) -> None:
         gate_up_E2IH = experts.gate_up_proj.unflatten(1, (2, -1))
         weights = ExpertWeights(gate_up_E2IH, experts.down_proj)
 
-        def multiply(*rows: Tensor) -> Tensor:
-            return backend(*rows, weights)
+        def multiply(x, gather_idx, offsets, probs) -> Tensor:
+            return backend(x, gather_idx, offsets, probs, weights, SWIGLU)
 
         chosen = top_k_index, top_k_weights
         out_TH = run_choices(x_TH, *chosen, multiply, experts.num_experts, top_k_index.numel())

@@ -280,7 +280,7 @@ class TransformersModel(CausalLM):
     ) -> None:
         super().__init__(config, backend)
         path = str(config.hf_path)
-        model = build_causal_lm(path, EXPERTS[moe.experts])
+        model = build_causal_lm(path, EXPERTS.get(moe.experts, "eager"))
         self.logit_scale, self.soft_cap, self._head_rows = head_of(model, path)
         self._inner = [inner_model(model, path)[1]]
         _keep_own_values(model, path, self.backend.seed)
@@ -333,9 +333,9 @@ class TransformersModel(CausalLM):
             return "no layer has experts in stacks, which moe.experts and mesh.ep are for"
         ours = chosen != "loop" and all(map(are_swiglu, modules))
         wide = torch.get_default_dtype() == torch.float64
-        if not ours and (chosen == "triton" or (wide and chosen == "grouped_mm")):
-            rule = f"{type(modules[0]).__name__} is not SwiGLU of two stacks, and transformers' own {EXPERTS[chosen]} "
-            rule += "is not a Triton kernel and has no float64"
+        if not ours and chosen != "loop" and (chosen != "grouped_mm" or wide):
+            rule = f"{type(modules[0]).__name__} is not SwiGLU of two stacks, which {chosen} multiplies; "
+            rule += "transformers' own grouped_mm has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
             make = self.backend.make_expert_backend or (lambda _: expert_backend(chosen))

@@ -43,11 +43,11 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
 def training_pass() -> Iterator[None]:
     """Mark the block as forward and backward passes of a training step, in all threads."""
     global _trains
-    _trains = True
+    before, _trains = _trains, True
     try:
         yield
     finally:
-        _trains = False
+        _trains = before
 
 
 def trains() -> bool:
