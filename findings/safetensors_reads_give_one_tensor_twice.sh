@@ -6,7 +6,7 @@
 #   In-place operations change the pages that later reads see; the file does not change, and another safe_open, numpy
 #   arrays and load_file (which opens anew) give the file's numbers.
 # versions: safetensors 0.8.0, torch 2.13.0
-# seen (2026-11-29), of a file that holds ones:
+# seen (2026-11-29): of a file that holds ones
 #   read, then multiplied in place by 0.5         0.5
 #   the same name read again                      0.5
 #   its first rows by get_slice                   0.5

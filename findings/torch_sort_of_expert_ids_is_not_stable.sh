@@ -6,7 +6,7 @@
 # behaviour: without stable=True a sort of 17 to 32,767 numbers shuffles ties (always the same way); short ones do not show
 #   it, and neither do integers from 32,768 on, which are sorted by digits. Floats stay shuffled. argsort is the same.
 # versions: torch 2.13.0
-# seen (2026-11-29), ids of 8 experts:
+# seen (2026-11-29): ids of 8 experts
 #   ids        int64, ties in order    float32, ties in order
 #       16     True                    True
 #       17     False                   False

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from automoe.comm.collectives import GlooReduceScatter, over_gloo
 from automoe.config.schema import ParallelConfig
-from automoe.interop import torch_private
+from automoe.interop.torch_private import reshard as reshard_unit
 from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
 from automoe.parallel.mesh import Meshes
@@ -113,7 +113,7 @@ def reshard(model_parts: Iterable[nn.Module]) -> None:
     """
     for part in model_parts:
         for module in fsdp_modules(part):
-            torch_private.reshard(module)
+            reshard_unit(module)
 
 
 def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
