@@ -228,7 +228,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm_moe_dsa",
         _DSA
         | {"indexer_types": ["full", "shared", "shared", "full"], "index_n_heads": 3, "index_topk": 3}
-        | {"num_attention_heads": 2, "rope_scaling": _YARN, "n_shared_experts": 2},
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "rope_scaling": _YARN, "n_shared_experts": 2},
     ),
     "gpt_oss": ("gpt_oss", _GPT_OSS | {"rope_scaling": _YARN | {"truncate": False}}),
     # Every third layer is full; a limit that some gates and ups exceed.
