@@ -30,6 +30,7 @@ from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize, parameter_dtype
 from automoe.parallel.pipeline import build_runner
+from automoe.passes.calls import call_module
 from automoe.planner.plan import make_plan
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
@@ -214,7 +215,8 @@ def torchtitan_layer(config: Config, meshes: Meshes, device: torch.device) -> Bu
             theirs = torchtitan_moe(config.model, layer)
         except Exception as error:  # a release whose names differ, or that does not import here
             raise Absent(f"torchtitan: {type(error).__name__}: {error}") from None
-        part.layers[str(number)].mlp = theirs
+        block = part.layers[str(number)]
+        block.mlp, block.call_mlp = theirs, call_module  # as a layer without routing calls its feed-forward
         layers.append((number, theirs.layer))
     parallelize(part, meshes, config, expert_parallel_style(meshes, config))
 
@@ -256,12 +258,13 @@ def build_trainer(name: str, config: Config, meshes: Meshes, device: torch.devic
 class TransformersPart(nn.Module):
     """A ``transformers`` model with the signature of a decoder that predicts."""
 
-    loss, reported, metrics = None, (), ()  # the cross-entropy that it returns, and nothing else
+    loss, metrics = None, ()  # the cross-entropy that it returns, and nothing else
     embedding = None  # nothing is shared with another stage
 
     def __init__(self, model: Any, config: ModelConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
+        self.reported: dict[str, torch.Tensor] = {}
 
     def units(self) -> Iterator[Unit]:
         return (Unit(number, layer) for number, layer in enumerate(self.model.model.layers))
