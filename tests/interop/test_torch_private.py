@@ -324,6 +324,31 @@ def test_a_sum_of_gradients_is_found_made_and_reduced(ranks: RankPool) -> None:
         assert reduced == [4 + 2.0**-11] * 4  # two ranks, two micro-batches
 
 
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+
+def kinds_after_an_error() -> list[bool]:
+    """Is the weight a shard: before a forward pass that fails, after it, by FSDP's own way back, by ours."""
+    layer = Failing(2, 4, bias=False)
+    fully_shard(layer)
+    layer.set_reshard_after_forward(False)
+    seen = [isinstance(layer.weight, DTensor)]
+    with pytest.raises(RuntimeError, match="no memory"):
+        layer(torch.ones(1, 2))
+    seen.append(isinstance(layer.weight, DTensor))
+    for reshard in (lambda unit: unit.reshard(), torch_private.reshard):
+        reshard(layer)
+        seen.append(isinstance(layer.weight, DTensor))
+    return seen
+
+
+def test_a_unit_whose_forward_pass_failed_is_sharded_again(ranks: RankPool) -> None:
+    for seen in ranks.run(kinds_after_an_error, 2):
+        assert seen == [True, False, False, True]
+
+
 def test_the_innermost_hooks_of_saved_tensors_are_known() -> None:
     pack, unpack = (lambda x: x), (lambda x: x)
     assert torch_private.innermost_saved_tensor_hooks() is None

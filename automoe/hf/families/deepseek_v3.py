@@ -20,10 +20,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims`` (``qk_rope_head_dim``); raise ``ConfigError`` if ``hf.head_dim`` differs.
-
-    A ``head_dim`` of None or 0 stands for hidden_size / num_attention_heads.
-    """
+    """Return ``dims`` (``qk_rope_head_dim``); refuse another ``hf.head_dim`` (None, 0: hidden size / heads)."""
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(

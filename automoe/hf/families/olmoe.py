@@ -18,7 +18,6 @@ def _read_head_dim(size: int | None, hf_config: Any) -> int:
 
     Args:
         size: ``head_dim``; None stands for hidden_size / num_attention_heads.
-        hf_config: transformers' configuration object.
     """
     heads = hf_config.num_attention_heads
     size = size or hf_config.hidden_size // heads
