@@ -244,13 +244,13 @@ def unread_adapter(folder: Path) -> list[str]:
 def base_of(folder: Path) -> str | None:
     """Return the base model, a path or Hub id, that the peft adapter in ``folder`` names.
 
-    Return the text ``nothing`` if it names none, and None if the folder holds a model or no adapter.
+    Return "" if it names none, and None if the folder holds a model or no adapter.
     """
     if is_there(folder, "config.json") or not is_there(folder, ADAPTER):
         return None
     with suppress(OSError, ValueError):
-        return str(read_settings(folder, ADAPTER).get("base_model_name_or_path") or "nothing")
-    return "nothing"
+        return str(read_settings(folder, ADAPTER).get("base_model_name_or_path") or "")
+    return ""
 
 
 def has_own_head(folder: Path, tensors: Contents) -> bool:

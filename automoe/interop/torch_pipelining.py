@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from automoe.interop.torch_private import parameter_groups
+
 Works = list[dist.Work]
 # For every rank, entries of one or two actions (kind, stage, micro-batch).
 Order = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
@@ -171,8 +173,7 @@ def _run_weight_half(action: Any, context: Any) -> None:
     if not isinstance(stage.submod, FSDPModule):
         return
     for state in fully_shard.state(stage.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-        candidate = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [candidate] if candidate else []):
+        for group in parameter_groups(state):
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "to_accumulated_grad_if_needed"):
                     parameter.accumulate_unsharded_grad_if_needed()

@@ -276,11 +276,11 @@ def forget_meshes(hidden: list[Any]) -> None:
 # ---- FSDP ----
 
 
-def _parameter_groups(unit: Any) -> list[Any]:
-    """Return FSDP's groups of an FSDP unit's parameters; ``gradient_sum`` names their attributes."""
-    from torch.distributed.fsdp import fully_shard
+def parameter_groups(state: Any) -> list[Any]:
+    """Return FSDP's groups of parameters, given the state of an FSDP unit (``fully_shard.state``).
 
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    Torch 2.11: ``_fsdp_param_group``; 2.13 to 2.15: ``_fsdp_param_groups``.
+    """
     param_group = getattr(state, "_fsdp_param_group", None)
     return getattr(state, "_fsdp_param_groups", [param_group] if param_group else [])
 
@@ -291,7 +291,9 @@ def reshard(unit: Any) -> None:
     Its own ``reshard`` leaves the unsharded weights of such a unit in place, as plain parameters
     without optimizer state. Torch 2.11 to 2.15: ``_to_sharded`` of its groups of parameters.
     """
-    for group in _parameter_groups(unit):
+    from torch.distributed.fsdp import fully_shard
+
+    for group in parameter_groups(fully_shard.state(unit)):  # type: ignore[attr-defined]
         group._to_sharded()
 
 
@@ -308,7 +310,10 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     in ``unsharded_grad_dtype``, to which autograd itself adds, and ``unsharded_accumulated_grad``
     is a read-only property.
     """
-    fsdp_params = (each for group in _parameter_groups(unit) for each in group.fsdp_params)
+    from torch.distributed.fsdp import fully_shard
+
+    groups = parameter_groups(fully_shard.state(unit))  # type: ignore[attr-defined]
+    fsdp_params = (each for group in groups for each in group.fsdp_params)
     parameter = next(each for each in fsdp_params if each._module_info.param_name == name)
     whole = parameter.unsharded_param
     holder, key, dtype = parameter, "unsharded_accumulated_grad", parameter.reduce_dtype

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import automoe
+from automoe.classes.model import TransformersModel
 from automoe.config import plugins
 from automoe.config.compose import compose_config
 from automoe.config.frozen import load_config
@@ -40,6 +41,7 @@ from automoe.run.hooks import hook_numbers
 from automoe.verify.pool import RankPool
 from automoe.verify.proxy import make_proxy
 from automoe.verify.run import passes
+from tests.support.class_models import against_class, save_class, tier_config
 from tests.support.expert_parallel import tiny_model, worst_difference
 
 ROOT = Path(automoe.__file__).parents[1]
@@ -170,6 +172,22 @@ def test_a_recipe_from_outside_trains_as_the_shipped_one(page: Path) -> None:
     python(page, "-m", "automoe.train", *words, "run_dir=mine", "recipe=my_recipe.py")
     lines = (page / "mine" / "losses.txt").read_text().splitlines()
     assert [float(line.split()[0]) for line in lines] == [record["loss"] for record in read_metrics(page / "shipped")]
+
+
+def test_experts_from_outside_compute_a_class_of_transformers(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they are SwiGLU of two stacks; a class with others is refused."""
+    monkeypatch.syspath_prepend(page)
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+    monkeypatch.delitem(sys.modules, "house", raising=False)
+    plugins.load_plugins(["house"])
+    for model_type in ("flex_olmo", "nemotron_h"):
+        save_class(model_type, tmp_path / model_type)
+    made, worst = against_class(tier_config(tmp_path / "flex_olmo"), "bmm")
+    assert worst <= 1e-10 and made.experts_by.endswith(" bmm")
+    with pytest.raises(ConfigError, match="NemotronHExperts is not SwiGLU of two stacks, which bmm multiplies"):
+        TransformersModel(tier_config(tmp_path / "nemotron_h"), MoEConfig(experts="bmm"))
 
 
 def test_a_family_from_outside_is_read_and_equals_transformers(

@@ -193,7 +193,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         (stating(r="4"), [], "r='4'"),
         (stating(r=8), [], "other tensors than adapters of rank 8"),
         (stating(base_model_name_or_path="/gone/base"), [], r"names '/gone/base' as its base.*lora\.path"),
-        (lambda adapter: (adapter / "adapter_config.json").write_text("{"), [], "names 'nothing' as its base"),
+        (lambda adapter: (adapter / "adapter_config.json").write_text("{"), [], "names nothing as its base"),
         (
             storing(lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)})),
             [],

@@ -334,6 +334,7 @@ def kinds_after_an_error() -> list[bool]:
     layer = Failing(2, 4, bias=False)
     fully_shard(layer)
     layer.set_reshard_after_forward(False)
+    assert len(torch_private.parameter_groups(fully_shard.state(layer))) == 1
     seen = [isinstance(layer.weight, DTensor)]
     with pytest.raises(RuntimeError, match="no memory"):
         layer(torch.ones(1, 2))

@@ -27,7 +27,6 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
 from automoe.model.params import count_params
-from automoe.moe.experts import BACKENDS, loop_experts
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
@@ -322,21 +321,6 @@ def test_swiglu_experts_run_on_our_backend(saved: dict[str, Path], model_type: s
     with AllInFloat64():
         ours, worst = against_class(tier_config(saved[model_type]), "grouped_mm")
     assert worst <= 1e-10 and ours.experts_by == "experts by automoe's grouped_mm"
-
-
-def test_swiglu_experts_run_on_a_backend_of_a_plugin(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the arguments of docs/extend.md; experts of another kind are refused."""
-    calls = []
-
-    def mine(x, gather_idx, offsets, probs, weights, activation):
-        calls.append(len(gather_idx))
-        return loop_experts(x, gather_idx, offsets, probs, weights, activation)
-
-    monkeypatch.setitem(BACKENDS, "mine", lambda: mine)
-    ours, worst = against_class(tier_config(saved["flex_olmo"]), "mine")
-    assert worst <= 1e-10 and calls and ours.experts_by == "experts by automoe's mine"
-    with pytest.raises(ConfigError, match="NemotronHExperts is not SwiGLU of two stacks, which mine multiplies"):
-        TransformersModel(tier_config(saved["nemotron_h"]), MoEConfig(experts="mine"))
 
 
 def test_experts_of_another_kind_run_by_the_code_of_transformers(saved: dict[str, Path]) -> None:

@@ -107,8 +107,9 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
         there = local_folder(path).is_dir()
         rule = "there is no config.json in it" if there else "there is no such folder"
         remedy = "Name a HuggingFace checkpoint directory, or a Hub id (OWNER/NAME@main)"
-        if base := base_of(local_folder(path)):
-            rule = f"it is an adapter of peft, not a model; its {ADAPTER} names {base!r:.200} as its base"
+        if (base := base_of(local_folder(path))) is not None:
+            named = repr(base)[:200] if base else "nothing"
+            rule = f"it is an adapter of peft, not a model; its {ADAPTER} names {named} as its base"
             remedy = (
                 "Name the base. automoe train starts from both, with lora.path, if the base is a folder; to merge them: "
                 "automoe export RUN for a run's adapter, "
