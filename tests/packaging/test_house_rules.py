@@ -328,7 +328,7 @@ def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
     assert not found, "\n".join(found)
     for name in PRIVATE_TO_TORCH:
         assert private_uses(tree_of(MODULES[name]), set()), f"{name} names none and can go"
-        assert own_imports()[name] == set()
+        assert own_imports()[name] <= set(PRIVATE_TO_TORCH)
 
 
 @pytest.mark.parametrize(
