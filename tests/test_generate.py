@@ -172,7 +172,7 @@ def test_an_adapter_is_no_model_and_says_what_to_name(
         "WHERE": ["generate", "adapter", "Who?"],
     }[named]
     (tmp_path / "adapter").mkdir()
-    for content, base in (('{"base_model_name_or_path": "owner/base"}', "'owner/base'"), ("{", "'nothing'")):
+    for content, base in (('{"base_model_name_or_path": "owner/base"}', "'owner/base'"), ("{", "nothing as its base")):
         (tmp_path / "adapter" / "adapter_config.json").write_text(content)
         assert cli.main(words) == 2
         said = capsys.readouterr().err
