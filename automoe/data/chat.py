@@ -89,7 +89,7 @@ def _text_of(message: Message) -> str:
 
 
 def _says(prompt: str, message: Message) -> bool:
-    """Return True if one of both texts has the other in it, whatever white space lies between words."""
+    """Return True if one text contains the other, white space aside; False for an empty message."""
     first, second = (" ".join(text.split()) for text in (prompt, _text_of(message)))
     return bool(second) and (first in second or second in first)
 
@@ -200,8 +200,8 @@ class _Reader:
 
         The prompt is the messages before the answer. It comes from the record's key ``prompt``,
         where plain text is a user's question. If both answers of a preference pair begin with
-        another role than assistant, the prompt is instead the messages with which both begin; then a
-        text at ``prompt`` has one of them in it, or stands in one of them.
+        another role than assistant, the prompt is instead the messages with which both begin; a text
+        at ``prompt`` must then contain one of them, or be contained in one.
 
         Args:
             names: keys of the answers, e.g. ``("chosen", "rejected")``.

@@ -101,7 +101,7 @@ class ChatTemplate(ChatRenderer):
         the text through the next answer. If the template rewrites earlier turns (it drops
         reasoning, or ends the last answer differently), the conversation becomes several.
         ``data.chat.turns=last`` trains only the last answer. An answer with weight 0 in its record,
-        or before all other messages, is never trained.
+        in the conversation's ``prompt``, or before all other messages, is never trained.
 
         Returns:
             For each conversation its sequences: ids, and spans of the answers that are trained.
@@ -109,6 +109,7 @@ class ChatTemplate(ChatRenderer):
         Raises:
             DataError: a conversation has no answer to train, or the template refuses it. The
                 message names file and line.
+            ConfigError: the template always ends in a generation prompt, or no token ends answers.
         """
         texts = []
         calling = []  # per conversation and answer: True if it calls tools, and the arguments

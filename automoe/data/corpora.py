@@ -107,7 +107,7 @@ def reader_digest(kind: str) -> str:
 def find_files(data: DataConfig) -> dict[str, Path]:
     """Return the corpus's files: path relative to their common folder -> path.
 
-    The order is the same on every machine and rank.
+    The order is the same on every machine and rank. Keys of a Hub data set are ``NUMBER-FILE``.
 
     Raises:
         DataError: no file is found, or a directory has records in several formats.

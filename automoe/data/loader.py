@@ -127,8 +127,8 @@ class Loader:
         """Return which rows and documents the last training step had, on all ranks.
 
         Returns:
-            Index of the first row, index of the last row, and ``file`` or ``file:line`` of each
-                document.
+            Index of the first and of the last row in the endless sequence of rows, and ``file`` or
+                ``file:line`` of each document.
         """
         end = self.consumed_rows
         first = end - self.rows_of_last_step

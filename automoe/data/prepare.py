@@ -52,7 +52,8 @@ class TokenCorpus:
     Attributes:
         tokens: [sum of lengths] ids of the N documents, one after the other.
         starts, lengths: [N] int64 start in ``tokens`` and length of each document.
-        hashes: [N] uint64 hash of each document's text, which decides on its split.
+        hashes: [N] uint64 hash of a document's text, or of a conversation's tools and prompt (all
+            messages if it has none), which decides on its split.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
         content: digest of tokens, loss masks and lengths; it does not depend on names of files.
         text_bytes: UTF-8 bytes of all texts.

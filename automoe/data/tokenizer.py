@@ -408,7 +408,7 @@ def _by_transformers(folder: Path, tokenizer: str, rule: str, remedy: str) -> An
         rule, remedy: texts of the error: what must hold, and what to do.
 
     Raises:
-        ConfigError: the folder has no fast tokenizer.
+        ConfigError: transformers cannot load it, or it is a slow tokenizer.
     """
     from transformers import AutoTokenizer
 

@@ -62,8 +62,8 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
         stored tensor that has the slice's numbers.
 
     Raises:
-        CheckpointError: it cannot be read, is no plain LoRA, or adapts other matrices than adapters
-            of this model can.
+        CheckpointError: the adapter cannot be read, is no plain LoRA, or adapts matrices that
+            adapters of this model cannot.
     """
     folder = local_folder(path)
     try:

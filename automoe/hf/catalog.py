@@ -42,7 +42,7 @@ class Catalog:
         folder: the directory.
         keys: map of tensor names: which HuggingFace tensors hold each of our parameters.
         sources: stored tensors by plain name, that is, without a vision-language wrapper's prefix.
-        block: rows and columns that share a scale in block-FP8.
+        block: rows and columns that share a scale, if tensors are quantized.
         names: map between plain names and names in the files.
         beside: tensors outside the text model, such as a vision part, by name in the files. They
             are not read, and an export holds copies of them.

@@ -62,7 +62,8 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
         scheme: quantization that config.json states; it tells how names of codes and scales end.
 
     Returns:
-        All tensors by name; a tensor of scales is now a field of the entry that it scales.
+        Tensors by name; scales of weights are now a field of the entry that they scale, and scales
+        of activations are left out.
 
     Raises:
         CheckpointError: a tensor is stored both as it is and as codes, or its zero points or the

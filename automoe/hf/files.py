@@ -164,7 +164,7 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Written:
-    """Write the index (tensor -> file) if there are several files, and return a summary.
+    """Write model.safetensors.index.json if there are several files, and return a summary.
 
     Args:
         files: tensors of each file, by name.

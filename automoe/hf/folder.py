@@ -175,7 +175,7 @@ def write_settings(
             from the checkpoint at its ``hf_path``.
         dtype: dtype of the parameters.
         tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
-            default: that of ``config.hf_path``.
+            None: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
         chat: chat template of the training; it is written too, and the token that ends an answer is
             added to the ``eos_token_id`` of generation.
@@ -234,7 +234,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
     Args:
         tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
-            default: that of ``config.hf_path``.
+            None: that of ``config.hf_path``.
 
     Raises:
         ConfigError: the tokenizer's directory does not exist.

@@ -68,14 +68,14 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the overlap of a rank's shard of our tensor with this box, also a slice of it.
+        """Return the overlap of this box with a slice of our tensor, such as a rank's shard.
 
         Args:
-            start: index of the shard's first element.
-            size: shape of the shard.
+            start: index of the slice's first element in our tensor.
+            size: shape of the slice.
 
         Returns:
-            (index of the overlap in the HuggingFace tensor, its index in the shard), or None if
+            (index of the overlap in the HuggingFace tensor, its index in the slice), or None if
             there is no overlap. ``from_stored`` and ``in_stored_order`` convert between the two
             layouts.
         """
@@ -207,8 +207,8 @@ class KeyMap:
             a mixture.
         table: slices by our name, which replace ``rows`` for a class of transformers without a
             family.
-        layouts: layouts that files may have, if they cannot be derived; the last one is that of the
-            parameters in memory.
+        layouts: layouts that files may have, if they do not follow from ``rows``; the last one is
+            that of transformers' parameters in memory.
         unread: regular expressions of stored tensors to skip.
         integers: stored tensors of int64, such as a table of the experts of each token id.
     """
@@ -233,7 +233,7 @@ class KeyMap:
 
     @property
     def fused(self) -> bool:
-        """True if one tensor holds the gate and up projections of all experts."""
+        """True if all experts of a layer share the tensors of gate and up projections."""
         return " [E" in self.row(GATE_UP)
 
     @property
@@ -290,7 +290,7 @@ class KeyMap:
         return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
     def pieces(self, name: str, shape: Shape, experts: range | None = None) -> Sequence[Piece]:
-        """Return the slices of HuggingFace tensors, in order, that hold our tensor ``name``.
+        """Return the slices of stored tensors that hold our tensor ``name``: by expert, gate before up.
 
         Args:
             shape: full shape of our tensor.
@@ -381,8 +381,8 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
     """Return True if checkpoints in ``encoding`` store codes and scales for this slice of a tensor.
 
     MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, except
-    routers, gates, the weights of an indexer's heads and the input projection of a module for
-    multi-token prediction. It leaves the embedding, the head and their copies alone.
+    routers, the output gate of shared experts, the weights of an indexer's heads and the input
+    projection of a module for multi-token prediction. It leaves the embedding, the head and their copies alone.
 
     Args:
         name: name of our tensor.

@@ -239,7 +239,7 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def adapter_names(config: ModelConfig) -> Names:
-    """Return the map between our names of parameters and those in transformers' class, which peft adapts."""
+    """Return the map between names in a text model alone and in transformers' class, which peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
@@ -266,7 +266,7 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
     Args:
         tensors: LoRA factors A and B by our names; only names and shapes are used.
         keys: layout of the weights that get adapters: one tensor per expert, or fused experts.
-        names: map of their names to those in transformers' class (``adapter_names``).
+        names: map of the weights' names to those in transformers' class (``adapter_names``).
     """
     table = []
     for module, suffix, a, b in _adapters(tensors):

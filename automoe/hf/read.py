@@ -400,7 +400,7 @@ class Reader:
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows ``begin`` to ``end`` of matrix (expert) ``matrix``, dequantized: [rows, columns].
 
-        They have the item's columns. A shard in packed FP8 gets its codes: [rows, blocks, bytes].
+        The columns are the item's. A shard in packed FP8 gets codes and scales: [rows, blocks, bytes].
         """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
@@ -480,7 +480,7 @@ class Reader:
 
 @contextmanager
 def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yield a callback that takes bytes read.
+    """Show a progress bar on a terminal; yield a callback that takes a number of bytes read.
 
     Args:
         name: name of the checkpoint.

@@ -196,7 +196,7 @@ class Transfer:
         leaves the context, so that no other rank waits for it.
 
         Args:
-            advance: callback that receives the bytes of each tensor part that was read.
+            advance: callback that gets the number of bytes of each tensor part that was read.
         """
         rank = self.ranks.rank
         with ExitStack() as opened:
@@ -226,7 +226,7 @@ class Transfer:
 
         Args:
             max_shard_bytes: largest file, unless one tensor alone is larger.
-            advance: callback that receives the bytes of each tensor part that was read.
+            advance: callback that gets the number of bytes of each tensor part that was read.
         """
         source, ranks = self.source, self.ranks
         names, beside = (source.names, source.beside) if source else (ALONE, {})
@@ -372,7 +372,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 
 def _read(item: WriteItem, reader: Reader) -> Tensor:
-    """Read the tensor of ``item`` from the files of ``reader``, piece by piece."""
+    """Return the tensor of ``item``, read slice by slice from the files of ``reader``."""
     stored = torch.zeros(item.pieces[0].shape, dtype=item.dtype)
     for of, piece in zip(item.shards, item.pieces, strict=True):
         full = torch.empty(of.shape, device="meta")

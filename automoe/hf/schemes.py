@@ -81,7 +81,7 @@ class Scheme(NamedTuple):
 def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
     """Return the scheme that a ``quantization_config`` states; None states an unquantized checkpoint.
 
-    If automoe cannot read such a checkpoint, return a text that says why.
+    If automoe cannot read such a checkpoint, return text that says why, to follow the setting's name.
     """
     if stated is None:
         return Scheme()
@@ -102,8 +102,8 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
     """Return the scheme that all groups of a compressed-tensors configuration share.
 
-    If the groups cannot be read, return a text that says why. Settings for activations are ignored,
-    because only weights are read.
+    If the groups cannot be read, return text that says why, to follow ``quantization_config``.
+    Settings for activations are ignored, because only weights are read.
     """
     groups = stated.get("config_groups")
     schemes = [*groups.values()] if isinstance(groups, dict) else []

@@ -115,7 +115,7 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index of a matrix in this shard, empty CPU shard to read it into) of each matrix."""
+        """Yield (index in this shard, empty CPU shard for its numbers) of each expert or lone matrix."""
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):

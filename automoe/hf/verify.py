@@ -67,8 +67,8 @@ def verify_hf(
 
     Args:
         parts: the model, or this rank's pipeline stages of it; not changed.
-        dtype: expected dtypes of exported tensors by name; tensors without one have the model's
-            own.
+        dtype: expected dtypes by name of the HuggingFace tensor; tensors without one have the
+            model's own.
         encoding: tensors in this encoding are compared within its rounding error.
         source: checkpoint whose tensors outside the text model (a vision part) the export copied.
 

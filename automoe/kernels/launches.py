@@ -194,7 +194,7 @@ def _over_rows(
         step: number that divides the length of every operand's rows.
         dtype: dtype of the operands.
         operands: tensors or tensor descriptors.
-        sizes: numbers that follow the operands and the description of the tiles.
+        sizes: the kernel's arguments after operands and tiles, such as K and N.
         constants: further compile-time constants.
     """
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](

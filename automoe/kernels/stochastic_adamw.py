@@ -97,8 +97,8 @@ def update_part(
     Args:
         values, grads, firsts, seconds: the shard, its gradient, its first and second moments, each
             [num_rows / num_middle, num_middle, num_cols].
-        steps, rates, second_scales: step counts, step sizes and bias corrections of all parameters
-            of the group; ``place`` is this parameter's index in them.
+        steps, rates, second_scales: of all parameters of the group, step counts, lr / (1 - beta1^step)
+            and 1 / (1 - beta2^step); ``place`` is this parameter's index in them.
         key: key of the parameter's random stream, for the rounding.
         first_index: index of the shard's first element in the full parameter, in which
             ``outer_stride`` and ``middle_stride`` are the strides.

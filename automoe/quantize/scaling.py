@@ -58,7 +58,7 @@ class _Weights(nn.Module):
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:
-        """Quantize the weight [..., N, K] to float8 with its ``scales`` (``weight_scales``)."""
+        """Return the weight [..., N, K] in float8, from ``cached`` or by ``scales`` (``weight_scales``)."""
         return self._once("codes", lambda: self.quantize(weight, scales, W))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -142,7 +142,7 @@ class Tensorwise(_Weights):
 
 
 class Delayed(Tensorwise):
-    """Scaling rule: one scale per matrix, from the largest number of 16 steps (``HISTORY``).
+    """Scaling rule: one scale per matrix, from the largest number of the last 16 steps (``HISTORY``).
 
     This is delayed scaling (arXiv 2209.05433, section 3). An operand without a history is scaled by
     its own largest number.

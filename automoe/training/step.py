@@ -60,7 +60,8 @@ class Update:
         fp8_clipped_share: share of this stage's delayed fp8 scales that values of this step
             exceeded.
         over_ranks: maximum over all ranks of each number in the argument ``report`` of
-            ``optimizer_step``; with QK-clip also of ``max_attention_logit``.
+            ``optimizer_step``, of ``skip`` (1: a reason to skip), and with QK-clip of
+            ``max_attention_logit``.
     """
 
     lr: float
@@ -108,9 +109,9 @@ def prepare_inputs(
 
     Args:
         batch: full sequences of this data-parallel rank, on the CPU.
-        forced_ids: [B, R, L, n, K] expert ids that L MoE layers use instead of their routers'
-            choices; n = 1: chosen ids, n = 2: also those of plain top-k (``Tokens.forced_ids``).
-            None: routers choose.
+        forced_ids: [B, R, L, n, K] for R positions, K expert ids that L MoE layers use instead of
+            their routers' choices (-1: the router chooses); n = 1: chosen ids, n = 2: also those of
+            plain top-k. None: routers choose.
         options: further inputs of the loss, and whether multi-token prediction runs.
     """
     num_rows, seq_len = batch.tokens.shape

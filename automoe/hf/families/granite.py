@@ -1,4 +1,4 @@
-"""Granite 3 and PowerMoE (arXiv 2408.13359) without and with a shared expert: config.json and keys."""
+"""Granite 3, PowerMoE (arXiv 2408.13359), also with a shared expert: keys of config.json, tensor names."""
 
 from __future__ import annotations
 

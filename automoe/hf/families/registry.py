@@ -85,7 +85,7 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the declaration of the family with the name ``config.family``."""
+    """Return the family ``config.family``, adapted to the checkpoint of ``config`` (``Family.of``)."""
     family = known_families().get(config.family) or look_up("model.family", config.family)
     return family.of(config)
 
