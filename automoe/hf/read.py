@@ -234,7 +234,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Range of the bytes that are needed of each stored row; it has only whole elements."""
+        """Half-open range of the bytes that are needed of each stored row, in whole elements."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -242,7 +242,7 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> Span:
-        """Range of the bytes to read from each stored row: ``wanted``, or the whole row.
+        """Half-open range of the bytes to read from each stored row: ``wanted``, or the whole row.
 
         Whole rows take fewer reads, so they are read if that costs few bytes.
         """

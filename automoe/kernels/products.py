@@ -160,7 +160,8 @@ def gather_up_activate(
     made. Outputs are ``pre`` (gate and up, [R, 2 ``width``]) and ``act`` (routing weight ``probs`` * activation, which
     is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``). ``tile_expert`` and ``tile_row`` are
     expert and first row of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides
-    all row lengths. With TMA the weights are a tensor descriptor. PRECISION is ``input_precision`` of ``tl.dot``.
+    all row lengths. ``gate_up_proj`` is [E, 2, width, hidden] (with TMA a tensor descriptor), and its bias [E, 2,
+    width] or None. PRECISION is ``input_precision`` of ``tl.dot``.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -228,8 +229,9 @@ def rows_times_weights(
 ):
     """Triton kernel: multiply each row of ``a``, sorted by expert, by its expert's weight in ``w``.
 
-    It computes the down projection, and in the backward pass the gradient of the experts' input rows. ``w`` is [E, N,
-    K] with BY_COLUMNS, else [E, K, N]; ``bias`` [E, N] (or None) is added times ``probs`` [R], the routing weights.
+    ``out`` [R, N] is the down projection of ``a`` [R, K], or in the backward pass the gradient of the experts' input
+    rows. ``w`` is [E, N, K] with BY_COLUMNS, else [E, K, N]; ``bias`` [E, N] (or None) is added times ``probs`` [R],
+    the routing weights.
     ``tile_expert`` and ``tile_row`` are expert and first row of each tile of rows, ``offsets`` the ends of the experts'
     rows (``RowTiles``). STEP divides all row lengths. With TMA ``a`` and ``w`` are tensor descriptors. PRECISION is
     ``input_precision`` of ``tl.dot``.
