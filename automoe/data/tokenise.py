@@ -75,7 +75,7 @@ class CorpusWriter:
 def tokenise_documents(
     folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]
 ) -> dict[str, Any]:
-    """Write each document's ids and EOS (tokens.bin) and their table (documents.npy) to ``folder``.
+    """Write each document's ids and EOS (tokens.bin), and a row for it (documents.npy), to ``folder``.
 
     Short documents are encoded together, long ones in pieces.
 
