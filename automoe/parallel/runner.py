@@ -161,6 +161,8 @@ class StepRunner(ABC):
     def take_reported(self) -> dict[str, Tensor]:
         """Return this rank's sums of the metrics that losses report, by name, and reset them.
 
+        They are zero on all tp ranks but the first, because tp ranks have equal sums.
+
         Raises:
             ConfigError: a loss reported a name that its attribute ``metrics`` does not list.
         """
