@@ -34,12 +34,12 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
 
     Args:
         ep: ranks that hold equal parts of the experts.
-        expert_rows: (token, expert) pairs that a rank's experts compute.
+        expert_rows: (token, expert) pairs that a rank's experts compute; read if ep is above 1.
 
     Returns:
-        ``Counted``: bytes stored once per micro-batch, such as masks; and for each layer, the bytes
-        it stores for the backward pass and the most that its backward pass adds to them. Text if
-        the class's code cannot run on fake tensors.
+        (bytes stored once per micro-batch, such as masks; a pair for each layer: bytes it stores
+        for the backward pass, and the most that its backward pass adds to what this and earlier
+        layers store). Text if the class's code cannot run on fake tensors.
     """
     train = config.train
     rows = int(expert_rows) if ep > 1 else 0

@@ -1,4 +1,4 @@
-"""Construction of a causal language model by its class of ``transformers``, and facts about it.
+"""Build a causal language model by its class of ``transformers``; find its layers, experts, head.
 
 The class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
 never imported.
@@ -65,8 +65,9 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         experts: transformers' ``experts_implementation``; classes with only one take ``eager``.
 
     Raises:
-        ConfigError: transformers has no such class, refuses the configuration, or would draw random
-            numbers during training (dropout).
+        ConfigError: transformers has no such class or refuses the configuration; or the class does
+            not generate token by token, draws random numbers in training (dropout), or computes
+            experts in one way that is not ``experts``.
     """
     import transformers
 

@@ -381,7 +381,9 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
 
 
 def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that a published tensor holds; None for parts with other numbers.
+    """Return the slices of ``tensor`` that a published tensor holds.
+
+    None stands for a part of the published tensor that is no slice of ``tensor``.
 
     Args:
         key: key of the published tensor in the checkpoint.
