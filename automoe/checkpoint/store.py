@@ -81,7 +81,7 @@ class CheckpointStore:
 
     Args:
         config: the run's configuration; ``config.checkpoint`` says which steps to keep.
-        shape: shape of the mesh of these ranks.
+        shape: sizes of the axes of the mesh of these ranks.
         run_dir: directory that all ranks see; checkpoints are in ``run_dir/checkpoints``.
     """
 

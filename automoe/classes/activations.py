@@ -71,7 +71,7 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
     def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
         """Stand in for a token dispatcher under ``FakeTensorMode``; return [T, H].
 
-        Call ``experts`` on ``expert_rows`` rows, as many as this rank's experts are counted with.
+        Call ``experts`` on ``expert_rows`` rows, this rank's number of (token, expert) pairs.
         Only shapes are right: every row is token 0.
         """
         token_R = topk_ids_TK.new_zeros(expert_rows)

@@ -330,13 +330,13 @@ def _numbers(values: Any) -> set[float]:
 
 
 def _as_stated(measured: float, stated: set[float]) -> float:
-    """Return the number in ``stated`` that equals ``measured`` up to 1e-6, else ``measured``."""
+    """Return the closest number of ``stated`` with a relative error below 1e-6, else ``measured``."""
     near = (number for number in stated if abs(measured - number) < 1e-6 * abs(number))
     return min(near, key=lambda number: abs(measured - number), default=measured)
 
 
 class _Outputs:
-    """Stand-in for a base model's outputs: ``last_hidden_state`` and every index give ``hidden``.
+    """Stand-in for a base model's outputs: ``last_hidden_state`` and any index return ``hidden``.
 
     All other attributes are None.
     """

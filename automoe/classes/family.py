@@ -150,7 +150,8 @@ class ClassFamily(Family):
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
         """Return the ``config.json`` for an export, which has the text model alone.
 
-        Its keys are those of ``base``, without the ones that describe the source's files.
+        Its keys are those of ``base``, without the ones that describe the source's files, such as
+        ``quantization_config``; ``architectures`` and ``tie_word_embeddings`` are of ``config``.
 
         Args:
             base: ``config.json`` to start from; that of the checkpoint's text model if None, or if

@@ -46,7 +46,9 @@ def node_levels(
         timeout: of the new groups' collectives; None is torch's default.
 
     Raises:
-        ConfigError: the nodes hold unequal numbers of the group's ranks.
+        ConfigError: the nodes hold unequal numbers of the group's ranks, or these are not in the
+        order
+            of nodes.
         BackendError: ranks that count as one node are on several machines.
     """
     ranks = dist.get_process_group_ranks(ep)
