@@ -202,7 +202,8 @@ def newest_valid(
             is made to name the returned step.
 
     Raises:
-        CheckpointError: no step is intact, or ``LATEST`` names a step in a folder without steps.
+        CheckpointError: no step is intact, ``LATEST`` names a step in a folder without steps, or a
+            step cannot be read or was written by another version.
     """
     steps, promised = ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
     if promised is not None and promised not in steps:
@@ -256,7 +257,8 @@ def step_to_resume(
         (step folder, its manifest, True if the step is in this run's own directory).
 
     Raises:
-        CheckpointError: there are steps and none is intact, or the path of ``resume`` has no step.
+        CheckpointError: there are steps and none is intact, a step cannot be read or was written by
+            another version, or the path of ``resume`` has no step or is a damaged step.
     """
     newest = newest_valid(run_dir / FOLDER, ranks, warn, of_run=True)
     source = Path(resume).expanduser()

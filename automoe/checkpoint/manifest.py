@@ -165,6 +165,7 @@ def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
     A field that the manifest lacks was added later; the saved model has the field's default.
 
     Args:
+        step_dir: folder of the checkpoint, for the message.
         saved: the configuration in the manifest.
 
     Raises:
@@ -194,6 +195,7 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
     Fixed weights are frozen ones, which a step omits, and those of a reference model.
 
     Args:
+        step_dir: folder of the step, for the message.
         manifest: the step's manifest, which holds the digest of its fixed weights.
         base: ``checkpoint_identity`` (a digest) of this run's fixed weights; None if it has none.
     """

@@ -81,7 +81,7 @@ class CheckpointStore:
 
     Args:
         config: the run's configuration; ``config.checkpoint`` says which steps to keep.
-        shape: shape of the mesh of these ranks.
+        shape: sizes of the axes of the mesh of these ranks.
         run_dir: directory that all ranks see; checkpoints are in ``run_dir/checkpoints``.
     """
 
@@ -266,7 +266,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Time a block in which the loop waits; a failed write warns, or raises if ``last``."""
+        """Count the block's time as waiting; a ``SaveError`` in it becomes a warning, or is raised if ``last``."""
         started = time.perf_counter()
         try:
             yield
@@ -280,9 +280,9 @@ class CheckpointStore:
 
     @cached_property
     def base(self) -> str | None:
-        """Digest of the checkpoint at ``model.hf_path`` if weights are frozen, else None.
+        """Digest of the checkpoint at ``model.hf_path`` if weights are frozen, else None. Collective.
 
-        Saved steps leave out the frozen weights, which that checkpoint holds. Collective.
+        Saved steps leave out the frozen weights, which that checkpoint holds. None with ``model.upcycle``, too.
         """
         config = self.config
         model = config.model

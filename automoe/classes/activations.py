@@ -34,12 +34,12 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
 
     Args:
         ep: ranks that hold equal parts of the experts.
-        expert_rows: (token, expert) pairs that a rank's experts compute.
+        expert_rows: (token, expert) pairs that a rank's experts compute; read if ep is above 1.
 
     Returns:
-        ``Counted``: bytes stored once per micro-batch, such as masks; and for each layer, the bytes
-        it stores for the backward pass and the most that its backward pass adds to them. Text if
-        the class's code cannot run on fake tensors.
+        (bytes stored once per micro-batch, such as masks; a pair for each layer: bytes it stores
+        for the backward pass, and the most that its backward pass adds to what this and earlier
+        layers store). Text if the class's code cannot run on fake tensors.
     """
     train = config.train
     rows = int(expert_rows) if ep > 1 else 0
@@ -71,7 +71,7 @@ def _count(config: Config, narrow: bool, ep: int, expert_rows: int) -> Counted:
     def dispatch(x_TH, topk_ids_TK, probs_TK, experts) -> Tensor:
         """Stand in for a token dispatcher under ``FakeTensorMode``; return [T, H].
 
-        Call ``experts`` on ``expert_rows`` rows, as many as this rank's experts are counted with.
+        Call ``experts`` on ``expert_rows`` rows, this rank's number of (token, expert) pairs.
         Only shapes are right: every row is token 0.
         """
         token_R = topk_ids_TK.new_zeros(expert_rows)

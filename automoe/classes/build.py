@@ -1,4 +1,4 @@
-"""Construction of a causal language model by its class of ``transformers``, and facts about it.
+"""Build a causal language model by its class of ``transformers``; find its layers, experts, head.
 
 The class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
 never imported.
@@ -65,8 +65,9 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         experts: transformers' ``experts_implementation``; classes with only one take ``eager``.
 
     Raises:
-        ConfigError: transformers has no such class, refuses the configuration, or would draw random
-            numbers during training (dropout).
+        ConfigError: transformers has no such class or refuses the configuration; or the class does
+            not generate token by token, draws random numbers in training (dropout), or computes
+            experts in one way that is not ``experts``.
     """
     import transformers
 
@@ -329,13 +330,13 @@ def _numbers(values: Any) -> set[float]:
 
 
 def _as_stated(measured: float, stated: set[float]) -> float:
-    """Return the number in ``stated`` that equals ``measured`` up to 1e-6, else ``measured``."""
+    """Return the closest number of ``stated`` with a relative error below 1e-6, else ``measured``."""
     near = (number for number in stated if abs(measured - number) < 1e-6 * abs(number))
     return min(near, key=lambda number: abs(measured - number), default=measured)
 
 
 class _Outputs:
-    """Stand-in for a base model's outputs: ``last_hidden_state`` and every index give ``hidden``.
+    """Stand-in for a base model's outputs: ``last_hidden_state`` and any index return ``hidden``.
 
     All other attributes are None.
     """

@@ -150,7 +150,8 @@ class ClassFamily(Family):
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
         """Return the ``config.json`` for an export, which has the text model alone.
 
-        Its keys are those of ``base``, without the ones that describe the source's files.
+        Its keys are those of ``base``, without the ones that describe the source's files, such as
+        ``quantization_config``; ``architectures`` and ``tie_word_embeddings`` are of ``config``.
 
         Args:
             base: ``config.json`` to start from; that of the checkpoint's text model if None, or if
@@ -381,7 +382,9 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
 
 
 def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that a published tensor holds; None for parts with other numbers.
+    """Return the slices of ``tensor`` that a published tensor holds.
+
+    None stands for a part of the published tensor that is no slice of ``tensor``.
 
     Args:
         key: key of the published tensor in the checkpoint.

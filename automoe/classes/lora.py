@@ -31,7 +31,7 @@ def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
 
 
 def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
-    """Add LoRA adapters to ``experts`` as submodule ``lora``, and compute with adapted weights."""
+    """Add LoRA adapters to ``experts`` as submodule ``lora``: forward uses weight + scale B A."""
     experts.add_module("lora", adapters)
     code = OwnCode(experts)
 

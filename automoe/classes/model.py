@@ -163,7 +163,7 @@ class ClassRouter(BalancedRouter):
     live: Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
-        """Count a training micro-batch's expert choices; return ``routing`` with balance losses attached."""
+        """In training, count expert choices and attach the balance losses to the routing weights; return ``routing``."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
@@ -181,7 +181,7 @@ class ClassRouter(BalancedRouter):
 
 
 class _Repeated(TorchFunctionMode):
-    """Torch-function mode that replays routing: a top-k over all experts returns ``tokens.forced_ids``.
+    """Torch-function mode that replays routing: top-k over all experts gives ``tokens.forced_ids`` (-1: its own).
 
     The class of ``transformers`` then computes routing weights from its own scores of these experts.
     """
@@ -228,16 +228,16 @@ class _Probe(NamedTuple):
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
         """Return the expert ids [T, K] that ``experts`` is to use, from the router's ``ids_TK``.
 
-        The first pass stores and uses ``ids_TK``. The second takes the stored ids for the first ``self.first`` tokens.
+        The first pass stores and uses them. The second uses stored ones for the first document (``self.first`` tokens).
         """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of each whole number in ``config`` that is a block, window, stride, kernel or rate.
+    """Yield (key, number) of each whole number in ``config`` with a key that names a size in positions (``_SPANS``).
 
-    The key tells: it contains such a word. ``name`` is the key of ``config`` itself in the dictionary around it.
+    The key contains block, chunk, compress, index_topk, kernel, stride or window. ``name`` is the key of ``config``.
     """
     if isinstance(config, dict):
         for key, value in config.items():
@@ -252,7 +252,7 @@ def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 def longest_span(config: Any) -> int:
     """Return the most positions that a block, window, stride or rate in ``config`` (nested dictionaries) covers.
 
-    It is at least ``_LEAST``. A top-k over blocks covers k blocks.
+    It is at least 16. A top-k over blocks covers k blocks.
     """
     lengths = list(spans(config))
     chosen = max((number for name, number in lengths if "topk" in name), default=0)
@@ -418,7 +418,7 @@ class TransformersModel(CausalLM):
 
         Two passes differ in the first document's tokens, but use the same experts for it, so that all products have
         the same shapes. The second document must be equal up to rounding. It begins at two positions in turn,
-        primes so that they are no multiple of a block, window or stride. A too short row adds to ``self.notes``.
+        primes, so no multiple of a block, window or stride. A note in ``self.notes`` says if the row is too short.
 
         Args:
             seq_len: positions of a training row. Longer windows have no effect there, so the test row needs only

@@ -99,7 +99,8 @@ class AttentionSetup:
 
         Args:
             window: positions of the sliding window, 0 for none.
-            chosen_BSR: True where a query attends to a key, in place of documents and window.
+            chosen_BSR: the mask, True where a query attends to a key; None: the mask is made from
+                causality, documents and window.
         """
         assert window in (0, self.window)
         if chosen_BSR is None:
@@ -119,7 +120,7 @@ class AttentionSetup:
 
         Args:
             scale: factor of the products of queries and keys.
-            window: 0 for a layer without a sliding window.
+            window: positions of the layer's sliding window; 0: none.
             sinks_N: one more logit per head, which takes probability but has no value; None: no
                 sinks.
             chosen_BSR: True where a query attends to a key; None: queries attend to all keys that

@@ -122,9 +122,9 @@ def block_masks(
 ) -> list[QueryBlock]:
     """Return the blocks of this rank's queries, each with FlexAttention's ``BlockMask``.
 
-    The mask is made from document borders, without scores and without a host sync. Sequences with
-    any document ids get a mask, so ``always`` has no effect. A document is a run of positions with
-    one id.
+    The mask is made from document borders, without scores and without a host sync. Sequences
+    without document ids get one too, a causal one, so ``always`` has no effect. A document is a run
+    of positions with one id.
 
     Args:
         keys: the ranks from which attention gathers keys.

@@ -1,6 +1,6 @@
 """Interface of a language model, or of one pipeline stage of it, to the trainer.
 
-``Decoder`` implements it for families that are declarations; a family may have a model of its own
+``Decoder`` implements it for automoe's native families; others have a model of their own
 (``automoe.config.tier``). Letters of dimensions: ``automoe.model``.
 """
 
@@ -40,7 +40,7 @@ SAMPLED = {
 
 
 class MoELayer(Protocol):
-    """Interface of an MoE layer: the module of its experts, and its router, which counts loads."""
+    """Interface of an MoE layer: the module of its experts, and the router that counts tokens."""
 
     @property
     def experts(self) -> nn.Module: ...
@@ -77,7 +77,8 @@ class CausalLM(nn.Module, ABC):
         predicts: whether this part holds the vocabulary head.
 
     Attributes:
-        loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
+        loss: function of per-token losses, by default the backend's; a recipe may set its own.
+            None: mean cross-entropy.
         mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction;
             ``forward_backward`` sets it in each step.
         reported: sums of the values that the losses report, by name.
@@ -201,11 +202,11 @@ class CausalLM(nn.Module, ABC):
 
         Returns:
             If this stage does not predict, the states for the next stage. Else one tensor of what
-            the batch asks for. With ``next_token_at``: [B, S] likeliest next tokens, ``IGNORE`` at
-            other positions. Else with ``labels``: [1] this micro-batch's share of the loss, by
-            default of the mean cross-entropy in nats. Without either: [B, S, V] logits. Losses of
-            modules for multi-token prediction have gradients and are reported, but are not in the
-            loss.
+            the batch asks for. With ``next_token_at``: [B, S] likeliest next tokens, -1 where a
+            logit is NaN, ``IGNORE`` (-100) at other positions. Else with ``labels``: [1] this
+            micro-batch's share of the loss, by default of the mean cross-entropy in nats. Without
+            either: [B, S, V] logits. Losses of modules for multi-token prediction have gradients
+            and are reported, but are not in the loss.
         """
         batch = batch or MicroBatch(*states)
         counts = batch.known_counts()

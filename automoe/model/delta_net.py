@@ -38,9 +38,10 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs of the gated delta rule (arXiv 2412.06464), from a state of zeros.
 
-    It computes a chunk of positions at a time. Within a chunk the values that each token adds to
-    the state depend on the tokens before it. With the decays c_i summed from the chunk's start they
-    solve a unit lower triangular system (the WY form, section 3.3 and arXiv 2406.06484):
+    It computes a chunk of positions at a time. Within a chunk the values U that tokens add to the
+    state depend on the tokens before them. With c_i, the log decays summed from the chunk's start,
+    and S, the state before the chunk, U solves a unit lower triangular system (the WY form, section
+    3.3 and arXiv 2406.06484):
 
         (I + strictly lower of [beta_i exp(c_i - c_j) k_i.k_j]) U = beta (V - exp(c) K S)
 

@@ -166,7 +166,7 @@ def index_scores(q_BcJD: Tensor, k_BRD: Tensor, w_BcJ: Tensor) -> tuple[Tensor, 
         w_BcJ: weight of each head.
 
     Returns:
-        [B, c, R] weighted sums over heads, and [B, c, J, R] of each head before its weight.
+        [B, c, R] weighted sums over heads, and [B, c, J, R], relu(q . k) of each head.
     """
     # One product for all queries of a row; a product per query would copy the keys each time.
     by_head_BcJR = F.relu(q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, q_BcJD.shape[1:3])
@@ -195,8 +195,9 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 class _Divergence(torch.autograd.Function):
     """Autograd function: weighted sum over queries of KL(target || softmax of chosen keys' scores).
 
-    The target [B, s, R] are attention's probabilities, the weights [B, s] 1 / number of tokens of
-    the global batch, 0 for padding.
+    Its inputs are q, k and w (``IndexInputs``); the target [B, s, R], attention's probabilities;
+    the chosen keys [B, s, R] bool; and the weights [B, s], 1 / number of tokens of the global
+    batch, 0 for padding. The result is a scalar.
 
     Gradients are made in the forward pass, one chunk of queries after the other: scores of every
     head would take J numbers for each query and key. The gradient of a query's divergence by its

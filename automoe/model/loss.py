@@ -105,7 +105,7 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each label is in this rank's rows of the vocabulary head, the first of ``first_id``.
+    """Find each label in this rank's rows of the vocabulary head, which begin at id ``first_id``.
 
     Returns:
         Three [T, 1]: whether the token is trained; its label's row in ``weight_VH``, clamped to the
@@ -227,7 +227,7 @@ def cross_entropy_sum(
         first_id: token id of the weight's first row.
         vocab: the ranks that hold the other rows, all with the same x and labels. Each of these
             ranks returns the whole loss; their gradients of x are terms of a sum.
-        chunk_fn: function that computes a chunk, possibly compiled.
+        chunk_fn: function with the arguments and results of ``chunk_loss``, which computes a chunk.
         hits: int64 scalar to which the number of labels that are the likeliest token is added.
         soft_cap: bound of the logits (``cap_logits``); 0: none.
 
@@ -241,7 +241,7 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Autograd function: -log p(label) of each token, entropy and further log-probabilities.
+    """Autograd function of ``token_scores``: returns the three tensors of ``TokenScores``.
 
     Its backward pass recomputes the logits, which it does not keep.
     """
@@ -334,11 +334,10 @@ def _sampler_logits(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
-    Logits [T, V] are of this rank's V rows ``weight_VH`` of the head, -inf for ids not allowed.
-
-    Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The
-    derivative of the soft cap is [T, V]; None: there is no cap. The context ``ctx`` of
-    ``_TokenScores`` holds temperature, allowed ids and cap.
+    Logits [T, V] are of the tokens in the range ``chunk`` and this rank's V rows ``weight_VH`` of
+    the head, -inf for ids not allowed. Allowed are the ids that top-p or top-k sampling left, bool
+    [T, V]; None: all ids. The derivative of the soft cap is [T, V]; None: there is no cap. The
+    context ``ctx`` of ``_TokenScores`` holds temperature, allowed ids and cap.
     """
     temperature_T, candidates_TN, soft_cap = ctx.sampled_by
     logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)
@@ -362,7 +361,7 @@ class TokenScores(NamedTuple):
     """Log-probabilities and entropy of T tokens, in nats, at least float32; 0 for untrained tokens.
 
     Attributes:
-        nll_T: -log p(label).
+        nll_T: -log p(label), p being the token's probabilities over the vocabulary.
         entropy_T: entropy of p; None: not asked for.
         scored_TK: log p of K further ids; None: no further ids were asked for.
     """

@@ -90,7 +90,8 @@ class _TritonRMSNorm(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """RMSNorm ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in the dtype of ``x``.
 
-    ``zero_centered`` multiplies by 1 + weight instead, and starts from zero.
+    ``zero_centered`` multiplies by 1 + weight instead; the weight then starts from zero, else from
+    one.
     """
 
     def __init__(self, dim: int, eps: float, zero_centered: bool = False) -> None:

@@ -255,7 +255,8 @@ _EXPERT_ADAPTERS = {
 def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     """Return the specs of the LoRA matrices A and B of the weight ``target``.
 
-    A takes the last dim of its target, B the other dims, each with the sharding of these dims.
+    A [r, I] has the last dim of a target [O, I], B [O, r] the others; adapters of stacked experts
+    have the dim E too. A dim is sharded as in the target.
     """
     path, _, last = target.name.rpartition(".")
     if last in _EXPERT_ADAPTERS:
@@ -341,7 +342,7 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``, with the expert bias if ``buffers``."""
+    """Return the parameters of decoder layer ``layer``; with ``buffers`` also the expert bias."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return [param for param in other if param.layer == layer]
     sizes = sizes_of(model)
@@ -358,7 +359,7 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
 
 
 def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
-    """Return the pipeline stages that hold the embedding or a copy of it, the first one first.
+    """Return the pipeline stages that hold the embedding or a copy of it, in ascending order.
 
     A stage holds a copy if its modules for multi-token prediction read it, or if its head is tied.
 
@@ -427,7 +428,7 @@ def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
 
 
 def count_params(model: ModelConfig) -> ParamCount:
-    """Return the model's number of parameters by component (keys of ``PARTS``) and in all."""
+    """Return the model's numbers of parameters: all, those a token uses, and by component."""
     by_part = dict.fromkeys(PARTS, 0)
     for param in model_params(model):
         by_part[param.part] += param.numel

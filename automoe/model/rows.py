@@ -47,7 +47,7 @@ def _in_row_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
-    """Return ``tokens`` with ``index`` (place in the packed sequence) and ``doc_ids`` [B, R] for masks.
+    """Return ``tokens`` with ``index`` (in the packed sequence) and ``doc_ids`` [B, R] for masks.
 
     These two are of whole sequences, of which ``ranks`` hold the other positions; all other tensors
     keep this rank's S positions. Collective over ``ranks``.

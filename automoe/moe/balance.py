@@ -104,8 +104,8 @@ class Loads(NamedTuple):
     """Views of the counters of one MoE layer, or with a first dim [L, ...] of L layers.
 
     Attributes:
-        experts: [2, E] tokens given to each expert before any are dropped, and tokens that plain
-            top-k of the scores would give to it.
+        experts: [2, E] number of tokens given to each expert before any are dropped, and number
+            that plain top-k of the scores would give to it.
         losses: [4] sequence, global and micro-batch balance loss, and z-loss (``LOSSES``).
         dropped: [] number of dropped choices.
         replayed: [2] number of choices repeated from an inference engine, and of those among them
@@ -161,8 +161,9 @@ class LoadCounter(nn.Module):
         """Add one micro-batch to the counters, if it is a training pass and not a recomputation.
 
         Args:
-            chosen_BE: tokens of each sequence given to each expert, before any are dropped.
-            plain_BE: tokens of each sequence that plain top-k of the scores would give to each.
+            chosen_BE: numbers of tokens of each sequence given to each expert, before any are
+            dropped.
+            plain_BE: numbers that plain top-k of the scores would give.
             losses: sequence, global and micro-batch balance loss, and z-loss: scalars.
             dropped_BsK: bool, the choices that were dropped; None if the layer drops none.
             replayed: [2] choices repeated from an inference engine, and how many of them the router
@@ -185,7 +186,7 @@ def update_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
 
     Args:
         bias_E: float32 bias.
-        counts_E: tokens of the global batch given to each expert.
+        counts_E: number of tokens of the global batch given to each expert.
         rate: amount that is added to or subtracted from each bias.
     """
     bias_E += rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)

@@ -282,8 +282,7 @@ class _GroupedExperts(torch.autograd.Function):
 def repeat_by_expert(bias_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
     """Repeat the entries [E, N] of experts for each of their rows, R = ``num_rows``: [R, N].
 
-    ``offsets_E`` are the ends of the experts' rows.
-    Rows past the last offset get the last expert's entry.
+    ``offsets_E`` are the ends of the experts' rows. Rows past the last get the last expert's entry.
     """
     row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
     expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=bias_EN.shape[0] - 1)

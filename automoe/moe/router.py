@@ -121,9 +121,9 @@ def select_experts(
 ) -> Tensor:
     """Return the top-k of score + bias (None: 0) inside the best groups of experts: [B, s, K] int64.
 
-    DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The best ``topk_groups`` of ``num_groups`` groups
-    are those with the largest sum of their ``group_score_topk`` best experts. The bias takes part
-    in the selection of groups and experts, never in the routing weights.
+    Section 2.1.2 of arXiv 2412.19437 (DeepSeek-V3) has the rule. The best ``topk_groups`` of
+    ``num_groups`` groups are those with the largest sum of their ``group_score_topk`` best experts.
+    The bias takes part in the selection of groups and experts, never in the routing weights.
     """
     choice_BsE = scores_BsE if bias_E is None else scores_BsE + bias_E
     if config.num_groups > 1:

@@ -46,7 +46,9 @@ def node_levels(
         timeout: of the new groups' collectives; None is torch's default.
 
     Raises:
-        ConfigError: the nodes hold unequal numbers of the group's ranks.
+        ConfigError: the nodes hold unequal numbers of the group's ranks, or these are not in the
+        order
+            of nodes.
         BackendError: ranks that count as one node are on several machines.
     """
     ranks = dist.get_process_group_ranks(ep)
@@ -118,8 +120,8 @@ class ExpertStyle(ParallelStyle):
     Raises:
         BackendError: no such dispatcher, one that this machine does not have, or a plugin with
             ``in_8_bits``.
-        ConfigError: gpus_per_node is below 1; when the style is applied, a mesh that it cannot
-            shard over.
+        ConfigError: gpus_per_node is below 1; or, when the style is applied, the mesh has an axis
+            other than ep and etp, or an axis's size does not divide the dim that it shards.
     """
 
     def __init__(
@@ -192,7 +194,8 @@ class ExpertStyle(ParallelStyle):
         Args:
             device_mesh: mesh with the axes ep, etp or both.
             num_experts: number of experts of all ranks.
-            moe: options of ``LocalDispatcher``, which dispatches if no axis is ep.
+            moe: ``moe`` section of the configuration, read only without an axis ep: this rank then
+                has all experts (``LocalDispatcher``).
         """
         meshes = _axes(device_mesh, ("ep", "etp"))
         dispatcher: Dispatcher = LocalDispatcher(num_experts, moe)

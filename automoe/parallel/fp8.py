@@ -179,7 +179,7 @@ def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> I
 
 @torch.no_grad()
 def update_scales(model_parts: Iterable[CausalLM], meshes: Meshes, stepped: bool) -> float:
-    """Update the delayed fp8 scales with the values that any rank of the stage saw. Collective.
+    """Update the delayed fp8 scales with the largest values that the stage's ranks saw. Collective.
 
     Call this function once a step. The host waits for its result.
 

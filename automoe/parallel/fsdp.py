@@ -109,7 +109,7 @@ def reshard(model_parts: Iterable[nn.Module]) -> None:
     """Free the unsharded weights of every FSDP unit.
 
     A forward pass without a backward pass, or that failed, leaves them allocated. A checkpoint
-    would save them, and find no moments of them.
+    would save them, and the optimizer has no state for them.
     """
     for part in model_parts:
         for module in fsdp_modules(part):

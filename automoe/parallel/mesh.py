@@ -108,7 +108,7 @@ class Meshes:
 def build_meshes(
     shape: MeshShape, device: torch.device, timeout: timedelta | None = None
 ) -> Meshes:
-    """Return both DeviceMeshes of the initialised process group.
+    """Return the meshes and groups of the initialised process group's ranks. Collective.
 
     Args:
         device: device of this rank, whose type the meshes get.

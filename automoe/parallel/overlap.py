@@ -98,9 +98,10 @@ class MergedPasses:
             self._wake[1 - me].release()
 
     def wait_for_turn(self, me: int) -> None:
-        """Block until pass ``me`` (0: first, 1: second) may run; end it if the other pass has failed.
+        """Block until pass ``me`` (0: first, 1: second) may run.
 
-        The watchdog of hanging ranks recognises this function by name.
+        Raise ``_OtherPassFailed``, which ends the pass, if the other one has failed. The watchdog
+        of hanging ranks recognises this function by name.
         """
         self._wake[me].acquire()
         self._turn = me

@@ -1,4 +1,4 @@
-"""Application of the meshes to a model: the order of the parallelisms, and a rank's parts."""
+"""Build a rank's pipeline stages, and apply the parallelisms to them in the required order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertSty
     """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
     Tp, ep and etp shard weights first; then linear layers are replaced for 8 bits, and FSDP cuts
-    the shards. What is compiled and recomputed was decided when the stage was built.
+    the shards (a single rank may do without: ``stays_unsharded``). What is compiled and recomputed
+    was decided when the stage was built.
 
     Args:
         style: shards the experts.
@@ -80,8 +81,8 @@ def parameter_dtype(config: Config) -> torch.dtype:
 def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     """Build this rank's pipeline stages: {stage number: model part} on the meta device. Collective.
 
-    The parts have shapes and shards, but no memory and no numbers: ``materialize`` follows, or
-    ``allocate`` and a checkpoint's weights.
+    The parts have shapes and shards, but no memory and no numbers: call ``materialize`` next, or
+    call ``allocate`` and load a checkpoint.
     """
     shape: MeshShape = meshes.shape
     parallel = config.parallel
@@ -113,7 +114,10 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
 
 
 def allocate(model_parts: dict[int, CausalLM], device: torch.device) -> None:
-    """Allocate this rank's shards; initialise adapters and buffers, but no other parameters."""
+    """Allocate this rank's shards, initialise adapters and buffers, and set training mode.
+
+    All other parameters are left uninitialised.
+    """
     for part in model_parts.values():
         part.to_empty(device=device)
         reset_buffers(part)

@@ -1,4 +1,4 @@
-"""The runner of pipeline stages (torch's schedules over our stages and groups), and ``build_runner``."""
+"""The runner of pipeline stages under torch's schedules, and the choice of a rank's runner."""
 
 from __future__ import annotations
 

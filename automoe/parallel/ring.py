@@ -47,7 +47,7 @@ def ring_masks(ranks: Communicator) -> MaskFn:
 
 
 def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
-    """Return ring attention over the cp ranks ``group``, as a function of q, k and v.
+    """Return ring attention over the cp ranks ``group``: a function (q, k, v, mask, scale).
 
     The function masks by causality and by documents, and takes no attention sinks.
     """
@@ -73,7 +73,7 @@ def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
 
 
 def cuda_ring(mesh: DeviceMesh) -> AttentionFn:
-    """Return torch's ring attention over the cp axis ``mesh``, as a function of q, k and v.
+    """Return torch's ring attention over the cp axis ``mesh``: a function (q, k, v, mask, scale).
 
     The function masks by causality alone, and takes no document ids and no attention sinks.
     """

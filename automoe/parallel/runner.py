@@ -136,7 +136,8 @@ class StepRunner(ABC):
     def outputs(self, inputs: MicroBatch) -> Tensor | None:
         """Run a forward pass of ``inputs`` without gradients; return the last stage's outputs.
 
-        The pass does not count for statistics such as tokens per expert.
+        The pass does not count for statistics such as tokens per expert. It forgets metrics that
+        losses reported before it.
 
         Returns:
             The model's results (``CausalLM.forward``), joined over micro-batches along the first
@@ -160,6 +161,8 @@ class StepRunner(ABC):
 
     def take_reported(self) -> dict[str, Tensor]:
         """Return this rank's sums of the metrics that losses report, by name, and reset them.
+
+        They are zero on all tp ranks but the first, because tp ranks have equal sums.
 
         Raises:
             ConfigError: a loss reported a name that its attribute ``metrics`` does not list.

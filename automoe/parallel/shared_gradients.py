@@ -88,10 +88,10 @@ class SharedGradients:
             self.sum()
 
     def sum(self) -> None:
-        """Replace each shared parameter's gradient by the sum of all that contribute to it.
+        """Replace each shared parameter's gradient by the sum of its terms, over copies and ranks.
 
-        These are this rank's copies of the parameter (tied embedding and head, also of MTP), and the
-        ranks of the parameter's process group. They shard it alike, so local shards are summed, all
+        The copies are those of this rank (tied embedding and head, also of MTP), the ranks those of
+        the parameter's process group. They shard it alike, so local shards are summed, all
         parameters of a group in one all-reduce.
         """
         for parameter in self._on_stages:
