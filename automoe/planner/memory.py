@@ -69,7 +69,7 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
     key = key_of(config)
 
     def stage_held(stage: int) -> tuple[int, list[Param]]:
-        """Return (number of parameters without adapters, all stored parameters) of a stage.
+        """Return (number of parameters without adapters, all stored parameters) of stage number ``stage``.
 
         The latter include adapters, and packed matrices (``lora.base``) as they are stored.
         """
