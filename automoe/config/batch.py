@@ -102,9 +102,10 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 
 
 def least_micro_batches(config: Config, shape: MeshShape) -> int:
-    """Return the fewest micro-batches per step that the pipeline schedule allows.
+    """Return the fewest micro-batches per step and data-parallel rank that ``config`` can run with.
 
-    This is the number on each data-parallel rank.
+    For a pipeline these are pp (2 pp for DualPipeV), except for GPipe and LoopedBFS; else 1, or 2
+    with ``parallel.overlap_all_to_all``.
     """
     schedule = config.parallel.schedule
     if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:

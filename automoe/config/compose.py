@@ -65,7 +65,7 @@ _VALUES = {
 
 @dataclass
 class Arguments:
-    """Parsed command line: primary configuration, its folder, flags (``multirun``: a sweep), Hydra overrides."""
+    """Command line: primary configuration, folder besides ``conf``, flags (``multirun``: a sweep), Hydra overrides."""
 
     config_name: str = DEFAULT_PRIMARY
     config_dir: str | None = None
@@ -189,8 +189,8 @@ def escaped(text: str) -> str:
 def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any]:
     """Resolve the interpolations of a configuration that Hydra composed; return dictionaries.
 
-    Text with environment variables becomes ``FromEnvironment``, so that files show
-    ``${oc.env:NAME}`` instead of a variable's content. ``${by_job:A,B,...}`` becomes the default
+    Text with environment variables, except ``run_dir``, becomes ``FromEnvironment``, so that files
+    show ``${oc.env:NAME}`` instead of a variable's content. ``${by_job:A,B,...}`` becomes the default
     for this kind of training job (random weights, fine-tuning, adapters or preferences).
 
     Args:
@@ -403,7 +403,7 @@ def swept_keys(overrides: list[str]) -> set[str]:
 def check_swept_values(config_name: str, overrides: list[str], config_dir: str | None) -> None:
     """Check every value of a sweep before its first job starts.
 
-    Each is composed once with the primary ``config_name`` and the first value of every other swept key.
+    Each is composed once with the primary ``config_name`` of ``conf`` or ``config_dir``, and other keys' first values.
 
     Raises:
         ConfigError: a value of the wrong type or out of bounds, an unknown option, or a
@@ -457,9 +457,9 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
 
 
 def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
-    """Return the run directory extended by its overrides, e.g. ``runs/default-ep4-pp1``.
+    """Return ``run_dir`` with ``overrides`` appended to its name, e.g. ``runs/default-ep4-pp1``.
 
-    The name leaves out overrides that change no result, such as ``observe.log_every=1``.
+    Overrides that change no result, such as ``observe.log_every=1``, are left out.
     """
     plain = ("checkpoint.resume=auto", "checkpoint.resume=never")
     name = folder_name(

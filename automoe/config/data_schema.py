@@ -32,8 +32,8 @@ class Shown:
 class SourceConfig(Shown):
     """One of several sources of rows, which are mixed by ``weight``; metrics show its ``name``.
 
-    A field that is null takes the value of the same key of ``data``, and ``format``, ``keys`` and
-    ``roles`` that of ``data.chat``.
+    A null ``name`` is that of the file or folder ``path``. Other null fields take the value of the
+    same key of ``data`` (``format``, ``keys`` and ``roles``: of ``data.chat``), but ``path`` does not.
     """
 
     path: PathText | None = None  # as data.path
@@ -97,10 +97,11 @@ class DataConfig:
     conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
     ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
     (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary, to measure speed.
-    ``sources`` mixes several sources in place of ``path``; ``subset`` and ``split`` are those of a Hub
-    data set. ``text_key`` is the JSON key or column of the text, ``max_bytes`` limits the text read.
-    ``document_mask`` keeps attention within a document, ``on_long`` says what happens to a document
-    longer than a row, and ``val_fraction`` is the share of documents for validation.
+    ``path`` is a file, folder, glob or Hub id; ``sources`` mixes several in its place; ``subset`` and
+    ``split`` are those of a Hub data set. ``tokenizer`` is ``byte``, a folder or a Hub id. ``text_key``
+    is the JSON key or column of the text, ``max_bytes`` limits the text read. ``document_mask`` keeps
+    attention within a document, ``on_long`` says what happens to a document longer than a row, and
+    ``val_fraction`` is the share of documents for validation.
     """
 
     # kind of data, see above

@@ -148,7 +148,8 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
         plugins: import the plugins that the file names: only for a trusted folder.
 
     Raises:
-        ConfigError: the file is missing, unreadable, or does not fit the schema.
+        ConfigError: the file is missing or unreadable, does not fit the schema, or names plugins that
+            are neither loaded nor to be imported.
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
@@ -220,7 +221,8 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
 def is_free(key: str) -> bool:
     """Return True if ``key`` changes no result, so that a run may continue with another value.
 
-    An example is ``observe.log_every``.
+    Such keys are ``run_dir`` and those of ``launch``, ``observe``, ``cluster`` and ``checkpoint``,
+    except ``checkpoint.resume``.
     """
     return key != "checkpoint.resume" and key.split(".")[0] in FREE
 
@@ -228,7 +230,8 @@ def is_free(key: str) -> bool:
 def goes_on(key: str, then: Any, now: Any) -> bool:
     """Return True if training may resume although ``key`` changed from ``then`` to ``now``.
 
-    Examples are another mesh, and more steps.
+    It may for the keys in ``GOES_ON``, such as the mesh, kernels and paths of the data, and for more
+    steps or epochs.
     """
     longer = key in LENGTH and isinstance(then, (int, float)) and (now > then or not now)
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON

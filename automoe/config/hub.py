@@ -167,10 +167,9 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
 
 
 def bound_waits() -> None:
-    """Set a timeout on every HTTP request of huggingface_hub, which makes some without one.
+    """Give HTTP requests of huggingface_hub that have no timeout one of ``SILENT_S`` (10) seconds.
 
-    The timeout is ``SILENT_S`` seconds. If a server asks to retry after more than ``_WAIT_S`` (300)
-    seconds, the request fails instead.
+    If a server asks to retry after more than ``_WAIT_S`` (300) seconds, the request fails instead.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session

@@ -25,7 +25,8 @@ _REPEATED = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|])(?=\*\d))((?:\*\d+)*)")
 def parse_layout(text: str) -> list[str]:
     """Return the letters of every pipeline stage, first stage first.
 
-    ``Et|(t|)*2L`` gives ``["Et", "t", "t", "L"]``.
+    ``Et|(t|)*2L`` gives ``["Et", "t", "t", "L"]``: E embedding, t decoder layer, m module for
+    multi-token prediction, L final norm, head and loss.
 
     Raises:
         ConfigError: a foreign character, a parenthesis without its partner, a repetition of

@@ -122,8 +122,8 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        An axis that spans the world uses the world's group; only axes that tokens are dispatched
-        over have a group of their own even then.
+        Names are axes (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) and ``stage`` (a
+        pipeline stage). Axes that span the world use the world's group, except cp, ep and etp.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []

@@ -98,7 +98,7 @@ def _ordered(
 
 
 def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> str:
-    """Return why ``schedule`` cannot run with ``pp`` ranks and these numbers, as text, or ''."""
+    """Return why ``schedule`` cannot run these stages and micro-batches on ``pp`` ranks; '' if it can."""
     per_rank = f"runs exactly 1 stage a rank; there are {stages_per_rank}"
     if schedule in SINGLE and stages_per_rank != 1:
         return f"{schedule} {per_rank}"

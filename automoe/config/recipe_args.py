@@ -77,11 +77,12 @@ class GRPOArgs:
     """Settings of recipe=grpo, reinforcement learning from a reward function (``docs/rl.md``).
 
     A rollout has ``samples`` answers, of up to ``observe.sample_tokens`` tokens, to each of
-    ``prompts`` prompts of ``observe.samples``. The ``sampler`` draws them at ``temperature``; ``engine`` says where
-    vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap`` limits how far
-    its log-probabilities may differ. The answers are trained on ``iterations`` times, in
-    ``mini_batches`` updates each; ``kl`` weights the distance from the first weights, and a
-    ``teacher`` replaces rewards. ``reads_data`` is False: the recipe needs no data set.
+    ``prompts`` prompts of ``observe.samples``. The ``sampler`` draws them at ``temperature``;
+    ``engine`` says where vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap``
+    limits the mean difference of its log-probabilities from the trainer's, in nats. The answers are
+    trained on ``iterations`` times, in ``mini_batches`` updates each; ``kl`` weights the distance from
+    the first weights, and a ``teacher`` replaces rewards. ``reads_data`` is False: the recipe needs no
+    data set.
     """
 
     reads_data: ClassVar[bool] = False  # no corpus is prepared

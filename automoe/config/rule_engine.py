@@ -127,7 +127,7 @@ class Comparison(NamedTuple):
         return " % " in self.number and not self.operator
 
     def keys(self) -> list[str]:
-        """Return the config keys that the comparison reads."""
+        """Return the config keys that the comparison reads, except ``launch.device``."""
         names = [*_NAME.findall(self.number), *(word for word in self.choices if "." in word)]
         return [name for name in names if is_key(name) and name != "launch.device"]
 
@@ -184,7 +184,7 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return the calculation for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``.
+        """Return ``a % b`` as text for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``.
 
         Args:
             see: the configuration's values.
@@ -207,7 +207,8 @@ class Comparison(NamedTuple):
 def is_key(name: str) -> bool:
     """Return True if ``name`` is a key of the configuration.
 
-    It is False for a number, a computed property such as ``mesh.fsdp``, and ``facts.NAME``.
+    It is False for a number, a computed property such as ``mesh.fsdp``, ``facts.NAME``, and a key
+    that a recipe declares.
     """
     section, _, field = name.rpartition(".")
     if not _NAME.fullmatch(name) or name.startswith("facts."):

@@ -88,7 +88,11 @@ SECRET = re.compile(
 
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
-    """Yield (key, whether broken, rule, remedy) of bounds of numbers, e.g. ``train.steps >= 1``."""
+    """Yield (key, whether broken, rule, remedy) of bounds of numbers, e.g. ``train.steps >= 1``.
+
+    Raises:
+        ConfigError: ``observe.mlflow`` contains a login; the message does not show it.
+    """
     see = Scope(config, config.mesh)
     for key in leaf_keys():
         value = attrgetter(key)(config)

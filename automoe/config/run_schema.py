@@ -18,7 +18,7 @@ class ObserveConfig:
     ``samples`` are prompts that the model answers after each validation, in up to ``sample_tokens``
     tokens. ``log_every`` counts steps, ``profile_steps`` is a range to trace (``10-12``), and
     ``objective`` is what a sweeper optimizes. ``report`` writes ``report.html``; ``run_*`` are name,
-    group and tags of the run in trackers.
+    group and tags of the run in trackers. ``mlflow`` is MLflow's tracking URI; empty: off.
     """
 
     # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
@@ -47,6 +47,7 @@ class ObserveConfig:
 class LaunchConfig:
     """Settings for starting and watching ranks (``docs/launch.md``).
 
+    ``num_ranks`` is used if an axis of the mesh is -1; null: as many as GPUs or CPU cores allow.
     ``timeout_s`` limits a collective of a training step, ``init_timeout_s`` one before the end of
     the first step or after the last. ``grace_s`` is the time for saving after a signal. ``numa``
     binds a rank to the CPU cores next to its GPU. Every ``gc_every`` steps all ranks collect

@@ -279,10 +279,10 @@ class ModelConfig:
 class MoEConfig:
     """Settings of MoE layers: how they run and are balanced.
 
-    A ``dispatcher`` sends tokens to their experts. A ``gate`` other than ``learned`` replaces the
-    router's choices in benchmarks. ``drop_scope`` says which tokens ``capacity_factor`` counts,
-    those of a rank or of a row. ``record_routing`` and ``replay_routing`` are directories of chosen
-    experts, ``*_coef`` coefficients of auxiliary losses. No key changes the format of a checkpoint.
+    A ``dispatcher`` sends tokens to their experts, in the format ``dispatch_dtype``. A ``gate`` other than
+    ``learned`` replaces the router's choices in benchmarks. ``capacity_factor`` limits an expert's tokens of a rank or
+    of a row (``drop_scope``); ``drop_policy`` says which ones stay. ``record_routing`` and ``replay_routing`` are
+    directories of chosen experts, ``*_coef`` coefficients of auxiliary losses. No key changes a checkpoint's format.
     """
 
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
@@ -430,7 +430,7 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """The configuration of a run: directory, training loop (``recipe``), plugin modules and sections."""
+    """The configuration of a run: directory, training loop (``recipe``) and its own keys, plugins, sections."""
 
     run_dir: PathText = "runs/default"  # directory of all files of the run
     # training loop: a shipped recipe's name, a file or a module; every rank calls its

@@ -34,7 +34,7 @@ def list_recipes() -> list[str]:
 
 @contextmanager
 def working_directory_last() -> Iterator[None]:
-    """Append the working directory to ``sys.path`` while the body imports modules of the user.
+    """Context manager that appends the working directory to ``sys.path``, to import a user's modules.
 
     It stays there only if a module was imported from it.
     """

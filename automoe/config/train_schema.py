@@ -16,13 +16,13 @@ from automoe.config.paths import PathText
 class TrainConfig:
     """Settings of length, batch, precision, loss, frozen parameters and validation.
 
-    ``epochs``, if set, replaces ``steps``. Batch sizes count rows of ``seq_len`` tokens.
+    ``epochs``, if set, replaces ``steps``. Batch sizes count rows of ``seq_len`` tokens, and
+    ``rampup_batch_size`` is [rows of the first batch, rows added at a time, rows until it has grown].
     ``max_skipped`` skipped steps in a row end the run; ``spike_factor`` skips a step whose loss is so
-    many standard deviations above the last ``spike_window`` losses. ``fp8`` says how matmuls are scaled,
-    ``indexer`` whether attention sees the keys that indexers choose (sparse) or all, and indexers alone
-    are trained (warmup). ``freeze`` and ``trainable`` are
-    patterns of parameter names; ``trainable`` wins. ``val_every`` counts steps, ``val_batches``
-    global batches.
+    many deviations above the median of the last ``spike_window`` losses. ``fp8`` says how matmuls are
+    scaled, ``indexer`` whether attention sees the keys that indexers choose (sparse) or all, and
+    indexers alone are trained (warmup). ``freeze`` and ``trainable`` are patterns of parameter names;
+    ``trainable`` wins. ``val_every`` counts steps, ``val_batches`` global batches.
     """
 
     steps: int = 200  # optimizer steps
@@ -111,7 +111,7 @@ class OptimConfig:
 
     Muon updates the matrices of layers, AdamW all other parameters. ``lr`` is the highest learning
     rate, ``min_lr_ratio`` the last one divided by it; ``decay_steps`` is for ``wsd``, ``momentum`` and
-    ``muon_dtype`` are for Muon.
+    ``muon_dtype`` are for Muon. ``phases`` follow the warm-up with ``schedule`` phases.
     ``master_weights`` and ``moments`` are formats of the optimizer's numbers. ``ema_decay`` keeps an
     average of the weights, ``qk_clip`` limits attention logits (MuonClip); 0 turns either off.
     """

@@ -1,5 +1,4 @@
-"""Orders of the V-shaped schedules: DualPipeV (DeepSeek-V3, section 3.2.1), ZBV (arXiv 2401.10241,
-section 6).
+"""Orders of the V-shaped schedules: DualPipeV (DeepSeek-V3, section 3.2.1), ZBV (arXiv 2401.10241, section 6).
 
 Stages are numbered down the ranks and then up again, so rank r holds stages r and 2 pp - 1 - r.
 """

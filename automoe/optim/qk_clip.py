@@ -68,7 +68,7 @@ class WatchedAttention:
 def largest_logits(
     q_BSND: Tensor, k_BRGD: Tensor, mask: Tensor | None, scale: float, valid_BS: Tensor
 ) -> Tensor:
-    """Return the largest attention logit [N] of each head over valid queries and keys they see.
+    """Return [N], the largest attention logit of each query head over valid queries and keys they see.
 
     Args:
         mask: [B, 1, S, R], True where a query sees a key; None for plain causality.

@@ -239,8 +239,8 @@ class Space:
             place: configuration, mesh and batch that belong to ``family``.
             family: mesh axes and settings.
             shared: forward seconds of the shared experts, which hide a part of the all-to-alls.
-            arrives: True if recomputed tokens arrive at the experts a second time, so that their
-                all-to-all is counted again in the backward pass.
+            arrives: True if recomputed tokens arrive at the experts a second time, so that the
+                backward pass decodes no kept 8-bit rows. The second all-to-all is not counted here.
         """
         cut = family._replace(cp=1, micro_batch_size=1, context="")
         key = place.tokens, cut, layer, arrives

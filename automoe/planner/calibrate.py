@@ -89,7 +89,7 @@ class Bench:
         return cls(device, "float32", threads or num_cores(), 4, 2048, 1 << 18, 256, 128)
 
     def prepare(self) -> tuple[torch.device, torch.dtype]:
-        """Select this rank's device and set its thread count; return the device and the dtype."""
+        """Select this rank's GPU, or set its number of CPU threads; return torch's device and dtype."""
         import torch
         import torch.distributed as dist
 
@@ -425,7 +425,8 @@ def cluster_values(
     The latter are those fields of ``Constants`` that were measured: shares of nominal speeds, and seconds.
 
     Args:
-        alone: result of ``measure_alone``; ``links``: results of ``measure_links`` of all ranks, empty for one rank.
+        bench, alone: device and sizes that ``measure_alone`` measured, and its result.
+        links: result of ``measure_links`` of each rank; empty for one rank.
         name: name of the cluster; ``gpus``: GPUs of this machine, 0 for a CPU.
     """
     cpu = bench.device == "cpu"
@@ -479,7 +480,7 @@ def _rounded(value: float, digits: int = 3) -> float:
 
 
 def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
-    """Return a cluster file: a comment on ``gpu`` (a name, or cpu) and versions, then ``values``."""
+    """Return a cluster file's YAML: a comment on versions, ``gpu`` (a name, or cpu) and ``bench``, then ``values``."""
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
     if gpu == "cpu":

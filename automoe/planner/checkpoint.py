@@ -49,7 +49,8 @@ class CheckpointCost:
             these files, and of index and manifest.
         staged_bytes: CPU memory per rank for ``checkpoint.async_save``.
         num_tensors, num_shards, num_files: tensors, stored shards of tensors, and files.
-        write_seconds: time to write everything at ``node_bandwidth``.
+        write_seconds: time to write everything, limited by hashing, by ``node_bandwidth``, or by
+            ``cluster.storage_limit``, whichever is slowest.
         blocked_seconds: time in which a save stops training: the whole write, or with
             ``checkpoint.async_save`` the copy to CPU memory.
         node_bandwidth: bytes/s from a node to storage; ``assumed``: True if it is a default, not

@@ -106,7 +106,8 @@ def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
-        arrives_again: True if the backward pass dispatches tokens once more.
+        arrives_again: True if the backward pass dispatches tokens once more, and so decodes no kept
+            8-bit rows. The second dispatch itself is added by ``layer_time``.
     """
     _products(place, layer, passes, experts=True)
     _routing(place, passes, arrives_again)
@@ -357,8 +358,8 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
     """Add the time of an MoE layer's routing, permutation, dispatch and combine to ``passes``.
 
     Args:
-        place: what the time depends on: configuration, mesh, GPU and sizes of the micro-batch.
-        run_again: whether the backward pass dispatches tokens once more.
+        place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
+        run_again: True if the backward pass dispatches tokens again (not added here), and decodes no kept 8-bit rows.
     """
     config = place.config
     mesh = place.mesh

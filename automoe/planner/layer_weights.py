@@ -20,9 +20,10 @@ class LayerWeights:
     Attributes:
         weights: matrices that tokens are multiplied by, before any shard, each with its bytes per
             element in storage if ``lora.base`` packs it, else 0.
-        dense_bytes, expert_bytes: bytes that FSDP gathers, outside and of all routed experts:
-            packed, or in the compute dtype.
-        dense_trained, expert_trained: trained elements, outside and of all routed experts.
+        dense_bytes, expert_bytes: bytes that FSDP gathers of all weights but routed experts, and of
+            all routed experts: packed, or in the compute dtype.
+        dense_trained, expert_trained: trained elements of all weights but routed experts, and of all
+            routed experts.
     """
 
     # Matrices that tokens are multiplied by, with the bytes per element of a packed one; 0: not packed.

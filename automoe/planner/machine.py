@@ -152,7 +152,7 @@ class Machine:
         """Return the seconds to cast ``numbers`` elements to FP8 twice, by rows and by columns.
 
         Matmuls of the forward and the backward pass need scales along different dims. The result is
-        0 if FP8 is off.
+        0 if FP8 is off or ``cluster.peak_flops_fp8`` is unknown.
         """
         return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
 

@@ -69,7 +69,7 @@ def plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -
     key = key_of(config)
 
     def stage_held(stage: int) -> tuple[int, list[Param]]:
-        """Return (number of parameters without adapters, all stored parameters) of a stage.
+        """Return (number of parameters without adapters, all stored parameters) of stage number ``stage``.
 
         The latter include adapters, and packed matrices (``lora.base``) as they are stored.
         """
@@ -188,9 +188,9 @@ def _pipeline_moments(
     """Yield the memory at each moment of a step of one pipeline rank, before the optimizer's update.
 
     Sharded weights, optimizer state and inputs, which never change, are left at 0. Whatever the
-    FSDP policy, a stage keeps weights unsharded from its first backward pass on, and unsharded
-    gradients until its last backward pass. Where a backward pass is split in two (gradients of
-    inputs, then of weights), activations are kept until the second half.
+    FSDP policy, the unsharded weights of all stages count at every moment, and the unsharded
+    gradients of a stage from its first backward pass to the end. Where a backward pass is split in
+    two (gradients of inputs, then of weights), activations are kept until the second half.
 
     Args:
         batch: sizes of the step.

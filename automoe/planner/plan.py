@@ -94,10 +94,11 @@ class Plan:
         return max(rank.peak for rank in self.uneven_ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields except ``uneven_ranks`` as plain data for JSON, some under another name.
+        """Return the fields except ``uneven_ranks`` as plain data for JSON.
 
-        Numbers that follow from them are added, such as each rank's ``peak``, ``flops_per_step``
-        and ``bubble``.
+        ``flops``, ``ranks``, ``uneven_needed`` and ``full_at`` have longer names there
+        (``_IN_JSON``), and ``num_nodes`` is in ``mesh``. Numbers that follow from the fields are
+        added, such as each rank's ``peak``, ``flops_per_step`` and ``bubble``.
         """
         facts = asdict(self)
         del facts["uneven_ranks"]

@@ -74,10 +74,11 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
-    """Return (name, such as that of a mesh axis, size in ranks) of each communicator of a rank.
+    """Return (name, number of ranks) of each communicator that a rank is in.
 
-    They include the two levels of a hierarchical dispatcher, and the groups with the neighbours in
-    a pipeline of several stages per rank.
+    Names are ``world``, mesh axes, ``fsdp`` (dp_shard x cp), ``stage``, ``neighbour`` (with either
+    neighbour in a pipeline of several stages per rank), and with a hierarchical dispatcher
+    ``ep_nodes`` and ``ep_node`` (across and within nodes).
     """
     named = mesh.process_groups()
     if mesh.pp > 1 and config.parallel.schedule not in SINGLE:

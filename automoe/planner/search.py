@@ -298,8 +298,8 @@ class Queue:
     def _timed(self, waiting: Array) -> Iterator[Array]:
         """Yield records of the ``waiting`` candidates with their predicted speeds as bounds.
 
-        Left out are candidates on a mesh that has a result already, and those that break a rule or exceed the memory
-        by their bound, which are counted in ``result``.
+        Left out are candidates on a mesh that has a result already, and, counted in ``result``, those that break a
+        rule or whose least bytes exceed the GPU's memory.
 
         Args:
             waiting: records of candidates with bounds.

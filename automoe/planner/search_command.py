@@ -297,7 +297,7 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], Any]]:
-    """Show a progress bar on stderr if it is a terminal; yield the function that updates it.
+    """Context manager of a progress bar on stderr, if that is a terminal; gives the function that updates it.
 
     The function takes the name of the phase, the number of items done, and their total.
     """

@@ -115,8 +115,8 @@ class Stage:
         passes: forward and backward pass.
         states: numbers of hidden states from the previous stage, and to the next one.
         layers: number of layers.
-        dense, experts: bytes that FSDP gathers, outside and of routed experts.
-        dense_trained, experts_trained: trained elements, outside and of routed experts.
+        dense, experts: bytes that FSDP gathers of all weights but routed experts, and of routed experts.
+        dense_trained, experts_trained: trained elements of all weights but routed experts, and of routed experts.
         once, each: exposed FSDP communication per step, and per micro-batch (forward, backward).
     """
 

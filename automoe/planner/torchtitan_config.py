@@ -49,7 +49,7 @@ _NOT_SHAPE = ("hf_path", "upcycle", "initializer_range")
 
 
 def titan_model(model: ModelConfig) -> tuple[str, str]:
-    """Return torchtitan's names of the same model: (module, flavour), as ``("qwen3", "8B")``.
+    """Return torchtitan's names of the same model: (module, flavour), e.g. ``("qwen3", "8B")``.
 
     Raises:
         ConfigError: torchtitan has no such model; the message lists the models that it has.

@@ -47,7 +47,7 @@ class Workspace:
     """How memory changes while the backward pass of one part of a layer, such as attention, runs.
 
     Attributes:
-        done: bytes of the layer's kept activations that are freed by then, to be subtracted.
+        done: bytes of the layer's kept activations that are freed before this part's backward pass.
         recompute: bytes computed again for this part: activations, and discarded outputs that it reads.
         temporaries: gradients in transit and scratch of the operators.
     """

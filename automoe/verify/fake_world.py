@@ -23,7 +23,7 @@ from automoe.parallel.parallelize import build_parts
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Open a default process group in which this process is ``rank`` and no peers exist.
+    """Context manager with a default process group in which this process is ``rank`` and has no peers.
 
     Raises:
         RuntimeError: this process already has a default process group.

@@ -154,7 +154,7 @@ class RankPool:
         self._pipes = []
 
     def _gather(self, pipes: Sequence[connection.Connection]) -> list[bytes]:
-        """Return one successful pickled answer from each rank's pipe, or raise the first failure."""
+        """Return each rank's pickled answer; raise ``RankError`` for the first failure, or after ``timeout_s``."""
         deadline = time.monotonic() + self.timeout_s
         answers: dict[int, bytes] = {}
         while len(answers) < len(pipes):

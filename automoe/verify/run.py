@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: command line, with the configuration's name and overrides; None takes ``sys.argv``.
 
     Raises:
-        AutomoeError: the configuration is wrong.
+        AutomoeError: the configuration is wrong, or this machine lacks its GPUs or a package.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     force_proxy = "--proxy" in argv
@@ -343,10 +343,11 @@ def passes(config: Config) -> list[Config]:
     """Return the configurations in which a mesh is compared with one rank, in order.
 
     The first is ``config`` in float64, without 8-bit matmuls, with torch's rotary embedding and
-    loss, and with ``moe.experts=loop`` if ``parallel.expert_wgrad=autograd``. On CUDA, if
-    ``train.dtype`` is bfloat16, the same follows in float32. On a CPU, with ``train.fp8``,
-    ``config`` follows with 8-bit matmuls and float64 elsewhere, so that rounding cannot change an
-    8-bit number. The last is ``config`` itself, unless its dtype is float64.
+    loss (on CUDA with torch's operations for all kernels), and with ``moe.experts=loop`` if
+    ``parallel.expert_wgrad=autograd``. On CUDA, if ``train.dtype`` is bfloat16, the same follows in
+    float32. On a CPU, with ``train.fp8``, ``config`` follows with 8-bit matmuls and float64 elsewhere,
+    so that rounding cannot change an 8-bit number. The last is ``config`` itself, unless its dtype is
+    float64.
 
     A model that transformers computes has only the first. A model with sparse-attention indexers
     has those in float64, because rounding would change which keys it selects.
