@@ -212,7 +212,8 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
 
     Args:
         keep: keep the server running for the next call, which then need not import torch again; it
-            ends with this process at the latest. False: close it when the context ends.
+            ends with this process at the latest. False, or after an error: close it when the
+            context ends.
     """
     global _kept
     server = _kept
@@ -244,7 +245,7 @@ def _close_kept() -> None:
 
 @without("kernels")
 def main() -> int:
-    """Serve a launcher until it closes the socket.
+    """Serve a launcher until it closes the socket; then return exit status 0.
 
     The command line has the launcher's process id and the socket's file descriptor.
     """

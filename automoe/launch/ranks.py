@@ -83,7 +83,7 @@ def init_ranks(
 
     Args:
         launch: gives the resolved device, the timeout of collectives until the first step is over,
-            the threads per rank, and ``numa``.
+            the threads per rank, and ``numa``: bind a CUDA rank to the CPU cores next to its GPU.
         local_rank: rank on this node.
         store: store where ranks meet. A path is the file of a ``FileStore``; None uses torch's
             ``env://``.
@@ -175,7 +175,7 @@ def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) ->
 
 
 def close_ranks() -> None:
-    """Leave the process group after a run that ended well on every rank."""
+    """Wait for all ranks and destroy the process group, after a run that ended well. Collective."""
     import torch.distributed as dist
 
     from automoe.interop.deepep import close_deepep

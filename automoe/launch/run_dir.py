@@ -92,14 +92,16 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
     """Raise unless ``run_dir`` is free or holds the run of ``config``; return notes on changes.
 
-    The notes name settings that differ from the earlier start of the run and are allowed to.
+    The notes name settings that differ from the earlier start of the run and are allowed to. With
+    ``checkpoint.resume=never`` the directory may hold any run, since the run starts over.
 
     Args:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
 
     Raises:
         ConfigError: a setting differs that may not (the message has both values), the earlier run's
-            files cannot be read, or the directory holds a sweep.
+            files cannot be read, the directory holds a sweep, or the run that
+            ``checkpoint.resume`` names has another ``data.kind``.
     """
     if (run_dir / SWEEP_FILE).exists():
         raise ConfigError(
@@ -338,6 +340,9 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
 
     Returns:
         True if the report was written.
+
+    Raises:
+        OSError: ``first_error.json`` cannot be written; the state ``failed`` is written first.
     """
     target = run_dir / ERROR_FILE
     if overrule:

@@ -89,7 +89,8 @@ class Standing:
     def of_thread(self, saves: bool) -> Standing:
         """Return a copy with the place and collectives of one thread only.
 
-        It is the thread that saves in the background if ``saves``, else the main thread.
+        It is the thread that saves in the background if ``saves``, else the main thread. If no
+        thread saves, this object itself is returned.
         """
         if self.saving is None:
             return self
@@ -366,7 +367,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
     Returns:
         Text ``module of the model: file:line in function`` for the innermost frame outside Python
-        and installed libraries; and True if torch.distributed is at work below that frame.
+        and installed libraries (``the interpreter`` if there is none); and True if
+        torch.distributed, or automoe's own wait for other ranks, is at work below that frame.
     """
     place = NOWHERE
     communicates = False

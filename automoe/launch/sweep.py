@@ -411,7 +411,7 @@ class Sweep:
     def collect(self, stopped: bool) -> list[Record]:
         """Write the records of all jobs into ``sweep.json``, and return them.
 
-        A job that never ended becomes "stopped" if the sweep was stopped, else "failed".
+        A job that did not end becomes "failed"; or "stopped", if the sweep, or the earlier start that ran it, was.
         """
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):
@@ -470,7 +470,7 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Return ``status.json`` of ``config.run_dir`` if that run is done and was to have the same results, else None."""
+    """Return ``status.json`` of ``config.run_dir`` if its run is done, with the results and export of ``config``."""
     try:
         status = runs.read_status(config.run_dir)
         then = runs.read_config(Path(config.run_dir))
