@@ -2,11 +2,10 @@
 
 A launcher starts the server and sends it jobs through a socket pair. For each job the server forks
 the ranks, answers with their process ids, and answers again with the exit status of each rank that
-ends. The next job (another attempt, the next run of a sweep, new ranks for ``automoe verify``)
-imports nothing again.
+ends. The next job, such as another attempt, imports nothing again.
 
 Forking a process that has imported torch is safe because the server computes nothing, starts no
-thread, and leaves CUDA untouched: a rank initialises CUDA only in its own process.
+thread, and leaves CUDA untouched.
 """
 
 from __future__ import annotations
@@ -212,8 +211,7 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
 
     Args:
         keep: keep the server running for the next call, which then need not import torch again; it
-            ends with this process at the latest. False, or after an error: close it when the
-            context ends.
+            ends with this process at the latest. False: close it when the context ends.
     """
     global _kept
     server = _kept

@@ -76,10 +76,7 @@ def resolve_device(config: Config) -> Device:
 
 
 def cpu_note(config: Config) -> str | None:
-    """Return a note if ``launch.device=auto`` uses the CPU, torch is a CUDA build, and there is no GPU.
-
-    None otherwise, also if ``CUDA_VISIBLE_DEVICES`` hides the GPUs.
-    """
+    """Return a note if ``launch.device=auto`` uses the CPU for want of a GPU, under a CUDA build of torch."""
     if config.launch.device != "auto" or _present_gpus() or not torch_has_cuda():
         return None
     return (
@@ -226,13 +223,7 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
-    """Raise ``BackendError`` if something that ``config`` needs is missing on this machine.
-
-    It may be a package, a compiler, a part of torch, or CUDA for an option that needs it.
-
-    Args:
-        device: cuda or cpu, on which the run computes.
-    """
+    """Raise ``BackendError`` without a package, compiler, part of torch or CUDA that ``config`` needs."""
     if config.train.compile:
         _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):

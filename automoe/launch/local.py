@@ -70,7 +70,7 @@ def train_here(
 ) -> RunResult:
     """Run a checked configuration on this machine, and print how it ended.
 
-    ``report.html`` is written to the run directory unless ``observe.report`` is false.
+    With ``observe.report``, ``report.html`` is written to the run directory.
 
     Args:
         another_follows: keep the fork server for the next run, which then need not import torch

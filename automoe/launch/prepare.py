@@ -81,8 +81,7 @@ def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
         The configuration, its resolved mesh and its device.
 
     Raises:
-        ConfigError: a rule is broken; the first one is named.
-        CheckpointError: the folder that the run would export to has other content.
+        ConfigError, CheckpointError: a rule is broken; the first one is named.
         BackendError: Hydra is not installed.
     """
     config = compose(args)
@@ -123,11 +122,10 @@ def _with_base(config: Config) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """Return ``config`` with all that its checkpoint and the Hub determine.
+    """Return ``config`` with its model taken from ``model.hf_path``, if set, and a commit in each Hub id.
 
-    If ``model.hf_path`` is set, the checkpoint's ``config.json`` defines the model; if it is a peft
-    adapter, its base model takes its place. Each Hub id gets a commit, and chat data the date for
-    the template.
+    The checkpoint's ``config.json`` defines the model. A peft adapter is replaced by its base model,
+    and chat data get the date for the template.
 
     Args:
         overrides: those of the command line, which must not contradict the checkpoint.
@@ -298,9 +296,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 def check_data(config: Config) -> None:
     """Raise ``ConfigError`` if a model with random weights lacks data.
 
-    A model of 1e9 parameters or more needs a tokenizer other than ``byte``, and other text than the
-    demonstration corpus (``data.kind=stdlib``), or synthetic tokens (``data=benchmark``). Packed
-    weights (``lora.base``) need a checkpoint.
+    A model of 1e9 parameters or more needs a tokenizer (not ``byte``), and other text than the
+    demonstration corpus (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:
         return
@@ -414,13 +411,10 @@ def check_here(config: Config) -> tuple[MeshShape, Device]:
 
 
 def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
-    """Check all rules of ``config``, and return its mesh, in which no axis is -1 any more.
+    """Check all rules of ``config``, and return its mesh, resolved for ``num_ranks`` ranks.
 
     The rules include those on the tokenizer, the chat template, prompts and the export.
-
-    Args:
-        num_ranks: number of ranks, from which axes that are -1 follow; None if unknown.
-        device: device of the run, for rules that depend on it.
+    ``num_ranks`` is None if the number is unknown.
 
     Raises:
         ConfigError: a rule is broken; the first one is named.

@@ -93,15 +93,14 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     """Raise unless ``run_dir`` is free or holds the run of ``config``; return notes on changes.
 
     The notes name settings that differ from the earlier start of the run and are allowed to. With
-    ``checkpoint.resume=never`` the directory may hold any run, since the run starts over.
+    ``checkpoint.resume=never`` settings are not compared.
 
     Args:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
 
     Raises:
-        ConfigError: a setting differs that may not (the message has both values), the earlier run's
-            files cannot be read, the directory holds a sweep, or the run that
-            ``checkpoint.resume`` names has another ``data.kind``.
+        ConfigError: a setting differs that may not, the earlier run's files cannot be read, the
+            directory holds a sweep, or the run to resume from has another ``data.kind``.
     """
     if (run_dir / SWEEP_FILE).exists():
         raise ConfigError(
@@ -239,7 +238,7 @@ def start_again(run_dir: Path, attempt: int) -> None:
 def telling() -> Iterator[None]:
     """Print an ``OSError`` or ``ValueError`` of the body as a warning, and go on.
 
-    The body writes or reads ``status.json``; the run's own outcome must not be lost over that.
+    The body writes or reads ``status.json``, whose loss must not end the run.
     """
     try:
         yield
@@ -342,7 +341,7 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
         True if the report was written.
 
     Raises:
-        OSError: ``first_error.json`` cannot be written; the state ``failed`` is written first.
+        OSError: ``first_error.json`` cannot be written; the state is ``failed`` all the same.
     """
     target = run_dir / ERROR_FILE
     if overrule:

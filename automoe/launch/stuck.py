@@ -5,7 +5,7 @@ finished. A thread of every rank reads the recorder. The first rank whose collec
 timeout, or has timed out, asks all ranks for their positions in the code. Each rank answers with a
 file, so a rank can take part without communicating, and the rank that asked evaluates the answers.
 Collectives of saves and loads may take longer than those of a step: one that exceeds a step's
-timeout only causes a warning, and the run continues. The recorder lacks gloo's sends and receives,
+timeout only causes a warning. The recorder lacks gloo's sends and receives,
 so the call stack identifies those.
 """
 
@@ -89,8 +89,7 @@ class Standing:
     def of_thread(self, saves: bool) -> Standing:
         """Return a copy with the place and collectives of one thread only.
 
-        It is the thread that saves in the background if ``saves``, else the main thread. If no
-        thread saves, this object itself is returned.
+        It is the thread that saves in the background if ``saves``, else the main thread.
         """
         if self.saving is None:
             return self
@@ -367,8 +366,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
     Returns:
         Text ``module of the model: file:line in function`` for the innermost frame outside Python
-        and installed libraries (``the interpreter`` if there is none); and True if
-        torch.distributed, or automoe's own wait for other ranks, is at work below that frame.
+        and installed libraries (``the interpreter`` if there is none); and True if torch.distributed
+        is at work below that frame.
     """
     place = NOWHERE
     communicates = False

@@ -94,8 +94,9 @@ class Console:
         """Print a line with a step's metrics, and a second line if the step had a validation.
 
         A step is printed every ``observe.log_every`` steps; if that is 0, each of the first 30, and
-        then one after 30 s or a 30th of the run's expected time. The first and the last step, and
-        steps with a validation or a loss or gradient norm that is not finite, are always printed.
+        then one after 30 s or a 30th of the run's expected time, whichever is shorter. Always
+        printed are the first and the last step, and steps with a validation or a loss or gradient
+        norm that is not finite.
 
         Args:
             record: the step's record, as in ``metrics.jsonl``.

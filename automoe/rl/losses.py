@@ -134,7 +134,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
     """Return each token's weight [B, S], from w: its probability by the weights before the update / by the engine.
 
     For level ``sequence`` w is its product over the answer, for ``mean`` its geometric mean. Kind ``truncate``:
-    min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0, and metrics count answers with a 0.
+    min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; both report how many answers have a 0.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
