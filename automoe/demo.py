@@ -46,7 +46,7 @@ RUN = (
 def main(argv: list[str] | None = None) -> int:
     """Run all parts of ``automoe demo``.
 
-    Returns the exit status: 0 if each part had the expected result, else 1.
+    Returns the exit status: 0 if each part had the expected result, else 1; 2 if ``--dir`` exists.
     """
     parser = argparse.ArgumentParser("automoe demo", description=__doc__.split("\n\n", 1)[1])
     parser.add_argument("--dir", type=Path, help="new folder of the two runs (default: runs/demo)")

@@ -62,8 +62,8 @@ class Fact:
 def main(argv: list[str] | None = None) -> int:
     """Print what ``automoe doctor`` finds on this machine, or with ``--gpu`` run the GPU checks.
 
-    Returns the exit status: 0 if nothing is wrong; 1 if a problem was found or a check failed; 3
-    for ``--gpu`` without a GPU.
+    Returns the exit status: 0 if nothing is wrong; 1 if a problem was found or a check failed; 2 if
+    the folder for ``--gpu`` exists; 3 for ``--gpu`` without a GPU.
     """
     parser = argparse.ArgumentParser(
         "automoe doctor",

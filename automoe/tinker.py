@@ -227,8 +227,8 @@ class TrainingClient(_Client):
     ) -> APIFuture[types.OptimStepResponse]:
         """Update the weights by Adam with tinker's ``AdamParams``, and clear the gradients.
 
-        Norms and biases have no weight decay. If all gradients are 0, or the loss is not finite, no weight changes,
-        and the metric ``skipped`` of the result is 1.
+        Norms and biases have no weight decay. If all gradients are 0, the loss or a gradient is not finite, or the
+        loss spikes, no weight changes, and the metric ``skipped`` of the result is 1.
 
         Args:
             optim_params, adam_params: two names of the same argument.

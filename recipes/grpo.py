@@ -230,8 +230,8 @@ def scores_of(
     """Return the log-probabilities of the answers' tokens by trainer, teacher and reference.
 
     ``answers`` are (prompt index, answer), ``references`` the result of ``references_of``. The result
-    has a list of answers for each name, such as ``old_log_probs``. If the engine
-    returned expert ids ("routes"), ``differing`` has for each token the first MoE layer whose
+    has for each name, such as ``old_log_probs``, one list of token values for each answer. If the
+    engine returned expert ids ("routes"), ``differing`` has for each token the first MoE layer whose
     router disagrees with them, or -1. The result is stored once for each rollout; later updates and
     a resumed run read it from disk.
     """

@@ -52,9 +52,9 @@ class Received:
     """Tokens and routing that a rank holds after a dispatch by DeepEP.
 
     Attributes:
-        x_RH: the tokens, or their codes and scales if these were sent.
-        topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks' experts
-            and of no expert.
+        x_RH: the R distinct tokens received, or their codes and scales if these were sent.
+        topk_ids_RK: int64, their top-k choices as numbers 0 ... L - 1 of this rank's L experts; -1
+            for choices of other ranks' experts and of no expert.
         probs_RK: float32 routing weights.
         counts: tokens for each of the L experts, on the host.
         handle: DeepEP's record of the dispatch, kept while a combine or a second dispatch needs it.

@@ -126,7 +126,9 @@ def replace_gloo(made: Any) -> None:
 
 
 def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, pickled record) of this process's flight recorders: gloo's, and NCCL's if any.
+    """Yield (name, pickled record) of this process's flight recorders.
+
+    Names are ``flight`` (gloo's) and ``flight_nccl`` (NCCL's, if torch has NCCL).
 
     Publicly, they are only written to files when a watchdog ends the process. Torch 2.11 to 2.15:
     ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack

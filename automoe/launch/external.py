@@ -90,8 +90,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     """Read this process's rank from ``env`` if torchrun or srun started it, else return None.
 
     ``TORCHELASTIC_RUN_ID`` identifies torchrun, and a job step of several tasks identifies srun.
-    ``RANK`` and ``WORLD_SIZE`` alone are not enough: they outlive the launch that they belong to if
-    a shell exported them.
+    ``RANK`` and ``WORLD_SIZE`` alone are not enough: exported ones outlive their launch.
 
     Raises:
         LaunchError: a variable that torchrun always sets is missing, a variable that must be a
@@ -207,8 +206,7 @@ def check_agent(launch: ExternalLaunch) -> None:
 def run_external(args: Arguments, launch: ExternalLaunch) -> int:
     """Run this process as one rank that torchrun or srun started; return the rank's exit status.
 
-    If the run cannot start, rank 0 prints the reason and every rank returns 2: the other ranks
-    print nothing, so that the reason appears once.
+    If the run cannot start, every rank returns 2, and rank 0 alone prints the reason.
 
     Args:
         args: arguments of the command line; only rank 0 composes the configuration from them.

@@ -2,11 +2,10 @@
 
 A launcher starts the server and sends it jobs through a socket pair. For each job the server forks
 the ranks, answers with their process ids, and answers again with the exit status of each rank that
-ends. The next job (another attempt, the next run of a sweep, new ranks for ``automoe verify``)
-imports nothing again.
+ends. The next job, such as another attempt, imports nothing again.
 
 Forking a process that has imported torch is safe because the server computes nothing, starts no
-thread, and leaves CUDA untouched: a rank initialises CUDA only in its own process.
+thread, and leaves CUDA untouched.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ def _close_kept() -> None:
 
 @without("kernels")
 def main() -> int:
-    """Serve a launcher until it closes the socket.
+    """Serve a launcher until it closes the socket; then return exit status 0.
 
     The command line has the launcher's process id and the socket's file descriptor.
     """

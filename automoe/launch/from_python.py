@@ -78,7 +78,7 @@ def train(
             ``Config``.
 
     Raises:
-        ConfigError, DataError, BackendError, LaunchError: the run could not be started.
+        ConfigError, DataError, CheckpointError, BackendError, LaunchError: the run could not be started.
         TrainingError: a rank failed, or a signal ended the run before its last step.
         KeyboardInterrupt: Ctrl-C stopped the run after it saved; the same call continues it.
     """

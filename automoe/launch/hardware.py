@@ -76,7 +76,7 @@ def resolve_device(config: Config) -> Device:
 
 
 def cpu_note(config: Config) -> str | None:
-    """Return a note if ``launch.device=auto`` falls back to the CPU under a CUDA build of torch."""
+    """Return a note if ``launch.device=auto`` uses the CPU for want of a GPU, under a CUDA build of torch."""
     if config.launch.device != "auto" or _present_gpus() or not torch_has_cuda():
         return None
     return (
@@ -160,7 +160,7 @@ def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) ->
 
     Args:
         shape: resolved mesh.
-        device: cuda, with one GPU per rank, or cpu, with a limited number of ranks per core.
+        device: cuda, with one GPU per rank, or cpu, with at most 8 ranks per core.
         asked: ``launch.num_ranks``; this number of CPU ranks is allowed on any number of cores.
     """
     ranks = shape.world_size
@@ -223,7 +223,7 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
-    """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
+    """Raise ``BackendError`` without a package, compiler, part of torch or CUDA that ``config`` needs."""
     if config.train.compile:
         _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):

@@ -68,7 +68,9 @@ class RunResult:
 def train_here(
     config: Config, shape: MeshShape, device: Device, another_follows: bool = False
 ) -> RunResult:
-    """Run a checked configuration on this machine, print how it ended, and write its report.
+    """Run a checked configuration on this machine, and print how it ended.
+
+    With ``observe.report``, ``report.html`` is written to the run directory.
 
     Args:
         another_follows: keep the fork server for the next run, which then need not import torch

@@ -81,7 +81,7 @@ def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
         The configuration, its resolved mesh and its device.
 
     Raises:
-        ConfigError: a rule is broken; the first one is named.
+        ConfigError, CheckpointError: a rule is broken; the first one is named.
         BackendError: Hydra is not installed.
     """
     config = compose(args)
@@ -122,9 +122,10 @@ def _with_base(config: Config) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """Return ``config`` with its model taken from ``model.hf_path``, and a commit in each Hub id.
+    """Return ``config`` with its model taken from ``model.hf_path``, if set, and a commit in each Hub id.
 
-    If ``model.hf_path`` is set, the checkpoint's ``config.json`` defines the model.
+    The checkpoint's ``config.json`` defines the model. A peft adapter is replaced by its base model,
+    and chat data get the date for the template.
 
     Args:
         overrides: those of the command line, which must not contradict the checkpoint.
@@ -295,8 +296,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 def check_data(config: Config) -> None:
     """Raise ``ConfigError`` if a model with random weights lacks data.
 
-    A model of 1e9 parameters or more needs a tokenizer, and other text than the demonstration
-    corpus (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
+    A model of 1e9 parameters or more needs a tokenizer (not ``byte``), and other text than the
+    demonstration corpus (``data.kind=stdlib``). Packed weights (``lora.base``) need a checkpoint.
     """
     if config.model.hf_path is not None:
         return
@@ -413,6 +414,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     """Check all rules of ``config``, and return its mesh, resolved for ``num_ranks`` ranks.
 
     The rules include those on the tokenizer, the chat template, prompts and the export.
+    ``num_ranks`` is None if the number is unknown.
 
     Raises:
         ConfigError: a rule is broken; the first one is named.

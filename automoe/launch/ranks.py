@@ -70,7 +70,7 @@ def store_file() -> Iterator[Path]:
 
     A ``TCPStore`` listens on all interfaces without authentication, and torch unpickles what the
     store delivers. This file has no name in any folder, only processes of the same user can open
-    it, and it vanishes with this process, even if the process is killed.
+    it, and it vanishes with this process, even a killed one.
     """
     with open(os.memfd_create("automoe-store"), "rb") as file:
         yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
@@ -83,7 +83,7 @@ def init_ranks(
 
     Args:
         launch: gives the resolved device, the timeout of collectives until the first step is over,
-            the threads per rank, and ``numa``.
+            the threads per rank, and ``numa``: bind to the CPU cores next to the GPU.
         local_rank: rank on this node.
         store: store where ranks meet. A path is the file of a ``FileStore``; None uses torch's
             ``env://``.
@@ -137,12 +137,10 @@ def keep_freed_memory() -> None:
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Return a rank's CUDA device index: ``local_rank``, or 0 if it sees only one device.
-
-    Under ``srun --gpus-per-task=1`` every task sees only its own GPU, always as device 0.
+    """Return a rank's CUDA device index: ``local_rank``, or 0 if the process sees only one device.
 
     Args:
-        visible: number of devices that the process sees.
+        visible: number of devices that it sees, 1 under ``srun --gpus-per-task=1``.
     """
     return 0 if visible == 1 else local_rank
 
@@ -175,7 +173,7 @@ def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) ->
 
 
 def close_ranks() -> None:
-    """Leave the process group after a run that ended well on every rank."""
+    """Wait for all ranks and destroy the process group, after a run that ended well. Collective."""
     import torch.distributed as dist
 
     from automoe.interop.deepep import close_deepep

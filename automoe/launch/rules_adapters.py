@@ -80,9 +80,9 @@ _CUTS = {axis: table(_CUT, AXIS=axis) for axis in ("tp", "etp")}
 
 
 def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
-    """Yield (key, broken=True, rule, remedy) of broken rules on ``lora`` and on frozen parameters.
+    """Yield (key at fault, True, rule, remedy) of broken rules on ``lora`` and on frozen parameters.
 
-    Rules about sharding are checked only if the mesh ``shape`` is given.
+    Rule and remedy are texts. Rules about sharding are checked only if the mesh ``shape`` is given.
     """
     params = model_params(config.model)
     names = [param.name for param in params]

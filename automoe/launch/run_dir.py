@@ -92,14 +92,15 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
     """Raise unless ``run_dir`` is free or holds the run of ``config``; return notes on changes.
 
-    The notes name settings that differ from the earlier start of the run and are allowed to.
+    The notes name settings that differ from the earlier start of the run and are allowed to. With
+    ``checkpoint.resume=never`` settings are not compared.
 
     Args:
         config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
 
     Raises:
-        ConfigError: a setting differs that may not (the message has both values), the earlier run's
-            files cannot be read, or the directory holds a sweep.
+        ConfigError: a setting differs that may not, the earlier run's files cannot be read, the
+            directory holds a sweep, or the run to resume from has another ``data.kind``.
     """
     if (run_dir / SWEEP_FILE).exists():
         raise ConfigError(
@@ -237,7 +238,7 @@ def start_again(run_dir: Path, attempt: int) -> None:
 def telling() -> Iterator[None]:
     """Print an ``OSError`` or ``ValueError`` of the body as a warning, and go on.
 
-    The body writes or reads ``status.json``; the run's own outcome must not be lost over that.
+    The body writes or reads ``status.json``, whose loss must not end the run.
     """
     try:
         yield
@@ -338,6 +339,9 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
 
     Returns:
         True if the report was written.
+
+    Raises:
+        OSError: ``first_error.json`` cannot be written; the state is ``failed`` all the same.
     """
     target = run_dir / ERROR_FILE
     if overrule:

@@ -5,7 +5,7 @@ finished. A thread of every rank reads the recorder. The first rank whose collec
 timeout, or has timed out, asks all ranks for their positions in the code. Each rank answers with a
 file, so a rank can take part without communicating, and the rank that asked evaluates the answers.
 Collectives of saves and loads may take longer than those of a step: one that exceeds a step's
-timeout only causes a warning, and the run continues. The recorder lacks gloo's sends and receives,
+timeout only causes a warning. The recorder lacks gloo's sends and receives,
 so the call stack identifies those.
 """
 
@@ -366,7 +366,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
     Returns:
         Text ``module of the model: file:line in function`` for the innermost frame outside Python
-        and installed libraries; and True if torch.distributed is at work below that frame.
+        and installed libraries (``the interpreter`` if there is none); and True if torch.distributed
+        is at work below that frame.
     """
     place = NOWHERE
     communicates = False

@@ -127,9 +127,7 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
-    """Replace the override ``sweep.parallel=N`` by settings of Hydra's joblib launcher.
-
-    The launcher then runs N jobs at a time.
+    """Replace the override ``sweep.parallel=N`` by settings of Hydra's joblib launcher: N jobs at a time.
 
     Raises:
         ConfigError: N is not a positive integer, another launcher is set too, or joblib's launcher
@@ -292,8 +290,8 @@ class Sweep:
     def job(self, composed: Any) -> float:
         """Run one job, called by Hydra's launcher in any process, and return its objective.
 
-        Sweepers such as Optuna minimise the objective; a failed job's is infinite. The job's record,
-        ``jobs/NAME.json``, stores its errors. ``composed`` is Hydra's ``DictConfig``.
+        A failed job's objective is infinite. The job's record, ``jobs/NAME.json``, stores its errors.
+        ``composed`` is Hydra's ``DictConfig``.
 
         Raises:
             KeyboardInterrupt: the job was stopped, so the sweep must end.
@@ -411,7 +409,7 @@ class Sweep:
     def collect(self, stopped: bool) -> list[Record]:
         """Write the records of all jobs into ``sweep.json``, and return them.
 
-        A job that never ended becomes "stopped" if the sweep was stopped, else "failed".
+        A job without an end becomes "stopped" if the sweep was stopped or an earlier start ran it, else "failed".
         """
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):
@@ -470,7 +468,7 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Return ``status.json`` of ``config.run_dir`` if that run is done and was to have the same results, else None."""
+    """Return ``status.json`` of ``config.run_dir`` if a run with these settings (and export) is done, else None."""
     try:
         status = runs.read_status(config.run_dir)
         then = runs.read_config(Path(config.run_dir))

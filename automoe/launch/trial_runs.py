@@ -72,10 +72,7 @@ def differing(expected: Records, got: Records) -> list[str]:
 
 
 def numbers_of(record: dict[str, Any]) -> set[str]:
-    """Return the names of a step record's values that a repeated run must reproduce to the bit.
-
-    Times, memory and checksums are not among them.
-    """
+    """Return the names of a step record's values that a repeated run must reproduce: not times, memory, checksums."""
     return {name for name in record if not any(part in name for part in _MEASURED)}
 
 

@@ -91,7 +91,7 @@ def outlive_streams() -> None:
 
 
 def _handle_signals(stop: StopRequest) -> None:
-    """Make SIGTERM and the other ``STOP_SIGNALS`` set the stop request ``stop``."""
+    """Make SIGTERM, SIGINT and SIGHUP (unless ignored) set ``stop``, which the training loop reads."""
     for number in STOP_SIGNALS:
         # The handler must take no lock (starting a thread takes one): it interrupts the main
         # thread, which may hold that lock.
@@ -235,8 +235,8 @@ def _watch(watch: stuck.StuckWatch, report: bool) -> None:
 def look_every_s(num_ranks: int, ranks_here: int) -> float:
     """Return the seconds after which a rank checks the run directory again: 0.5 on one node.
 
-    With several nodes, which share a disk, the pause grows with ``ranks_here``, the ranks of this
-    node (up to 4 s), so that a node reads the disk as often as one rank would.
+    With several nodes, which share a disk, it is 0.5 for each of this node's ``ranks_here`` ranks, at
+    most 4, so that a node reads the disk as often as one rank would.
     """
     return min(0.5 * ranks_here, _LONGEST_PAUSE_S) if num_ranks > ranks_here else 0.5
 

@@ -93,9 +93,10 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Print a line with a step's metrics, and a second line if the step had a validation.
 
-        Steps are printed every ``observe.log_every`` steps, or if that is 0 at intervals of time.
-        The first and the last step, and steps with a validation or a non-finite loss, are always
-        printed.
+        A step is printed every ``observe.log_every`` steps; if that is 0, each of the first 30, and
+        then one after 30 s or a 30th of the run's expected time, whichever is shorter. Always
+        printed are the first and the last step, and steps with a validation or a loss or gradient
+        norm that is not finite.
 
         Args:
             record: the step's record, as in ``metrics.jsonl``.

@@ -225,9 +225,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Append the record of one step to ``metrics.jsonl``.
 
         Args:
-            record: every key of ``REQUIRED_KEYS``, and optional keys (balance losses,
-                ``step_seconds``, ``val_loss`` and ``val_bits_per_byte`` of validating steps); None
-                means unknown.
+            record: every key of ``REQUIRED_KEYS`` (``step``, ``loss``, ``grad_norm``, ``lr``,
+                ...), and optional keys (balance losses, ``step_seconds``, ``val_loss`` and
+                ``val_bits_per_byte`` of validating steps); None means unknown.
             counts: [L, E] tokens per expert in this step, for the MoE layers in model order; they
                 are written to ``expert_load.jsonl`` at some of the steps. None: a dense model.
         """

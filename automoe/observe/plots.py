@@ -158,10 +158,10 @@ def _curves(
     Args:
         title: title of the plot; ``unit``: label of the y axis.
         labels: key in the record -> label in the legend.
-        level: (height, label) of a dashed horizontal line; not drawn if the height is None, or far
-            above all values.
+        level: (height, label) of a dashed horizontal line; not drawn if the height is None, or at
+            least 20 times the largest value.
         logarithmic: use a logarithmic y axis if the values span more than a factor of 20.
-        smooth: show the trend of a long curve.
+        smooth: show the trend of a curve with at least 60 finite values.
     """
     figure, (axis,) = new_figure(NARROW, 3.1)
     _over_steps(axis, title, unit)
@@ -249,8 +249,8 @@ def _load_over_time(
 def _line(axis: Axes, curve: Curve, colour: str, label: str, smooth: bool = True) -> None:
     """Draw a curve with gaps at NaN, and with crosses at the bottom where a value was not finite.
 
-    A short curve has a dot at each point. If ``smooth``, a long curve is pale, with its trend on
-    top.
+    A curve of one or two points has dots. If ``smooth``, one with at least 60 finite values is
+    pale, with its trend on top: means over 40 parts.
 
     Args:
         curve: (steps [n], values [n]).

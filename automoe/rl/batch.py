@@ -64,8 +64,8 @@ class Sample:
         candidates: for each token, the ids that top-p or top-k sampling could draw; its
             log-probability is normalized over these ids. An empty list, or None for the field: over
             all ids.
-        scored_ids: [n, K] further ids whose log-probabilities the loss gets in
-            ``LossInputs.scored``, such as a teacher's K likeliest ids.
+        scored_ids: [n, any number] further ids whose log-probabilities the loss gets in
+            ``LossInputs.scored``, such as a teacher's likeliest ids.
     """
 
     tokens: Sequence[int] | torch.Tensor

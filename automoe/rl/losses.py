@@ -65,7 +65,7 @@ def group_advantages(
 ) -> list[float]:
     """Return (reward - group's mean) / (group's standard deviation + epsilon), or 0 if its rewards are equal.
 
-    ``rewards`` has the answers to the first prompt (a group), then those to the second, and so on; ``scale=False``
+    ``rewards`` are of the answers to the first prompt (a group), then to the second, and so on; ``scale=False``
     omits the division (Dr. GRPO). The variance divides by group_size - 1.
     """
     if group_size < 1 or len(rewards) % group_size:
@@ -134,7 +134,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
     """Return each token's weight [B, S], from w: its probability by the weights before the update / by the engine.
 
     For level ``sequence`` w is its product over the answer, for ``mean`` its geometric mean. Kind ``truncate``:
-    min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; these two call ``report_dropped``.
+    min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; both report how many answers have a 0.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
@@ -175,7 +175,7 @@ def finish(
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Apply the options of all losses to token losses; return this rank's share (their sum over ranks is the loss).
+    """Apply the common options to token losses, report KLs, return this rank's share (the loss is the shares' sum).
 
     Args:
         loss_BS, nll_BS: loss of each token, multiplied here by the samples' ``weights`` if given; and -log pi.
@@ -210,8 +210,8 @@ def finish(
 def averaged(loss_BS: Tensor, inputs: LossInputs, mean: Mean, length: int = 1) -> Tensor:
     """Return this rank's share of a mean of ``loss_BS``; the sum of shares is the mean over the global batch.
 
-    ``tokens``: over trained tokens; ``samples``: over each sample's tokens, then over samples; ``length``: the sum
-    divided by samples * ``length``; ``sum``: no division.
+    ``mean`` is ``tokens``: over trained tokens; ``samples``: over each sample's tokens, then over samples;
+    ``length``: the sum divided by samples * ``length``; or ``sum``: no division.
     """
     loss_BS = torch.where(trained(inputs), loss_BS, 0.0)
     counts = inputs.counts
@@ -304,7 +304,7 @@ def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for an unknown option, an invalid value, or a missing ``length`` (of ``dr_grpo``)."""
+    """Raise ``ConfigError`` for an unknown option, a wrong value, or no ``length`` if the loss is divided by it."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -394,7 +394,7 @@ def gspo(
 ) -> Tensor:
     """GSPO (arXiv 2507.18071): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); at most -dual_clip A if A < 0.
 
-    A: advantage; r = sg[s] pi / sg[pi], s = exp(answer's mean of log(pi / pi_old)) (GSPO-token; sg: stop-gradient).
+    A: advantage; sg: stop-gradient; r = sg[s] pi / sg[pi], s = exp(answer's mean log(pi / pi_old)). Mean over answers.
     """
     d_BS = log_ratio(nll_BS, inputs)
     s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
@@ -438,9 +438,9 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """DPPO (arXiv 2602.04879): -sg[min(r, high)] A log pi; r = pi / pi_old, advantage A (sg: stop-gradient).
+    """DPPO (arXiv 2602.04879): mean over tokens of -sg[min(r, high)] A log pi; r = pi / pi_old, advantage A.
 
-    Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) have loss 0.
+    sg: stop-gradient. Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) have loss 0.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()
@@ -453,21 +453,21 @@ def dppo(
 
 @policy_loss("tokens")
 def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Policy gradient -r A, with importance weight r = pi / pi_old (before the update) and advantage A."""
+    """Policy gradient: mean over tokens of -r A, with r = pi / pi_old (before the update) and advantage A."""
     return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
 
 
 @policy_loss("tokens", reads=())
 def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Loss -log pi of each trained token, times the samples' ``weights`` (of any sign) if given."""
+    """Mean over trained tokens of -log pi, times the samples' ``weights`` (of any sign) if given."""
     return nll_BS
 
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation: policy gradient -r A' on sampled tokens, which lowers the reverse KL to the teacher.
+    """On-policy distillation: mean over tokens of -r A', a policy gradient that lowers the reverse KL to the teacher.
 
-    A' = A - strength sg[log pi - log teacher]; A = ``advantages`` (0 if missing), r = pi / pi_old, sg: stop-gradient.
+    A' = A - strength sg[log pi - ``teacher_log_probs``]; A: ``advantages`` or 0, r = pi / pi_old, sg: stop-gradient.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
@@ -482,7 +482,7 @@ def distill_top_k(
     direction: Literal["forward", "reverse"] = "forward",
     tail: bool = True,
 ) -> Tensor:
-    """KL divergence over the teacher's K likeliest ids of each token (``scored_ids`` [n, K] of a sample).
+    """Mean over tokens of the KL divergence over the teacher's K likeliest ids (``scored_ids`` [n, K] of a sample).
 
     Args:
         direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [n, K]) and

@@ -309,7 +309,7 @@ class Session:
             report: name -> this rank's number; the result has the maximum of each over ranks.
 
         Returns:
-            Learning rate, gradient norm before clipping, whether it was skipped (0, NaN, infinite; loss spike).
+            ``lr``, ``grad_norm`` before clipping, ``skipped``: loss or norm is not finite, norm is 0, or loss spikes.
 
         Raises:
             AutomoeError: ``forward_backward`` was not called since the last step, or ``lr`` is negative or not finite.
@@ -472,7 +472,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` as a finite ``kind`` (int, float) >= ``least``; raise ``ConfigError`` (``key``) if not."""
+    """Return ``value`` converted to ``kind``; raise ``ConfigError``, which names ``key``, unless least <= it < inf."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss, token counts and replayed ids summed over two passes that accumulate gradients."""
+    """Return ``second`` with loss, experts' token counts and numbers of replayed ids added from ``first``."""
     return replace(
         second,
         loss=first.loss + second.loss,

@@ -154,7 +154,7 @@ class WeightVersions:
 def read_version(
     folder: Path, tensors: dict[str, torch.Tensor] | None = None, number: int | None = None
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return (number, tensors by name) of the newest version in ``folder``.
+    """Return (version number, tensors by name) of the newest version in ``folder``.
 
     Args:
         folder: folder that ``WeightVersions`` writes.

@@ -144,7 +144,7 @@ class LocalVLLM:
 
 
 class ServedVLLM(ServedEngine):
-    """Inference engine that is a vLLM server at an HTTP address.
+    """Inference engine that is a vLLM server at an HTTP address; it returns no expert ids.
 
     Start the server with VLLM_SERVER_DEV_MODE=1, which enables the requests that update weights.
     """

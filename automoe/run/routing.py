@@ -86,6 +86,9 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
 def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tensor | None:
     """Return the expert ids in ``moe.replay_routing`` for the rows of ``batch``; None if it is off.
 
+    Args:
+        step: step whose recording is read, counted from 0.
+
     Returns:
         [rows, positions, L, 2, K] int64 for L MoE layers: the K experts to use, and the top-K of
         the scores without bias and groups. ``prepare_inputs`` takes it as ``forced_ids``.

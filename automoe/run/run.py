@@ -225,8 +225,9 @@ class Run:
     def report(self) -> dict[str, float]:
         """This rank's numbers by name, of which ``optimizer_step`` takes the maximum over ranks.
 
-        Among them are whether to stop, and on rank 0 whether ``checkpoint.every_minutes`` have
-        passed.
+        They are ``stop`` (1: this rank was asked to), ``save_due`` (1: rank 0, after
+        ``checkpoint.every_minutes``), ``peak_memory_bytes`` and ``probe_seconds.RANK`` (time of a
+        matrix product in steps that measure it).
         """
         save_due = self.context.rank == 0 and self.store.minutes_are_up()
         return {
@@ -237,7 +238,11 @@ class Run:
         }
 
     def validates(self) -> bool:
-        """Return True if a validation is due after the step just taken."""
+        """Return True if the model should be validated after the step just taken.
+
+        It should every ``train.val_every`` steps, after the last step, and before a requested stop;
+        never if ``train.val_every`` is 0.
+        """
         train = self.config.train
         step = self.state.step
         return bool(train.val_every) and (
@@ -352,8 +357,8 @@ class Run:
         Collectives get the long timeout ``launch.init_timeout_s``.
 
         Raises:
-            AutomoeError: the last validation or training loss is not finite, or no token of any step
-                had a label.
+            AutomoeError: after the last step, the last validation or training loss is not finite, or no
+                token of any step had a label.
         """
         set_collective_timeouts(self.config.launch.init_timeout_s)
         if self.state.step >= self.config.train.steps and not math.isfinite(self.objective or 0.0):

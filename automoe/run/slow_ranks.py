@@ -86,9 +86,11 @@ class SlowRanks:
         return seconds
 
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
-        """Return the least, median and greatest time, and the slowest rank and its host, by metric name.
+        """Return metrics of a timing by name; {} in a step without one.
 
-        If a rank is the slowest, by a margin, several times in a row, print a line that names it.
+        They are ``probe_seconds_min``, ``probe_seconds_median`` and ``probe_seconds_max`` over
+        ranks, and ``slowest_rank`` and ``slowest_host``. If a rank is the slowest, above 1.2 times
+        the median, three times in a row, print a line that names it.
 
         Args:
             over_ranks: maximum over all ranks of each value that ``report`` returned; other keys

@@ -29,11 +29,15 @@ def load_or_initialize(
 ) -> Loaded | None:
     """Allocate a model on ``device``; read its weights or draw them at random. Collective.
 
+    Weights that are read include the rows of new tokens (``fill_new_rows``) and the adapter at
+    ``lora.path``, merged if ``lora.rank`` is 0.
+
     Args:
         model_parts: this rank's pipeline stages by number, on the meta device; filled in place.
 
     Returns:
-        The report of reading ``model.hf_path``; None if no path is set and the weights are random.
+        The report of reading ``model.hf_path``; None if the weights are random: no path is set, or
+        ``model.random_weights`` is true.
 
     Raises:
         ConfigError: the model's ``transformers`` class lets a document affect the next one in its

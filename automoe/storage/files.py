@@ -194,7 +194,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def free_name(path: Path, stem: str) -> Path:
-    """Return the first unused path of STEM.1, STEM.2, ... in the folder of ``path``.
+    """Return the first unused path of ``stem.1``, ``stem.2``, ... in the folder of ``path``.
 
     The suffix of ``path`` is appended to each name.
     """
