@@ -327,9 +327,9 @@ class TrainingClient(_Client):
 
 
 class SamplingClient(_Client):
-    """Client that samples answers by transformers' ``generate`` in the training processes.
+    """Client that samples answers by transformers' ``generate``, with a ``TrainingClient``'s weights.
 
-    ``TrainingClient.save_weights_and_get_sampling_client`` makes it; it has the weights of then until the next call.
+    After the next ``save_weights_and_get_sampling_client``, ``sample`` raises ``BackendError``.
     """
 
     def __init__(self, trainer: TrainingClient) -> None:

@@ -111,7 +111,8 @@ def _averages(state: TrainState) -> Iterator[tuple[str, torch.Tensor, torch.Tens
 def counters_of(state: TrainState) -> dict[str, Any]:
     """Return the state's values other than tensors, as plain JSON, equal on every rank.
 
-    These are the numbers of steps, tokens and skipped steps, recent losses, and the loader's state.
+    These are the numbers of steps, of tokens and of consecutive skipped steps up to now, recent
+    losses, and the loader's state.
     """
     return {
         "step": state.step,

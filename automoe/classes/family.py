@@ -352,8 +352,8 @@ def _renamed(table: _Pieces, rename: Callable[[str], str]) -> _Pieces:
 def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
     """Return parameter name -> the slices of it that published files hold, with their keys.
 
-    The result is None if transformers' conversion cannot be reverted, or a published tensor is not
-    made of slices of one parameter.
+    The result is None if transformers' conversion cannot be reverted, a published tensor is not
+    made of slices of one parameter, or the slices of a parameter lack some of its elements.
 
     Args:
         tensors: the model's parameters and buffers by name, on meta.

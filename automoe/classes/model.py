@@ -181,9 +181,9 @@ class ClassRouter(BalancedRouter):
 
 
 class _Repeated(TorchFunctionMode):
-    """Torch-function mode that replays routing: top-k over all experts gives ``tokens.forced_ids`` (-1: its own).
+    """Torch-function mode that replays routing: a top-k over all experts returns ``Tokens.forced_ids``.
 
-    The class of ``transformers`` then computes routing weights from its own scores of these experts.
+    Where that is -1, the ids stay top-k's. The class computes routing weights from its own scores of them.
     """
 
     def __init__(self, router: ClassRouter, tokens: Tokens) -> None:

@@ -72,7 +72,7 @@ class Ranks:
 
         Raises:
             OSError, CheckpointError, RuntimeError: ``action`` raised on some rank; the error is the
-                same on every rank. One process alone sees the original error.
+                same on every rank. In a world of one rank it is the action's own.
         """
         if self.size == 1:
             return [retried(action)]
@@ -93,7 +93,7 @@ class Ranks:
 
         Raises:
             OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank.
-                One process alone sees the original error.
+                In a world of one rank it is the action's own.
         """
         run = partial(retried, action) if again else action
         if self.size == 1:

@@ -241,10 +241,10 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model, width = config.model, config.model.moe_intermediate_size
 
     def fewer_shards(size: int) -> str:
-        """Return settings, for an error, with which FSDP splits an expert's dim of ``size`` evenly.
+        """Return mesh overrides, for an error, with which FSDP splits an expert's dim of ``size`` evenly.
 
-        Ranks move from ``ep_shard`` to ``ep``, such as ``mesh.ep=8 mesh.ep_shard=2``, or to
-        ``ep_replicate`` if the experts do not divide by so many.
+        They lower ``ep_shard`` of the mesh and raise ``ep`` by the same factor, such as ``mesh.ep=8
+        mesh.ep_shard=2``; or ``ep_replicate``, if the number of experts is no multiple of that ``ep``.
         """
         shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
         times = shape.ep_shard // shards

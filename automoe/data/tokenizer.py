@@ -329,7 +329,7 @@ def pieces_of_new(config: Config) -> dict[int, list[int]]:
 
 
 def check_tokenizer(spec: str) -> None:
-    """Check a tokenizer's files and try them out; call this once before ranks start.
+    """Check a tokenizer's files and try, in a child process, what could hang; call it before ranks start.
 
     Args:
         spec: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer.

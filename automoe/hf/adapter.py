@@ -114,15 +114,14 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
 
 
 def check_adapter(config: Config) -> None:
-    """Check that training can continue the adapter ``lora.path``, if one is set.
+    """Check that training can continue the adapter ``lora.path``, which is set.
 
     Raises:
         ConfigError: rank, alpha or targets of ``lora`` are not those of the adapter.
         CheckpointError: the adapter cannot be read or is no plain LoRA for this model.
     """
     lora, model = config.lora, config.model
-    if lora.path is None:
-        return
+    assert lora.path is not None
     rank, alpha, params, _ = read_adapter(lora.path, model)
     ours = [param for param in model_params(model) if is_target(param, lora)]
     if lora.rank and (ours, lora.rank, lora.alpha) != (params, rank, alpha):

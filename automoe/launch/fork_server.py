@@ -56,10 +56,10 @@ class Job(NamedTuple):
 
 
 class ForkedRank:
-    """A rank's process in the fork server, with the interface of ``subprocess.Popen``.
+    """A rank's process in the fork server, with the main members of ``subprocess.Popen``.
 
-    ``pid`` is None until the server has forked the rank, and ``returncode`` until the rank has
-    ended.
+    These are ``pid``, ``returncode``, ``poll``, ``send_signal`` and ``kill``. ``pid`` is None until the
+    server has forked the rank, and ``returncode`` until the rank has ended.
     """
 
     def __init__(self, server: ForkServer) -> None:

@@ -140,7 +140,6 @@ def settle(config: Config, overrides: list[str]) -> Config:
     path = config.model.hf_path
     if path is None:
         return config
-    from automoe.hf.adapter import check_adapter
     from automoe.hf.families.registry import model_config_from_hf, model_of_stranger
 
     named = _named(overrides)
@@ -207,7 +206,10 @@ def settle(config: Config, overrides: list[str]) -> Config:
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
     config = replace(config, model=model)
-    check_adapter(config)
+    if config.lora.path is not None:
+        from automoe.hf.adapter import check_adapter  # imports torch's parts for ranks
+
+        check_adapter(config)
     return config
 
 

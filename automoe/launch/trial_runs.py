@@ -58,7 +58,8 @@ def train_and_kill(run_dir: Path, overrides: Sequence[str], after: int) -> int:
 def differing(expected: Records, got: Records) -> list[str]:
     """Return lines such as ``step 3: loss, grad_norm`` that name what differs between two runs.
 
-    Times and memory are not compared. Arguments are the records of each run's steps.
+    A further line says if their numbers of steps differ. Times, memory, MFU, checkpoint figures and
+    checksums are not compared. Arguments are the records of each run's steps.
     """
     lines = []
     if len(expected) != len(got):

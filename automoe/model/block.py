@@ -30,7 +30,8 @@ class MLP(nn.Module):
     Args:
         intermediate_size: width F.
         tp: ranks that shard F and the positions.
-        gather: wrapper of the all-gather of positions over ``tp``.
+        gather: takes ``tp.all_gather``, which gathers the positions, and returns the function to
+            call in its place, such as one that recomputes it.
     """
 
     def __init__(

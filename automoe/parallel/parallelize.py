@@ -126,7 +126,13 @@ def allocate(model_parts: dict[int, CausalLM], device: torch.device) -> None:
 
 
 def materialize(model_parts: dict[int, CausalLM], config: Config, device: torch.device) -> None:
-    """Allocate this rank's shards and initialise them, equally on every mesh."""
+    """Allocate this rank's shards on ``device``, initialise them, and set training mode.
+
+    A parameter's first values depend on ``train.seed`` and its name alone, not on the mesh.
+
+    Args:
+        model_parts: this rank's pipeline stages, by number in the whole pipeline.
+    """
     allocate(model_parts, device)
     for part in model_parts.values():
         initialize(part, config.model.initializer_range, config.train.seed)

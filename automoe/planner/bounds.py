@@ -233,14 +233,16 @@ class Space:
     def _experts(
         self, place: Place, family: Family, layer: int, shared: float, arrives: bool
     ) -> Passes:
-        """Return predicted times of the forward and backward pass of ``layer``'s routed experts; cached.
+        """Return predicted times of both passes of ``layer``'s routed experts, with all-to-alls; cached.
 
         Args:
-            place: configuration, mesh and batch that belong to ``family``.
-            family: mesh axes and settings.
-            shared: forward seconds of the shared experts, which hide a part of the all-to-alls.
-            arrives: True if recomputed tokens arrive at the experts a second time, so that the
-                backward pass decodes no kept 8-bit rows. The second all-to-all is not counted here.
+            place: configuration, mesh and batch with the values of ``family``.
+            family: values of the mesh axes and settings on which the time of a layer depends.
+            shared: forward seconds of the shared experts; all-to-alls that run meanwhile are partly
+                hidden.
+            arrives: True if the backward pass dispatches tokens again, for recomputation. Then it
+                decodes no 8-bit rows that the forward pass kept. The time of that dispatch is not in
+                the result.
         """
         cut = family._replace(cp=1, micro_batch_size=1, context="")
         key = place.tokens, cut, layer, arrives

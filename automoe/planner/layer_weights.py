@@ -51,11 +51,13 @@ def cached(key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 
 def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights:
-    """Return the weights of layer ``layer``, from a cache.
+    """Return the matrices of layer ``layer`` and the sizes of all its weights.
+
+    They are computed once per (key, layer, tp).
 
     Args:
-        key: cache key that identifies the model and its trained parameters (``Place.key``).
-        tp: size of the mesh axis tp, which shards the weights.
+        key: text that is equal for equal model, LoRA, trained parameters and dtype (``Place.key``).
+        tp: size of the mesh axis tp. Byte and element counts are of one rank's shard, matrices whole.
     """
     return cached((key, layer, tp), lambda: _weights_of(config, layer, tp))
 

@@ -215,7 +215,9 @@ class Rollouts:
         return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the hashes of earlier rewards from a checkpoint's ``state``.
+        """Restore the hash of all rewards up to a checkpoint, from the ``state`` that it saved.
+
+        Stored answers of later rollouts are reused only if that hash is equal.
 
         Raises:
             DataError: the checkpoint's run had other prompts.

@@ -1,10 +1,15 @@
 """vLLM in a child process, in another Python environment, which has vLLM and not automoe.
 
-The parent writes lines of JSON to standard input; for each, this process writes one line of JSON to
-the file descriptor in the environment variable FD:
+The parent writes lines of JSON to standard input. This process answers each with a line of JSON on
+the file descriptor whose number is the environment variable ``FD``; its first line is "ready":
 
     {"do": "sample", "prompts": [[ids]], "num": N, "max_tokens": A, "temperature": T, "seed": S, "stops": [ids]}
-    {"do": "update"}, then {"file": PATH} for each bucket, a safetensors file, then {"file": null}
+        -> for each prompt a list of N answers: [ids, their log-probabilities, expert ids or null]
+    {"do": "update"} -> "waiting"
+    {"file": PATH}, a safetensors file with the next weights, for each bucket -> "taken"
+    {"file": null} -> "updated"
+
+Expert ids are [tokens of prompt and answer without the last, MoE layers, K].
 """
 
 from __future__ import annotations

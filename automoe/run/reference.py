@@ -155,7 +155,10 @@ def _belongs(
 
 
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
-    """Return the stored log-probabilities [N, 2]; a reason if unusable; None without a file.
+    """Return the stored log-probabilities [N, 2] float64 of N pairs: chosen and rejected answer.
+
+    Each is summed over the trained tokens of the answer. The result is a text with the reason if
+    the file is damaged or belongs to another run, and None without a file.
 
     Args:
         belongs: settings, weights and data of this run (``_belongs``), which must equal the file's.

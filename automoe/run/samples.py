@@ -48,13 +48,13 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]
     ) -> list[list[int]]:
-        """Return the new tokens that follow each prompt. Collective.
+        """Return the new tokens that follow each prompt, each the likeliest one (greedy). Collective.
 
         An answer ends with a token of ``stops``, which is included, with ``NAN_TOKEN`` (-1) if the
         logits are NaN, or after ``max_tokens`` tokens.
 
         Args:
-            prompts: token ids of each prompt.
+            prompts: token ids of each prompt; the results are in the same order.
             stops: ids of tokens that end an answer.
         """
         rows = dict(enumerate(prompts))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.launch.from_python import composed
 from automoe.launch.prepare import check, check_here, check_num_ranks, compose
+
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 264, "hidden_size": 32}
+MIXTRAL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
+MIXTRAL |= {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -104,11 +110,21 @@ def test_rules_see_the_axes_that_a_preset_makes() -> None:
         check(compose(Arguments(overrides=words)), 16, "cpu")
 
 
+def test_a_start_from_a_checkpoint_is_settled_without_dtensors(tmp_path: Path) -> None:
+    """Ranks alone need them: importing them, and sympy, took a second of each start."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    code = (
+        "import sys; from automoe.launch.prepare import compose; from automoe.config.compose import Arguments; "
+        "print(compose(Arguments(overrides=sys.argv[1:])).model.family); "
+        "print([name for name in ('torch.distributed.tensor', 'sympy') if name in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, f"model.hf_path={tmp_path}", "data=stdlib"]
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == ["mixtral", "[]"]
+
+
 def test_a_model_of_another_family_or_size_than_the_checkpoint(tmp_path: Path) -> None:
-    facts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 264, "hidden_size": 32}
-    facts |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
-    facts |= {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     checkpoint = f"model.hf_path={tmp_path}"
     assert compose(Arguments(overrides=[checkpoint, "data=stdlib"])).model.family == "mixtral"
     with pytest.raises(ConfigError, match="data.kind=stdlib, by default: the demonstration .* data=stdlib to train on"):

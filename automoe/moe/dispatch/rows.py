@@ -179,11 +179,12 @@ class RowExchange:
     def wait(self) -> tuple[Tensor, Tensor]:
         """Wait for the exchange; return the receive buffer and the received rows' metadata.
 
-        Call it once.
+        Call it once. R rows are received.
 
         Returns:
-            The buffer [B, H], in which line ``receive_layout.line_M[i]`` is received row i and other
-            lines hold metadata; and C metadata of each of R rows [R, C].
+            The buffer [B, H] of B lines: received row i is line ``receive_layout.line_M[i]``, and other
+            lines held metadata; and the metadata [R, C], the C numbers that the sender gave with each
+            row.
         """
         lines, sent = self.group.wait(self._lines), self._sent
         del self._lines, self._sent

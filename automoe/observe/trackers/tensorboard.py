@@ -34,7 +34,7 @@ class TensorBoardTracker(Tracker):
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def held(self) -> Mapping[int, float | None]:
-        """Return step -> loss from the event files of earlier starts.
+        """Return step -> loss from the event files that earlier starts of this run wrote.
 
         Left out are steps that a return to an earlier checkpoint took back.
         """
