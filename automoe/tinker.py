@@ -273,7 +273,7 @@ class TrainingClient(_Client):
         return _done(types.SaveWeightsForSamplerResponse(path=path))
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Load the weights that ``save_state`` wrote to ``path``, and reset the optimizer's moments."""
+        """Load the weights that ``save_state`` wrote to ``path``, and reset the optimizer's state."""
         response = self.load_state_with_optimizer(path)
         for tensors in self.session.state.optimizer.state.values():
             for name in ("step", "exp_avg", "exp_avg_sq"):

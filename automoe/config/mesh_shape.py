@@ -122,8 +122,9 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        Names are axes (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) and ``stage`` (a
-        pipeline stage). Axes that span the world use the world's group, except cp, ep and etp.
+        Names are axes of several ranks (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if cp
+        has several, and ``stage`` (a pipeline stage) if pp and two other axes have. What spans the world
+        uses the world's group and is left out, except cp, ep and etp.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []

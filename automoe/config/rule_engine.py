@@ -293,7 +293,11 @@ def _parts(row: tuple[str, ...]) -> tuple[Comparison, ...]:
 
 
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
-    """Yield (key, broken=True, rule, remedy) of each rule in ``tables`` that the settings ``see`` break."""
+    """Yield (key, True, rule, remedy) of each rule in ``tables`` that the settings ``see`` break.
+
+    The key is the configuration key to blame; rule and remedy are sentences with the values: what must
+    hold, and what to change. True stands for broken.
+    """
     for row in holding(see, *tables):
         yield _row(see, *row)
 

@@ -182,7 +182,10 @@ def _source_rows(config: Config) -> Iterator[Row]:
 
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
-    """Yield (key, broken=True, rule, remedy) of broken rules on resuming from and keeping checkpoints."""
+    """Yield a row of ``refused`` for each broken rule on resuming from and keeping checkpoints.
+
+    A row is (configuration key, True for broken, rule, remedy); the last two are sentences.
+    """
     resume, every, val_every = config.checkpoint.resume, config.checkpoint.every, config.train.val_every
     see = Scope(config, config.mesh).knowing(
         here=os.getcwd(),

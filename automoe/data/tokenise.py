@@ -75,9 +75,10 @@ class CorpusWriter:
 def tokenise_documents(
     folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]
 ) -> dict[str, Any]:
-    """Write each document's ids and EOS (tokens.bin), and a row for it (documents.npy), to ``folder``.
+    """Write each document's ids and EOS to ``folder``/tokens.bin, and a table of documents to documents.npy.
 
-    Short documents are encoded together, long ones in pieces.
+    The table is uint64 [4, documents]: length in tokens, hash of the text, number of the file, line in
+    it. Short documents are encoded together, long ones in pieces.
 
     Args:
         paths: the corpus's files, for error messages.

@@ -30,8 +30,8 @@ class Blocks:
         num_stages, num_warps: Triton's launch options.
         summed: elements of the summed dim that are loaded per step.
         rows: rows of the output block in weight gradients; other products have the tile's height (``RowTiles``).
-        columns_at_once: columns that the activation's backward pass (product ``back``) processes at a time, to save
-            registers; other products do not read it.
+        columns_at_once: columns that the kernel of the activation's backward pass processes at a time, to save
+            registers; 0 for other kernels.
         tma: whether operands are copied by the tensor memory accelerator.
     """
 

@@ -166,7 +166,7 @@ class ForkServer:
 
         The method does not wait. A signal handler that interrupts it may call it too.
 
-        If the server has ended, its exit status becomes the status of every rank that still ran.
+        If the server has ended, the ranks that still ran get its exit status, or 1 in place of 0.
         """
         if self._hearing:
             return

@@ -130,8 +130,9 @@ class Indexer(nn.Module):
     ) -> Tensor | None:
         """Return this rank's term of the indexer's loss, a scalar; None if no gradient is needed.
 
-        The loss is the divergence of the indexer's scores from attention's probabilities, as a mean
-        over the tokens of the global batch. In a training pass the term is added to ``loss_sum``.
+        The loss is KL(attention || indexer) over the chosen keys, as a mean over the tokens of the
+        global batch: attention's probabilities, averaged over heads, and the softmax of the indexer's
+        scores. In a training pass the term is added to the buffer ``loss_sum``.
 
         Args:
             inputs: result of ``forward``: queries, keys and head weights of the indexer.

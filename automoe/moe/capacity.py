@@ -1,7 +1,7 @@
 """Expert capacity: how many tokens an expert takes, and which choices are dropped if more come.
 
-An expert takes at most C = ceil(factor * T * K / E) choices. ``moe.drop_scope`` says which T tokens
-these are:
+An expert takes at most P = ceil(factor * T * K / E) choices, its capacity, and at most T.
+``moe.drop_scope`` says which T tokens these are:
 
     rank      The tokens of this rank's micro-batch. Nothing is sent. Which choices are dropped
               depends on how the mesh and the micro-batches split the batch. Choices queue by
@@ -12,7 +12,7 @@ these are:
 Routing weights are computed before choices are dropped, and are not renormalised. A token that
 loses a choice loses that expert's term; a token that loses all of them keeps the residual (and the
 shared experts). Padding takes no capacity. Letters of dimensions: ``automoe.model``; here G groups
-of tokens that share capacities, N choices of a group, P slots of an expert, C of all.
+of tokens that share capacities, N choices of a group, P slots of an expert, C = E P of all.
 """
 
 from __future__ import annotations

@@ -334,11 +334,11 @@ class Router(BalancedRouter):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Routing:
-        """Return the routing of tokens x [B, s, H]: chosen experts, their weights, and which are dropped.
+        """Return the routing of x [B, s, H]: chosen experts, their weights, and which are dropped.
 
-        In training the load counters count the micro-batch, and the routing weights carry the
-        auxiliary losses into the backward. They multiply every expert output, so they always have a
-        gradient.
+        There are s positions of this tp rank; results are [B, s, K]. In training the load counters count
+        the micro-batch, and the routing weights carry the auxiliary losses into the backward. They
+        multiply every expert output, so they always have a gradient.
         """
         jitter_BsH = (
             self._jitter(x_BsH, tokens) if self.training and self.moe.router_jitter else None

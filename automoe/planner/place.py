@@ -143,7 +143,7 @@ class Place:
 
     @cached_property
     def key(self) -> str:
-        """Cache key that identifies the model and its trained parameters."""
+        """Text that is equal for equal model, LoRA, trainable parameters and dtype: ``layer_weights``' key."""
         return self.read_key or key_of(self.config)
 
     @property

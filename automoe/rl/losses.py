@@ -175,14 +175,14 @@ def finish(
     kl_kind: KL = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Apply the common options to token losses, report KLs, return this rank's share (the loss is the shares' sum).
+    """Apply the common options to token losses; return this rank's share (the loss is the shares' sum).
 
     Args:
         loss_BS, nll_BS: loss of each token, multiplied here by the samples' ``weights`` if given; and -log pi.
         mean: ``tokens``: over trained tokens of the global batch; ``samples``: over the tokens of a sample, then
             over samples; ``length``: the sum divided by samples * ``length``; ``sum``: no division.
         correction: importance weight for the mismatch of trainer and inference engine.
-        max_drift: drop answers with advantage < 0 whose mean of log mu - log pi exceeds it; mu is the engine's
+        max_drift: answers with advantage < 0 and mean log mu - log pi above it have no policy loss; mu: the engine's
             probability, or if missing that by the weights before the update (arXiv 2512.02556, eq. 9).
         kl_coef, kl_kind: weight and estimator of the divergence ``kl`` to the reference model (``ref_log_probs``).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
@@ -482,12 +482,12 @@ def distill_top_k(
     direction: Literal["forward", "reverse"] = "forward",
     tail: bool = True,
 ) -> Tensor:
-    """Mean over tokens of the KL divergence over the teacher's K likeliest ids (``scored_ids`` [n, K] of a sample).
+    """Mean over tokens of the KL divergence over the teacher's K likeliest ids (a sample's ``scored_ids`` [tokens, K]).
 
     Args:
-        direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [n, K]) and
-            pi the student's; ``reverse``: sum of pi log(pi / p).
-        tail: treat all other ids as one more id; without it, the reverse KL is lowest if the K ids have probability 0.
+        direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [tokens, K])
+            and pi the student's; ``reverse``: sum of pi log(pi / p).
+        tail: treat all other ids as one more id; without it, the reverse KL is lowest at pi = p / e, not at p.
     """
     ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
     assert ours_BSK is not None  # scored_ids are there

@@ -90,9 +90,9 @@ class WeightStream:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield buckets of tensors: checkpoint name -> full (unsharded) tensor.
+        """Yield buckets of full (unsharded) tensors by checkpoint name, the same on every rank. Collective.
 
-        A bucket is valid until the next one is requested.
+        A bucket is emptied when the next one is requested.
         """
         as_parts(self._parts)
         items = self._plan()

@@ -182,13 +182,13 @@ def run_trajectory(
 
 
 def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
-    """Add the gradients, parameters and biases of every other rank's stage to rank 0's results.
+    """Put gradients, parameters and expert biases of all other stages into rank 0's dicts; sum nothing.
 
     Args:
         ranks: trajectories of ranks in order; each has only tensors of its own pipeline stages.
 
     Returns:
-        Rank 0's trajectory.
+        Rank 0's trajectory, which is changed in place.
     """
     merged = ranks[0]
     for other in ranks[1:]:

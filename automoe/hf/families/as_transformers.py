@@ -185,11 +185,12 @@ def kept_in_float32(architecture: str) -> re.Pattern[str]:
 
 
 def not_computed(path: object, content: str) -> ConfigError:
-    """Return the error for a valid ``config.json`` whose model this decoder does not compute.
+    """Return the error for a valid ``config.json`` whose model automoe does not compute.
 
     Args:
         path: folder of config.json.
-        content: what config.json has, such as ``index_topk=0, and a query sees at least 1 key``.
+        content: end of a sentence that begins "its config.json has": the setting, and what is
+            required, such as ``index_topk=0, and a query sees at least 1 key``.
     """
     return ConfigError(
         "model.hf_path", path, f"its config.json has {content}", "Choose another checkpoint"

@@ -100,13 +100,13 @@ class HierarchicalDispatcher:
     def _sizes(
         self, copies_P: Tensor, choices_P: Tensor, rows_per_expert: int | None
     ) -> tuple[Tensor, list[int], list[int], int]:
-        """Exchange how many copies of tokens each rank of the level sends to each other rank.
+        """Return how many copies of tokens this rank sends to and receives from each rank of its group.
 
         Args:
-            copies_P: copies that this rank sends to each rank.
-            choices_P: choices of each rank's experts by this rank's tokens.
-            rows_per_expert: how many of this rank's choices each expert has, if these numbers are
-                all equal; None: sizes are exchanged.
+            copies_P: copies that this rank sends to each of the P ranks.
+            choices_P: how often this rank's tokens chose an expert of each rank.
+            rows_per_expert: choices that every expert gets from every rank, if these are equal and a
+                token has one; None: the ranks exchange their numbers, which is collective.
 
         Returns:
             [2, P] copies sent to and copies received from each rank; on the host, a list of each of

@@ -182,8 +182,8 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
     """Return (start, end) of the seconds that the plot of a long step leaves out.
 
-    They lie between every rank's first backward pass and any rank's last forward pass, or begin
-    earlier and end later: neither drawn part is longer than ``LONGEST`` actions of median length.
+    Drawn are the time until every rank has ended its first backward pass, and the time from the
+    first start of a rank's last forward pass; each part is cut to ``LONGEST`` actions of median length.
     (``end``, 0) means that the whole step is drawn.
 
     Args:
