@@ -116,7 +116,8 @@ def search(
         queue = Queue(config, mine, device, fixed, result)
         while len(result.found) < TOP and queue.look(np.sort(best, axis=None)[-TOP]):
             best[number, : len(result.found)] = [candidate.speed for candidate in result.found]
-            tell("found", min(int(np.count_nonzero(best)), TOP), TOP)
+            if number == 0:  # in a forked process another thread may hold the progress bar's lock
+                tell("found", min(int(np.count_nonzero(best)), TOP), TOP)
         result.rest = max(queue.highest())
         return result
 
@@ -173,9 +174,8 @@ class Queue:
         self.fixed = fixed
         self.result = result
         self.world = result.world_size
-        self.shapes = dict[
-            Axes, dict[int, MeshShape]
-        ]()  # by axes and pp; rules are checked when needed
+        # by axes and pp; rules are checked when needed
+        self.shapes = dict[Axes, dict[int, MeshShape]]()
         self._mesh = cache(self._legal_mesh)
         micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
         if "train.micro_batch_size" in fixed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 from dataclasses import replace
@@ -145,11 +146,16 @@ def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
     assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
 
 
-def test_two_processes_find_what_one_finds(config: Config, whole: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_find_what_one_finds(
+    config: Config, whole: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same candidates, whoever times them; the second process may time some that one alone need not."""
     monkeypatch.setattr(search_module.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(search_module, "FORKED", 1)
-    two = search(config, 4, "cuda", FIXED)
+    # A forked process would wait for ever for a lock that the progress bar's thread holds.
+    with (tmp_path / "told").open("a", buffering=1) as file:
+        two = search(config, 4, "cuda", FIXED, tell=lambda *_: file.write(f"{os.getpid()}\n"))
+    assert {*(tmp_path / "told").read_text().split()} == {str(os.getpid())}
     assert [(each.mesh, each.config, each.speed) for each in two.found] == [
         (each.mesh, each.config, each.speed) for each in whole.found
     ]
