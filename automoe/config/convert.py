@@ -315,7 +315,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     Tuples become lists, and dataclasses dictionaries.
     """
     if is_dataclass(value):
-        value = vars(value)
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

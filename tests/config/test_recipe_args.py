@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from beside import FLOOR
 
-@dataclass
+@dataclass(slots=True)
 class Reference:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -37,6 +37,9 @@ class Args:
     beta: float = 0.1  # distance from the reference
     names: dict[str, str] | None = None
     reference: Reference = field(default_factory=Reference)
+
+    def __post_init__(self) -> None:
+        self.halves = self.beta / 2  # no setting: no file has it
 
     def check(self, config) -> None:
         if not self.beta > FLOOR:
