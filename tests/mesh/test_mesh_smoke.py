@@ -46,12 +46,13 @@ ALL = [
     Case("deepseek", dict(tp=2, ep=2), rows=2, lora=LORA),
 ]
 CASES = [case for case in ALL if runs_here(case.parallel.get("schedule", ""))]
-# Reached by no step in float64 on a CPU: by making and losing ranks, checkpoints and plans, or on CUDA. The smoke tests
+# Reached by no step in float64 on a CPU: by failed passes, lost ranks, checkpoints and plans, or on CUDA. The smoke tests
 # call them in ``tests/interop``, and commands that do so in ``tests/smoke``.
 ELSEWHERE = {
     "process_groups", "group_members", "flight_records", "replace_gloo", "fake_store", "use_ring_attention",
     "cached_functions", "forget_meshes", "state_dict_stager", "cache_plans_under", "forget_cached_plans",
     "unshard_every_stage_once", "foreach_norm", "is_strided_shard", "stored_tensor",
+    "reshard",
 }  # fmt: skip
 reached: set[str] = set()
 
