@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class LocalShard:
     columns: int = 0
     added: Callable[[], Added] | None = None
 
-    @cached_property
+    @property
     def base(self) -> str:
         """Format of a packed storage, ``fp8`` or ``nf4``; empty if it is not packed."""
         return base_of(self.local) if self.columns else ""
@@ -87,7 +86,7 @@ class LocalShard:
         shape = tuple(self.tensor.shape)
         return (*shape[:-2], self.columns) if self.columns else shape
 
-    @cached_property
+    @property
     def extent(self) -> Shape:
         """Shape of this rank's shard."""
         extent = tuple(self.local.shape)
