@@ -68,6 +68,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered until the end of the test is forgotten."""
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+
+
+@pytest.fixture
+def house(page: Path, nothing_registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's plugin is loaded, and nothing else is registered."""
+    monkeypatch.syspath_prepend(page)
+    monkeypatch.delitem(sys.modules, "house", raising=False)
+    plugins.load_plugins(["house"])
+
+
 def python(folder: Path, *words: str, **options: str) -> str:
     """Run Python in ``folder``, with nothing of this process's paths but automoe; what it printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -174,14 +188,9 @@ def test_a_recipe_from_outside_trains_as_the_shipped_one(page: Path) -> None:
     assert [float(line.split()[0]) for line in lines] == [record["loss"] for record in read_metrics(page / "shipped")]
 
 
-def test_experts_from_outside_compute_a_class_of_transformers(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("house")
+def test_experts_from_outside_compute_a_class_of_transformers(tmp_path: Path) -> None:
     """If they are SwiGLU of two stacks; a class with others is refused."""
-    monkeypatch.syspath_prepend(page)
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
-    monkeypatch.delitem(sys.modules, "house", raising=False)
-    plugins.load_plugins(["house"])
     for model_type in ("flex_olmo", "nemotron_h"):
         save_class(model_type, tmp_path / model_type)
     made, worst = against_class(tier_config(tmp_path / "flex_olmo"), "bmm")
@@ -190,15 +199,10 @@ def test_experts_from_outside_compute_a_class_of_transformers(
         TransformersModel(tier_config(tmp_path / "nemotron_h"), MoEConfig(experts="bmm"))
 
 
-def test_a_family_from_outside_is_read_and_equals_transformers(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("house")
+def test_a_family_from_outside_is_read_and_equals_transformers(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.syspath_prepend(page)
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
-    monkeypatch.delitem(sys.modules, "house", raising=False)
-    plugins.load_plugins(["house"])
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 12}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 40, "moe_intermediate_size": 16, "n_routed_experts": 8}
@@ -237,9 +241,9 @@ class Narrow(Family):
             return Decoder(model, moe, range(1), embeds=False, predicts=False, backend=backend)
 
 
-def test_a_family_from_outside_may_say_who_computes_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_family_from_outside_may_say_who_computes_its_models() -> None:
     """Rules, table and model are those of the family, through the functions that the trainer and the planner call."""
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
     register("model.family", "narrow", Narrow("narrow", "NarrowForCausalLM", {}, {}))
     config = compose_config(overrides=["model.family=narrow", "mesh.pp=1", "mesh.ep=1"])
     assert validate(config, 1).world_size == 1 and known_families()["narrow"].of(config.model).resizable is False
@@ -263,23 +267,23 @@ def test_names_that_cannot_be_registered(key: str, name: str, rule: str) -> None
         register(key, name, object())
 
 
-def test_two_packages_cannot_register_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+@pytest.mark.usefixtures("nothing_registered")
+def test_two_packages_cannot_register_one_name() -> None:
     register("moe.experts", "mine", "a:b")
     register("moe.experts", "mine", "a:b")
     with pytest.raises(ConfigError, match="registered already"):
         register("moe.experts", "mine", "c:d")
 
 
-def test_a_name_stays_registered_after_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_name_stays_registered_after_its_first_use() -> None:
     register("moe.experts", "mine", "math:sqrt")
     assert plugins.registered("moe.experts")["mine"](4) == 2
     register("moe.experts", "mine", "math:sqrt")
 
 
+@pytest.mark.usefixtures("nothing_registered")
 def test_a_family_is_registered_under_its_model_type(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
     monkeypatch.syspath_prepend(page)
     register("model.family", "dots", "house.dots1:FAMILY")
     with pytest.raises(ConfigError, match="model_type=dots1"):
@@ -290,13 +294,11 @@ def test_a_family_is_registered_under_its_model_type(page: Path, monkeypatch: py
     "metrics",
     ["loss", "lr", "loss_ema", "loss.code", "perplexity", "bits_per_byte", "val_mine", "crc32", "skip_reason"],
 )
-def test_a_loss_that_reports_under_a_name_of_the_record_is_refused_where_it_is_chosen(
-    metrics: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_loss_that_reports_under_a_name_of_the_record_is_refused_where_it_is_chosen(metrics: str) -> None:
     def mine(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
         return nll_BS.sum()
 
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
     register("train.loss", "mine", mine)
     config, mine.metrics = Config(train=TrainConfig(loss="mine")), ("nats", "count", "bytes", metrics)
     with pytest.raises(ConfigError, match=f"train.loss=mine: it reports '{metrics}'"):
@@ -308,8 +310,8 @@ def test_a_loss_that_reports_under_a_name_of_the_record_is_refused_where_it_is_c
         build_backend(config)
 
 
-def test_a_number_of_a_step_cannot_have_a_name_that_other_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_number_of_a_step_cannot_have_a_name_that_other_steps_have() -> None:
     register("run.step", "early", lambda run, record: {"val_loss": 0.0})
     with pytest.raises(ConfigError, match="'val_loss' is in the record already"):
         hook_numbers(None, {"step": 1, "loss": 2.0})  # which was not validated
