@@ -99,14 +99,12 @@ class RankPool:
         Raises:
             RankError: a rank failed; the error has the first failure and its traceback. The next
                 call starts new ranks.
-            ValueError: ``world_size`` is not within 1 and ``max_ranks``.
+            ValueError: see ``start``.
         """
-        if not 1 <= world_size <= self.max_ranks:
-            raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
         payload = pickle.dumps((fn, args, kwargs))
         store = self._stores / str(next(self._cases))
         try:
-            self._start()
+            self.start(world_size)
             pipes = self._pipes[:world_size]
             for pipe in pipes:
                 # Ranks import ``fn``, and callers may have extended sys.path since ranks started.
@@ -129,8 +127,17 @@ class RankPool:
             self._server.close()
         self._server = None
 
-    def _start(self) -> None:
-        """Start all ranks unless they run, and wait until their processes exist."""
+    def start(self, world_size: int) -> None:
+        """Start the ranks unless they run, and wait until their processes exist.
+
+        Args:
+            world_size: most ranks of the calls that follow, and that share what a rank keeps.
+
+        Raises:
+            ValueError: ``world_size`` is not within 1 and ``max_ranks``.
+        """
+        if not 1 <= world_size <= self.max_ranks:
+            raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
         if self._ranks:
             return
         self._server = self._server or ForkServer(os.environ | _THREADS)

@@ -429,6 +429,7 @@ def verify_pass(
         train=replace(train, micro_batch_size=num_rows),
     )
     # Ranks compare: this process never imports torch, nor holds tensors.
+    pool.start(shape.world_size)  # rank 0 keeps its reference from the first call to the second
     [routing] = pool.run(
         "automoe.verify.compare:run_reference",
         1,

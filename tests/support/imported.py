@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -43,15 +42,12 @@ class ImportedRanks(RankPool):
     def __init__(self) -> None:
         super().__init__(SIZES[0])
 
-    def run(self, fn: Callable[..., Any] | str, world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    def start(self, world_size: int) -> None:
         if len(self._ranks) < world_size:
             self._end_ranks()
             self.max_ranks = next((size for size in SIZES if size >= world_size), SIZES[-1])
-        return super().run(fn, world_size, *args, **kwargs)
-
-    def _start(self) -> None:
         with mock.patch.object(fork_server, "python", lambda: [sys.executable, "-P", __file__]):
-            super()._start()
+            super().start(world_size)
 
 
 def remember_caches() -> None:

@@ -34,6 +34,7 @@ from automoe.verify.pool import RankPool
 from automoe.verify.run import EXIT_DIFFERENT, EXIT_FAILED, make_runnable, passes, tolerances, verify_pass
 from automoe.verify.trajectory import Trajectory, run_trajectory
 from tests.support.configurations import quick_config
+from tests.support.imported import ImportedRanks
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,15 @@ def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]
         kinds = [c.kind for c in result.compared]
         assert {"loss", "gradient norm", "gradient", "expert counts"} <= set(kinds)
         assert kinds.count("gradient") > 20
+
+
+def test_the_reference_stays_where_more_ranks_start_for_the_mesh(small: list[str]) -> None:
+    """A pool of tests begins with four ranks, and ends them for eight."""
+    pool = ImportedRanks()
+    each, shape, _ = make_runnable(quick_config(overrides=[*small, "mesh.dp_shard=8", "train.global_batch_size=8"]))
+    result = verify_pass(passes(each)[0], shape, pool)
+    assert shape.world_size == 8 and result.compared and not result.different
+    pool.close()
 
 
 @pytest.mark.exhaustive
