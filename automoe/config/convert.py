@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from itertools import cycle
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -79,7 +79,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
     Environment variables are written by name, so files and trackers never see their content.
     """
-    return mapped(asdict(config), written)
+    return mapped(config, written)
 
 
 class FromEnvironment(str):
@@ -312,8 +312,10 @@ def type_name(hint: Any) -> str:
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to every value in nested dictionaries, lists and tuples; return the copy.
 
-    Tuples become lists.
+    Tuples become lists, and dataclasses dictionaries.
     """
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -18,6 +18,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
     HEAD,
+    NONE,
     Contents,
     StoredTensor,
     read_headers,
@@ -28,8 +29,6 @@ from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_tensors, mtp_copies
 from automoe.hf.schemes import FLOAT_DTYPES
 from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of, text_config
 from automoe.storage.foreign import is_there
-
-_NONE = StoredTensor("", "", (), 0, 0)  # stands for scales that a tensor lacks
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Catalog:
 
     def __getstate__(self) -> dict[str, Any]:  # columns are pickled in a fifth of the time
         *fields, scales, encodings = zip(*self.sources.values(), strict=True)
-        of_scales = [*zip(*(each or _NONE for each in scales), strict=True)]
+        of_scales = [*zip(*(each or NONE for each in scales), strict=True)]
         return {**vars(self), "sources": (list(self.sources), fields, of_scales, encodings)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -73,12 +73,13 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
     if encoding == "plain":
         return tensors
     codes_end, scales_end, *_, beside_end, least_dims = FORMATS[encoding]
-    pairs = {}  # name of the codes -> name of the scales
-    for name in tensors:
-        if name.endswith(scales_end):
-            codes = name[: -len(scales_end)] + codes_end
-            if codes in tensors and len(tensors[codes].shape) >= least_dims:
-                pairs[codes] = name
+    pairs = {  # name of the codes -> name of the scales
+        codes: name
+        for name in tensors
+        if name.endswith(scales_end)
+        and (codes := name[: -len(scales_end)] + codes_end) in tensors
+        and len(tensors[codes].shape) >= least_dims
+    }
     read_with = {*pairs.values()}
     sources = {}
     for name, data in tensors.items():
@@ -102,13 +103,13 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
             # The sizes of a matrix stand beside packed codes, and follow from them.
             if codes_end == "_packed":
                 read_with.add(base + SHAPE)
-            sources[base] = StoredTensor(*data[:5], scales, encoding)
+            sources[base] = tuple.__new__(StoredTensor, (*data[:5], scales, encoding))
         elif name not in read_with:
             sources[name] = data
     return {
         name: stored
         for name, stored in sources.items()
-        if name not in read_with and not _ACTIVATIONS.fullmatch(name)
+        if name not in read_with and not (name.endswith("_scale") and _ACTIVATIONS.fullmatch(name))
     }
 
 

@@ -118,6 +118,7 @@ class StoredTensor(NamedTuple):
         return rows[-1], self.num_bytes // math.prod(rows)
 
 
+NONE = StoredTensor("", "", (), 0, 0)  # stands for a tensor that is not there
 Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and bytes
 
 
@@ -169,13 +170,14 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
-def read_headers(path: str | Path, last: bool = False) -> Contents:
+def read_headers(path: str | Path, last: bool = False, partial_ok: bool = False) -> Contents:
     """Return file, dtype, shape and byte range of every tensor of a checkpoint directory, by name.
 
     Args:
         last: True if transformers will read the files. If two files have a tensor, transformers
             takes the one in the last file, whatever the index says; so both must have the same
             numbers.
+        partial_ok: True to return {} while files are missing.
 
     Raises:
         CheckpointError: the directory is missing or has no safetensors files; a file of the index
@@ -190,13 +192,15 @@ def read_headers(path: str | Path, last: bool = False) -> Contents:
             f"{folder}: no such directory. Name a HuggingFace checkpoint directory"
         )
     with explained(folder, COPY_AGAIN):
-        return retried(lambda: _read_all(folder, last))
+        return retried(lambda: _read_all(folder, last, partial_ok))
 
 
-def _read_all(folder: Path, last: bool) -> Contents:
+def _read_all(folder: Path, last: bool, partial_ok: bool) -> Contents:
     index = _read_index(folder)
     files = _files_of(index)
     if missing := [name for name in files if not is_there(folder, name)]:
+        if partial_ok:
+            return {}
         named_by = f"that {INDEX_FILE} names" if index else f"of a model without {INDEX_FILE}"
         raise CheckpointError(
             f"{folder}: {len(missing)} of the {len(files)} files {named_by} are missing: {listed(missing)}. "
@@ -221,9 +225,7 @@ def _read_all(folder: Path, last: bool) -> Contents:
             f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
             "and automoe what the index names. Remove the one that does not count"
         )
-    lost = [
-        name for name, file in index.items() if name not in tensors or tensors[name].file != file
-    ]
+    lost = [name for name, file in index.items() if tensors.get(name, NONE).file != file]
     if lost:
         raise CheckpointError(
             f"{folder}: {len(lost)} tensors are not in the file that {INDEX_FILE} names: {listed(lost)}. "
@@ -292,19 +294,6 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
             yield part
 
 
-def complete_headers(folder: Path) -> Contents:
-    """Return the headers of ``folder`` by tensor name, or {} while files are missing.
-
-    Raises:
-        CheckpointError: a file is damaged, or the index contradicts the headers.
-    """
-    try:
-        complete = all(is_there(folder, name) for name in _files_of(_read_index(folder)))
-    except OSError:  # an unreadable index: ``read_headers`` reports it
-        complete = True
-    return read_headers(folder) if complete else {}
-
-
 def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
     """Refuse a model far larger than the files of ``folder``.
 
@@ -366,7 +355,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise _lfs_pointer(file, len(raw))
     try:
         index = parse_json(raw)["weight_map"]
-        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
             raise TypeError("weight_map is not a mapping from tensor names to file names")
         return index
     except (ValueError, KeyError, TypeError) as error:

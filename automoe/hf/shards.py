@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class LocalShard:
     columns: int = 0
     added: Callable[[], Added] | None = None
 
-    @property
+    @cached_property
     def base(self) -> str:
         """Format of a packed storage, ``fp8`` or ``nf4``; empty if it is not packed."""
         return base_of(self.local) if self.columns else ""
@@ -86,7 +87,7 @@ class LocalShard:
         shape = tuple(self.tensor.shape)
         return (*shape[:-2], self.columns) if self.columns else shape
 
-    @property
+    @cached_property
     def extent(self) -> Shape:
         """Shape of this rank's shard."""
         extent = tuple(self.local.shape)

@@ -34,7 +34,7 @@ from automoe.hf.families import (
 )
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.headers import ADAPTER, base_of, check_holds, complete_headers, has_own_head
+from automoe.hf.headers import ADAPTER, base_of, check_holds, has_own_head, read_headers
 from automoe.hf.wrapper import ALONE, names_in, text_config
 from automoe.hf.writers import check_writer
 from automoe.storage.foreign import parse_settings, read_bytes
@@ -142,7 +142,7 @@ def check_model(folder: Path) -> None:
     # A class may keep positions and masks beside its weights.
     weights = {
         name: stored
-        for name, stored in complete_headers(folder).items()
+        for name, stored in read_headers(folder, partial_ok=True).items()
         if stored.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
     check_writer(folder, "", weights)
@@ -159,7 +159,7 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
         hf: content of config.json.
     """
     theirs = config_of_class(hf, str(folder))
-    tensors = complete_headers(folder)
+    tensors = read_headers(folder, partial_ok=True)
     if theirs is None or not tensors:
         return
     if not 0 <= (layers := number_of(theirs, "num_hidden_layers") or 0) <= len(tensors):
@@ -224,7 +224,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
-    tensors = complete_headers(folder)
+    tensors = read_headers(folder, partial_ok=True)
     check_writer(folder, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, tensors)
