@@ -42,6 +42,11 @@ class ImportedRanks(RankPool):
     def __init__(self) -> None:
         super().__init__(SIZES[0])
 
+    def shrink(self) -> None:
+        """End the ranks, so that the next ones are as few as at the beginning."""
+        self._end_ranks()
+        self.max_ranks = SIZES[0]
+
     def start(self, world_size: int) -> None:
         if len(self._ranks) < world_size:
             self._end_ranks()

@@ -93,13 +93,12 @@ def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]
         assert kinds.count("gradient") > 20
 
 
-def test_the_reference_stays_where_more_ranks_start_for_the_mesh(small: list[str]) -> None:
-    """A pool of tests begins with four ranks, and ends them for eight."""
-    pool = ImportedRanks()
+def test_the_reference_stays_where_more_ranks_start_for_the_mesh(ranks: ImportedRanks, small: list[str]) -> None:
+    """Such a pool begins with four ranks, and ends them for eight."""
+    ranks.shrink()
     each, shape, _ = make_runnable(quick_config(overrides=[*small, "mesh.dp_shard=8", "train.global_batch_size=8"]))
-    result = verify_pass(passes(each)[0], shape, pool)
+    result = verify_pass(passes(each)[0], shape, ranks)
     assert shape.world_size == 8 and result.compared and not result.different
-    pool.close()
 
 
 @pytest.mark.exhaustive
