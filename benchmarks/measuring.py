@@ -1,4 +1,4 @@
-"""What every script here needs: the commit and the processor of a result, seconds on a device, where a result goes.
+"""What every script here needs: the commit and the processor of a result, seconds on a device, where a result goes; and the blocks to try.
 
 Importing this module puts the checkout on the path: a script measures the checkout that it lies in, also on a machine where
 automoe is not installed. Torch is imported only by functions that need it.
@@ -13,11 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from automoe.kernels.tiling import Blocks
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -72,3 +75,23 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def candidates(product: str) -> list[Blocks]:
+    """Return the blocks that ``tune_kernels.py`` times; ``HOPPER``'s choice comes first."""
+    from automoe.kernels.tiling import HOPPER
+
+    chosen = HOPPER[product]
+    narrow = replace(chosen, columns=chosen.columns // 2)
+    tilings = [chosen, narrow]
+    if not product.startswith("grad_weights"):
+        tilings += [replace(chosen, tma=not chosen.tma)]
+    if product == "back":
+        tilings += [replace(narrow, columns_at_once=64)]
+    if product == "grad_weights_gathered":
+        tilings += [replace(chosen, num_stages=7), replace(narrow, num_stages=10)]
+    else:
+        # Three stages of half the columns leave room for a second program, which computes while the
+        # first one stores (not for "back", which takes too many registers).
+        tilings += [replace(chosen, num_stages=3), replace(narrow, num_stages=3), replace(narrow, num_warps=4)]
+    return tilings + [replace(chosen, summed=128, num_stages=2)]

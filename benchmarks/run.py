@@ -86,6 +86,7 @@ SHORT: dict[str, tuple[list[str], Callable[[dict[str, Any]], Rows]]] = {
 QUESTIONS = {
     "cpu_step": "Is a training step on one CPU thread faster than that of transformers and NeMo Automodel?",
     "sft_step": "Does fine-tuning have the losses of TRL's SFTTrainer, and how fast is it beside it?",
+    "peer_steps": "How fast and large is a step beside peft, transformers' Trainer, and its own FSDP2 and expert parallelism?",
     "grpo_step": "Is a step of reinforcement learning equal to that of TRL's GRPOTrainer, and how fast and large beside it?",
     "checkpoint": "What do saving and loading cost beside a raw write and plain torch.distributed.checkpoint?",
     "hf_load": "How many bytes, how much memory and time does loading a HuggingFace checkpoint take?",

@@ -1,6 +1,6 @@
 """Which blocks are fastest for each product of the Triton experts, on one GPU.
 
-Every product is timed alone, with every candidate of ``kernel_candidates.py`` in turns, at the layers of
+Every product is timed alone, with every candidate of ``measuring.candidates`` in turns, at the layers of
 ``moe_kernel.py``. A candidate must first give what float32 gives, into memory that was poisoned. What wins is for a person
 to write into ``HOPPER``: a choice made anew on each machine would give each machine its own rounding.
 
@@ -25,9 +25,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from kernel_candidates import candidates
 from kernel_peers import Shape
-from measuring import PEAK, commit, result_file, seconds
+from measuring import PEAK, candidates, commit, result_file, seconds
 from moe_kernel import SHAPES, Inputs, choices, poison
 
 from automoe.kernels import launches

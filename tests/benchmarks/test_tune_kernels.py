@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from automoe.kernels.tiling import HOPPER
-from benchmarks.kernel_candidates import candidates
+from benchmarks.measuring import candidates
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # The last candidate of each product, which alone sums 128 a step, leaves its memory as it was.

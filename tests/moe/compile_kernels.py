@@ -21,7 +21,7 @@ from automoe.kernels import fp8, launches, products
 from automoe.kernels import rope as rope_kernels
 from automoe.kernels import stochastic_adamw as adamw
 from automoe.kernels.tiling import HOPPER, Blocks, blocks_of
-from benchmarks.kernel_candidates import candidates
+from benchmarks.measuring import candidates
 from tests.support.gpu import resource_usage
 
 HEIGHT = 128
