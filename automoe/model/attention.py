@@ -8,6 +8,8 @@ a latent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from automoe.comm.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.local_shard import local_shard
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
-from automoe.config.schema import ModelConfig, has_indexer, window_of
+from automoe.config.schema import ModelConfig, has_indexer, is_linear, window_of
 from automoe.kernels.attention import prepare_cuda
 from automoe.model.attention_masks import QueryBlock, document_ids, seen_keys
 from automoe.model.backend import BackendConfig
@@ -42,6 +44,7 @@ class AttentionSetup:
     Args:
         tokens: per-token tensors at the S positions.
         dtype: dtype of cos and sin, unless ``backend.rope.angle_dtype`` is set.
+        layers: numbers of the layers that get masks.
 
     Attributes:
         cos, sin: [B, S, 1, P], cos and sin of the angles of P pairs of rotary dims.
@@ -58,7 +61,12 @@ class AttentionSetup:
     chosen: Tensor | None = None
 
     def __init__(
-        self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        tokens: Tokens,
+        backend: BackendConfig,
+        dtype: torch.dtype,
+        layers: Iterable[int],
     ) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
@@ -76,11 +84,10 @@ class AttentionSetup:
         if exchanges or (attention.linear_num_key_heads and ranks.cp.num_ranks > 1):
             exchanged = whole_rows(tokens, ranks.cp)
         self.doc_ids = document_ids(exchanged, SINGLE_RANK, backend.always_masked)
-        self.window = attention.sliding_window
         queries = exchanged if exchanges else tokens
         self.blocks = {
             window: backend.masks(queries, self.key_gather, window, backend.always_masked)
-            for window in {0, self.window}
+            for window in {window_of(attention, n) for n in layers if not is_linear(attention, n)}
         }
         self.tokens = tokens
         self.seen = None
@@ -102,7 +109,6 @@ class AttentionSetup:
             chosen_BSR: the mask, True where a query attends to a key; None: the mask is made from
                 causality, documents and window.
         """
-        assert window in (0, self.window)
         if chosen_BSR is None:
             return self.blocks[window]
         return [

@@ -87,7 +87,7 @@ class Decoder(CausalLM):
         blocks = [layer for layer in self.layers.values() if not isinstance(layer, MTPBlock)]
         if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
-        setup = AttentionSetup(self.config, tokens, self.backend, x.dtype)
+        setup = self._setup(tokens, x.dtype)
         local_tokens = tokens.local_shard(self.tp)
         for block in blocks:
             x = block(x, setup, local_tokens)
@@ -100,7 +100,7 @@ class Decoder(CausalLM):
         if later_BSD is None or mtp_D2 is None:
             yield from [x_BsH] * len(modules)
             return
-        setup = AttentionSetup(self.config, tokens, self.backend, x_BsH.dtype)
+        setup = self._setup(tokens, x_BsH.dtype)
         for name, block in modules:
             depth = int(name) - self.config.num_layers
             given_BS, count = later_BSD[..., depth], mtp_D2[depth, 1].clamp_min(1)
@@ -111,6 +111,9 @@ class Decoder(CausalLM):
             local_tokens = here.local_shard(self.tp)
             x_BsH = block(x_BsH, setup, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH
+
+    def _setup(self, tokens: Tokens, dtype: torch.dtype) -> AttentionSetup:
+        return AttentionSetup(self.config, tokens, self.backend, dtype, map(int, self.layers))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automoe.comm.communicators import ProcessGroupCollection
+from automoe.comm.communicators import Communicator, ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.kernels.attention import attend
 from automoe.model.attention import AttentionSetup
-from automoe.model.attention_masks import attention_mask
+from automoe.model.attention_masks import QueryBlock, attention_mask, dense_masks
 from automoe.model.backend import BackendConfig
+from automoe.model.decoder import Decoder
 from automoe.model.rows import gather_row, head_tail_index
+from tests.support.configurations import quick_config
 from tests.support.rows import PartOfRows
 
 B, S, N, G, D = 2, 11, 4, 2, 6
@@ -103,7 +105,7 @@ def test_ranks_that_share_rows_compute_what_is_seen(window: int, with_documents:
         runtime = BackendConfig(
             pg_collection=ProcessGroupCollection(cp=keys, key_gather=keys), attention_kernel=counting
         )
-        context = AttentionSetup(ModelConfig(attention=attention), tokens, runtime, torch.float64)
+        context = AttentionSetup(ModelConfig(attention=attention), tokens, runtime, torch.float64, range(2))
         got = context.softmax_attention(q[:, mine], k, v, 0.5, window, sinks)
         torch.testing.assert_close(got, wanted[:, mine], rtol=1e-11, atol=1e-12)
         pairs, chunk = sum(computed), length // 6
@@ -118,3 +120,21 @@ def test_latents_are_gathered_where_expanding_them_again_is_cheaper_than_sending
     assert not gathers_latents(512, 128 * 256 // 16, "cuda", 2), "mesh.tp=16"
     assert not gathers_latents(512, 128 * 256, "cpu", 4)
     assert gathers_latents(8, 24, "cpu", 8) and not gathers_latents(24, 24, "cpu", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "windows"),
+    [("gpt_oss", (0, 2), [64]), ("gpt_oss", (0, 1), [0, 64]), ("qwen3_next", (0, 1, 2), []), ("qwen3_next", (3,), [0])],
+)
+def test_a_stage_makes_the_masks_that_its_layers_read(name: str, layers: tuple[int, ...], windows: list[int]) -> None:
+    """A dense mask of a long row is large: none for a delta net, no causal one beside a window's."""
+    made = []
+
+    def masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
+        made.append(window)
+        return dense_masks(tokens, keys, window, always)
+
+    config = quick_config(overrides=[f"model=small_{name}"])
+    stage = Decoder(config.model, config.moe, layers, predicts=False, backend=BackendConfig(masks=masks))
+    stage(torch.arange(8).view(1, -1))
+    assert sorted(made) == windows
