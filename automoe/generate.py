@@ -207,6 +207,8 @@ def _wrote_a_model(run_dir: Path) -> bool:
     """
     with suppress(OSError, ValueError):
         values = flat(read_mapping(read_file(run_dir / CONFIG_FILE)))
+        if values.get("recipe") == "upcycle":
+            return True
         adapter = values.get("lora.rank") and values.get("lora.export") == "adapter"
         return values.get("checkpoint.export_hf", True) and not adapter
     return True

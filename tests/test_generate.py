@@ -315,15 +315,13 @@ def test_a_run_answers_with_its_own_export_once_it_is_done(checkpoint: Path, tmp
     with pytest.raises(CheckpointError), checkpoint_of(tmp_path):
         pass
     (tmp_path / "status.json").write_text('{"state": "done"}')
-    for plugins in ([], ["of_another_machine"]):
-        save_config(Config(plugins=plugins), tmp_path)
+    none = CheckpointConfig(export_hf=False)
+    for done in (Config(), Config(plugins=["of_another_machine"]), Config(recipe="upcycle", checkpoint=none)):
+        save_config(done, tmp_path)
         with checkpoint_of(tmp_path) as found:
             assert found == tmp_path / "hf"
     # What lies in hf/ is of an earlier start, where this one was to leave none or an adapter.
-    for later in (
-        Config(checkpoint=CheckpointConfig(export_hf=False)),
-        Config(lora=LoraConfig(rank=8, export="adapter")),
-    ):
+    for later in (Config(checkpoint=none), Config(lora=LoraConfig(rank=8, export="adapter"))):
         save_config(later, tmp_path)
         with pytest.raises(CheckpointError, match="no weights"), checkpoint_of(tmp_path):
             pass
