@@ -43,19 +43,22 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that this process may use.
 
     It is the driver's number of GPUs, or if ``CUDA_VISIBLE_DEVICES`` is set, the number of entries
-    before the first one that is empty, -1, or the number of a GPU that is not there. Without a
-    driver it is 0.
+    before the first one that is empty, -1, or the number of a GPU that is not there; 0 if one of
+    them is there twice, and 1 for any number of MIG devices. Without a driver it is 0.
     """
     present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return present
     names = [name.strip() for name in chosen.split(",")]
-    # CUDA ignores everything from the first invalid entry on.
+    # CUDA ignores everything from the first invalid entry on, shows no GPU if one is named twice,
+    # and a process only the first of its MIG devices.
     for position, name in enumerate(names):
+        if name in names[:position]:
+            return 0
         if name in ("", "-1") or (name.isdecimal() and int(name) >= present):
             return position
-    return len(names)
+    return 1 if names[0].startswith("MIG-") else len(names)
 
 
 def _present_gpus() -> int:
