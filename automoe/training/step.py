@@ -60,8 +60,7 @@ class Update:
         fp8_clipped_share: share of this stage's delayed fp8 scales that values of this step
             exceeded.
         over_ranks: maximum over all ranks of each number in the argument ``report`` of
-            ``optimizer_step``, of ``skip`` (1: a reason to skip), and with QK-clip of
-            ``max_attention_logit``.
+            ``optimizer_step``, and with QK-clip of ``max_attention_logit``.
     """
 
     lr: float
@@ -221,8 +220,8 @@ def optimizer_step(
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
             report = {**report, "max_attention_logit": logits.largest()}
         # Ranks agree in one reduction; the host has waited for the device already.
-        over_ranks = max_over_ranks({**report, "skip": reason is not None})
-        skipped = bool(over_ranks["skip"])
+        over_ranks = max_over_ranks({**report, "": reason is not None})
+        skipped = bool(over_ranks.pop(""))
         # Scales come before the update: the host would have to wait for the update otherwise.
         clipped_share = update_scales(model_parts, meshes, stepped=not skipped)
         if not skipped:

@@ -120,7 +120,8 @@ def order_of(loss: float | None, config: Config = CONFIG) -> tuple[list[str], Tr
         assert all(parameter.grad is not None for parameter in state.parameters())
         if loss is not None:
             stats.loss = loss
-        update = step.optimizer_step(state, stats, trained, meshes, config)
+        update = step.optimizer_step(state, stats, trained, meshes, config, {"skip": 3.0})
+        assert update.over_ranks["skip"] == 3.0, "the user's, whatever the step's own numbers are called"
         assert all(parameter.grad is None for parameter in state.parameters())
     return called, state, update
 
