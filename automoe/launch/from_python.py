@@ -102,7 +102,7 @@ def train(
         if result.signum == signal.SIGINT:
             raise KeyboardInterrupt
         raise TrainingError(
-            f"stopped before the last step, by signal {result.signum}. The same call continues the run",
+            f"stopped before the last step, by signal {result.exit_code - 128}. The same call continues the run",
             run_dir,
         )
     if result.state != "done":

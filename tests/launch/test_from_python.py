@@ -122,6 +122,10 @@ try:
     automoe.train([*options, "recipe_args.fails=true", "run_dir=failed"])
 except TrainingError as error:
     print("FAILED", error, error.run_dir)
+try:
+    automoe.train([*options, "recipe_args.leaves=true", "run_dir=left"])
+except TrainingError as error:
+    print("LEFT", error)
 
 def interrupt():
     while not os.path.exists("stopped/began"):
@@ -135,12 +139,13 @@ except KeyboardInterrupt:
     print("INTERRUPTED", automoe.train([*options, "run_dir=stopped"]).objective)
 """
 WAITS = """
-import time
+import os, signal, time
 from dataclasses import dataclass
 
 @dataclass
 class Args:
     fails: bool = False
+    leaves: bool = False
 
 def main(config, shape, context):
     if config.recipe_args.fails:
@@ -150,6 +155,8 @@ def main(config, shape, context):
         return 7.0
     context.any_rank_stops()
     began.touch()
+    if config.recipe_args.leaves:  # as if somebody stopped the ranks and not the program
+        os.kill(os.getpid(), signal.SIGTERM)
     while not context.any_rank_stops():
         time.sleep(0.05)
     context.preempted = True
@@ -168,3 +175,4 @@ def test_a_failure_and_ctrl_c_are_exceptions_and_the_program_goes_on(tmp_path: P
     assert "ZeroDivisionError: on purpose" in done.stdout and "FAILED rank " in done.stdout
     assert str(tmp_path / "failed") in done.stdout and "INTERRUPTED 7.0" in done.stdout
     assert done.stdout.count("FAILED") == 1
+    assert "LEFT stopped before the last step, by signal 15. The same call" in done.stdout
