@@ -70,10 +70,12 @@ class Resumed:
     Attributes:
         step: optimizer steps done.
         of_run: True if the checkpoint is in the run's own directory, whose metrics are continued.
+        folder: name of the checkpoint's folder, in which a person may have put another step.
     """
 
     step: int
     of_run: bool
+    folder: str
 
 
 class CheckpointStore:
@@ -415,7 +417,7 @@ class CheckpointStore:
                         f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
                     )
                 set_rng_state(generators)
-            return Resumed(state.step, of_run)
+            return Resumed(state.step, of_run, step_dir.name)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
         """Return the step to resume: (folder, manifest, True if in this run's directory), or None.
@@ -458,7 +460,7 @@ class CheckpointStore:
         """
         with self._readable():
             steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))
-        name = f"step-{resumed.step}"
+        name = resumed.folder
         if not resumed.of_run or name not in steps[1:]:
             return None
 

@@ -140,6 +140,19 @@ def test_what_a_fall_back_returns_to_is_not_saved_again(tmp_path: Path) -> None:
     assert checkpoints(settings) == ["LATEST", "diverged-step-4.1", "step-2", "step-4", "step-6"]
 
 
+def test_a_step_in_a_folder_of_another_name_is_given_up_too(tmp_path: Path) -> None:
+    settings = config(tmp_path, steps=6)
+    settings.train.val_every, settings.train.max_skipped = 0, 2
+    settings.checkpoint.every, settings.checkpoint.keep = 2, 9
+    run(replace(settings, train=replace(settings.train, steps=4)))
+    folder = Path(settings.run_dir) / "checkpoints"
+    (folder / "step-4").rename(folder / "step-9")
+    skips = iter((True, True))
+    with mock.patch.object(step, "reason_to_skip", lambda *_: "of this number" if next(skips, False) else None):
+        run(settings, fell_back=1)
+    assert checkpoints(settings) == ["LATEST", "diverged-step-9.1", "step-2", "step-4", "step-6"]
+
+
 @pytest.mark.exhaustive
 def test_a_save_that_falls_due_before_the_first_step_taken_after_a_resume_is_made_up_for(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=6)
