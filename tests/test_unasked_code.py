@@ -88,3 +88,23 @@ def test_what_is_named_is_imported_all_the_same(tmp_path: Path, monkeypatch: pyt
     with without("kernels"), without("kernels"):
         pass
     assert "kernels" not in sys.modules
+
+
+def test_a_module_of_an_environment_below_the_working_directory_is_not_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even of one whose name begins as the module's does."""
+    (tmp_path / "below_env").mkdir()
+    (tmp_path / "below_env" / "below.py").write_text("")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "below_env")
+    before = [*sys.path]
+    with working_directory_last():
+        import_module("below")
+    assert sys.path == before
+    with working_directory_last():
+        import_module("here")
+    assert sys.path == [*before, str(tmp_path)]
+    del sys.modules["below"], sys.modules["here"]
