@@ -36,7 +36,7 @@ from automoe.planner.communication import (
     exchange_sizes,
     gather,
 )
-from automoe.planner.layer_weights import layer_weights
+from automoe.planner.layer_weights import ends_trained, layer_weights
 from automoe.planner.place import Pass, Passes, Place
 
 ATTENTION_BACKWARD = 2.5  # attention's backward pass has five matmuls, its forward pass two
@@ -490,10 +490,10 @@ def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
     """
     model = place.config.model
     machine = place.machine
-    tp = place.mesh.tp
-    tokens = place.tokens * tp
-    vocab = model.vocab_size / tp
+    tokens = place.tokens * place.mesh.tp
+    vocab = model.vocab_size / place.mesh.tp
     product = machine.gemm(tokens, vocab, model.hidden_size)
     numbers = machine.pass_over(4.0 * tokens * vocab)
     there, back = (0.5, 1.0) if place.config.kernels.loss == "triton" else (4.0, 3.0)
-    return copies * (product + there * numbers), copies * (2 * product + back * numbers)
+    products = 1 + ends_trained(place.config)[1]
+    return copies * (product + there * numbers), copies * (products * product + back * numbers)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from automoe.config.schema import Config
 from automoe.model.params import Param, layer_params
-from automoe.model.trainable import packed_shape, with_adapters
+from automoe.model.trainable import is_trained, packed_shape, with_adapters
 from automoe.planner.step_memory import DTYPE_BYTES
 
 
@@ -78,3 +78,10 @@ def _weights_of(config: Config, layer: int, tp: int) -> LayerWeights:
     return LayerWeights(
         tuple(weights), gathered[False], gathered[True], trained[False], trained[True]
     )
+
+
+def ends_trained(config: Config) -> tuple[bool, bool]:
+    """Return whether the embedding is trained, and whether the output head is."""
+    names = "embed_tokens.weight", "lm_head.weight"
+    embedding, head = (is_trained(name, config) for name in names)
+    return embedding, embedding if config.model.tie_embeddings else head

@@ -19,10 +19,11 @@ from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.pipeline import IN_HALVES, stages_of_ranks
 from automoe.config.schema import Config
 from automoe.model.params import embedding_stages, model_params, num_states
+from automoe.model.trainable import is_trained
 from automoe.observe.flops import step_flops_per_token
 from automoe.planner.communication import NOTHING, Cost, all_to_all, gather, send
 from automoe.planner.layer_time import head_time, layer_time
-from automoe.planner.layer_weights import cached, layer_weights
+from automoe.planner.layer_weights import cached, ends_trained, layer_weights
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.place import AXES, Pass, Passes, Place
 from automoe.planner.schedule import Span, StageTimes, simulate, stretch
@@ -405,16 +406,17 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
     """
     model = place.config.model
     numel = model.vocab_size * model.hidden_size // place.mesh.tp
-    trained = place.config.lora.rank == 0
-    ends = int(embeds) + int(last and not model.tie_embeddings)
-    stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
-    stage.dense_trained += ends * numel * trained
-    gradient = place.machine.pass_over(10.0 * numel * trained)
+    embedding, head = ends_trained(place.config)
+    apart = last and not model.tie_embeddings
+    stage.dense += (embeds + apart) * numel * DTYPE_BYTES[place.config.train.dtype][1]
+    stage.dense_trained += (embeds * embedding + apart * head) * numel
+    gradient = place.machine.pass_over(10.0 * numel)
     if first or (embeds and not last):  # The embedding's gradient has the size of the embedding.
-        stage.passes.backward.add("ends", gradient)
+        stage.passes.backward.add("ends", gradient * embedding)
     if last:
         forward, backward = head_time(place, 1 + model.num_mtp_layers)
-        stage.passes.add("ends", forward, backward + gradient * max(1, ends - int(first)))
+        copied = embeds and apart and not first  # for multi-token prediction
+        stage.passes.add("ends", forward, backward + gradient * (head + copied * embedding))
 
 
 def _fsdp(place: Place, stage: Stage) -> None:
@@ -484,7 +486,7 @@ def _muon(place: Place) -> float:
     seconds = 0.0
     moved = {"fsdp": 0.0, "ep_shard": 0.0}
     for param in model_params(place.config.model):
-        if param.spec.orthogonalized:
+        if param.spec.orthogonalized and is_trained(param.name, place.config):
             m, n = sorted(param.shape[-2:])
             here = param.numel / (m * n * place.mesh.world_size)
             products = ((m, m, n), (m, m, m), (m, n, m))
