@@ -205,15 +205,13 @@ class MicroBatch:
         """Return the numbers of tokens with a label, of tokens that are not padding, and of documents.
 
         Losses are divided by them. They are ``counts`` (of the global batch), or, if that is None,
-        those of these B sequences, where padding has the document -1. Missing counts of multi-token
-        prediction are counted in these sequences too.
+        those of these B sequences. Missing counts of multi-token prediction are counted in these
+        sequences too.
         """
         counts = self.counts
         if counts is None:
             trained = documents = torch.zeros((), dtype=torch.int64, device=self.tokens.device)
-            valid = trained + self.tokens.numel()
-            if self.doc_ids is not None:
-                valid = (self.doc_ids >= 0).sum()
+            valid = self.per_token(trained).valid.sum()
             if self.labels is not None:
                 trained = (self.labels >= 0).sum()
                 documents = num_documents(self.labels, self.doc_ids)

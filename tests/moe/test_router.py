@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from automoe.comm.tokens import Tokens
+from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, routing_probs, select_experts
 
@@ -198,3 +198,6 @@ def test_padding_is_what_is_said_to_be_else_what_has_no_document() -> None:
     assert torch.equal(replace(tokens, not_padding=None).valid, expected)
     assert torch.equal(replace(tokens, doc_ids=None, not_padding=expected).valid, expected)
     assert replace(tokens, doc_ids=None, not_padding=None).valid.all()
+    ids, count = expected.long(), B * S - 5
+    for given, counted in ({}, B * S), ({"not_padding": expected}, count), ({"doc_ids": ids - 1}, count):
+        assert MicroBatch(ids, **given).known_counts().non_padding == counted, "what balance losses are divided by"
