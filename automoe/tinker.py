@@ -115,18 +115,20 @@ class ServiceClient(_Client):
         words += [] if seed is None else [f"train.seed={seed}"]
         return _done(TrainingClient(open_session(words, **self._options)))
 
-    def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
+    def create_training_client_from_state(
+        self, path: str, *, optimizer: bool = False
+    ) -> APIFuture[TrainingClient]:
         """Return a future of a training client with weights that ``save_state`` wrote to ``path``.
 
-        The optimizer's moments start at zero.
+        The optimizer's moments start at zero, unless ``optimizer``.
 
         Raises:
             ConfigError: the state was saved with other settings of the model or LoRA.
         """
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
-        client = self.create_lora_training_client(*saved)
-        opened = client.result().session.config
+        client = self.create_lora_training_client(*saved).result()
+        opened = client.session.config
         for section in ("lora", "model"):
             values, here = (vars(getattr(each, section)) for each in (config, opened))
             if others := [
@@ -134,16 +136,14 @@ class ServiceClient(_Client):
             ]:
                 rule = f"the state at {path} was saved with {', '.join(others)}"
                 raise ConfigError(section, "", rule, "Give these overrides to ServiceClient")
-        client.result().load_state(path)
-        return client
+        client.load_state_with_optimizer(path) if optimizer else client.load_state(path)
+        return _done(client)
 
     def create_training_client_from_state_with_optimizer(
         self, path: str
     ) -> APIFuture[TrainingClient]:
         """Return a future of a training client with weights and optimizer that ``save_state`` wrote to ``path``."""
-        client = self.create_training_client_from_state(path)
-        client.result().load_state_with_optimizer(path)
-        return client
+        return self.create_training_client_from_state(path, optimizer=True)
 
 
 class TrainingClient(_Client):

@@ -6,11 +6,13 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from tinker import types
 
+from automoe import tinker
 from automoe.errors import AutomoeError, ConfigError
 from automoe.optim.grad_norm import global_grad_norm
 from automoe.session import Sample, Session, losses
@@ -263,7 +265,9 @@ def saved(run_dir: str) -> tuple[str, list[dict[str, torch.Tensor]]]:
 
 def loaded(run_dir: str, path: str) -> list[dict[str, torch.Tensor]]:
     service = ServiceClient([*SMALL, f"run_dir={run_dir}", "train.dtype=float64"])
-    with_moments = service.create_training_client_from_state_with_optimizer(path).result()
+    with mock.patch.object(tinker, "load_from", wraps=tinker.load_from) as loads:
+        with_moments = service.create_training_client_from_state_with_optimizer(path).result()
+    assert loads.call_count == 1, "a state of a large model takes minutes"
     alone = service.create_training_client_from_state(path).result()
     assert with_moments.session.config.lora.rank == 2
     return [trained_on(with_moments, 0), trained_on(with_moments, 1), trained_on(alone, 1)]
