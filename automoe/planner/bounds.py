@@ -7,9 +7,9 @@ settings. A record of an array, called a column, is a family with one value of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from operator import add
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,18 +31,22 @@ from automoe.planner.activations import UNEVEN, TokenLoad, at_load, layer_activa
 from automoe.planner.candidate import changed
 from automoe.planner.communication import NOTHING
 from automoe.planner.layer_time import add_experts, head_time, local_time, time_again
+from automoe.planner.layer_weights import layer_weights
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.place import Pass, Passes, Place, key_of
 from automoe.planner.reserve import FRAGMENTATION
 from automoe.planner.schedule import GRAIN, HIDDEN
 from automoe.planner.step_memory import DTYPE_BYTES, LayerKind, layer_kind
-from automoe.planner.time import Stage, add_layer
+from automoe.planner.time import host_times
 
 Array = NDArray[Any]
 # Values of a layer: seconds of both passes, of its all-to-alls and of the head, bytes gathered over
 # fsdp, numbers with gradients, numbers that the optimizer updates on all ranks of a pipeline rank,
 # and activations.
 LAYER = "forward backward sent head gathered trained state kept".split()
+# What is added up of a layer's experts and its other parts: these, repeated seconds, and launches of both passes.
+VALUES = "forward backward again sent forward_host backward_host head gathered trained state kept".split()
+DENSE, EXPERTS = ("norms", "attention", "ffn"), ("experts", "router")  # of a layer's activations
 # Values of a column: rows of a micro-batch, cp * tp, and ep * etp.
 COLUMN = "micro ranks local".split()
 # What waits: upper bound of tokens/s, least bytes, number of the layout, number in ``Space.rungs``, and a family
@@ -81,6 +85,16 @@ class Family(NamedTuple):
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
         )
 
+    @property
+    def routed(self) -> Family:
+        """This family with the least cp and micro-batch of as many tokens on a rank.
+
+        Families with an equal result have equal times of a layer's routed experts.
+        """
+        both = gcd(self.cp, self.micro_batch_size)
+        micro = self.micro_batch_size // both
+        return self._replace(cp=self.cp // both, micro_batch_size=micro, context="gather")
+
     def of(self, config: Config, **parallel: Any) -> Config:
         """Return ``config`` with this family's settings, from ``context`` to ``expert_wgrad``.
 
@@ -111,115 +125,57 @@ class Space:
         self.key = key_of(config)
         variants = [changed(config, parallel={"recompute": names}) for names in rungs]
         kinds = [tuple(layer_kind(c, layer) for c in variants) for layer in config.model.all_layers]
-        self.variants = kinds
         # layers of one kind cost the same with each choice of recomputation
         self.kinds = {kind: layer for layer, kind in enumerate(kinds)}
         number = {kind: index for index, kind in enumerate(self.kinds)}
         self.kind_of = np.array([number[kind] for kind in kinds])
-        # What many families share: layers, parts of layers, bytes, and settings.
-        self._same, self._plain = cache(self._layer), cache(self._without_experts)
-        self._kept, self._settings = cache(self._kept_bytes), cache(self._of_family)
-        self._routed = dict[tuple[Any, ...], Passes]()
+        # What many families share: settings, passes of a layer, and its values with and without experts.
+        self._settings = cache(self._of_family)
+        self._local = cache(lambda family, layer: local_time(self._place(family), layer))
+        self._plain, self._experts = cache(self._plain_values), cache(self._expert_values)
 
-    def timed(self, families: Sequence[Family], rungs: int | None = None) -> Array:
-        """Time the layers of ``families`` with the first ``rungs`` choices of recomputation.
+    def columns(self, families: Sequence[Family], rungs: int | None = None) -> Array:
+        """Return the times and bytes of ``families`` with the first ``rungs`` choices of recomputation.
 
         Args:
             families: combinations of mesh axes and settings.
             rungs: how many values of ``parallel.recompute`` to time for each; None: all.
 
         Returns:
-            Array with one record per family and choice, family by family. Fields: ``rung``, index
-            of the choice; ``micro``, rows of a micro-batch; ``ranks``, cp * tp; ``local``, ep *
-            etp. Fields with a value for each kind of layer: seconds of the ``forward`` and
-            ``backward`` pass, of all-to-alls (``sent``) and of the output ``head``; bytes that FSDP
-            gathers (``gathered``); trained elements on a rank before FSDP shards them
-            (``trained``), and summed over tp, or ep and etp (``state``); bytes of activations at
-            twice the even expert load (``kept``).
+            Array with one record per family (``item``) and choice, family by family. Fields:
+            ``rung``, index of the choice; ``micro``, rows of a micro-batch; ``ranks``, cp * tp;
+            ``local``, ep * etp; ``bound``, ``bytes`` and ``layout``, which the search sets. Fields
+            with a value for each kind of layer: seconds of the ``forward`` and ``backward`` pass,
+            of all-to-alls (``sent``) and of the output ``head``; bytes that FSDP gathers
+            (``gathered``); trained elements on a rank before FSDP shards them (``trained``), and
+            summed over tp, or ep and etp (``state``); bytes of activations at twice the even
+            expert load (``kept``).
         """
-        rows = [row for family in families for row in self._rows(family, rungs)]
+        parts = (
+            [self._plain(family.plain, rungs) for family in families],
+            [self._experts(family.routed, rungs) for family in families],
+        )
+        count = len(self.rungs[:rungs])
+        shape = 2, len(families), count, len(self.kinds), len(VALUES)
+        added = np.array(parts).reshape(shape).sum(axis=0)
+        values = dict(zip(VALUES, np.moveaxis(added, -1, 0), strict=True))
+        for name, again in (("forward", 0.0), ("backward", values["again"])):
+            late = values[f"{name}_host"]
+            if self.config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
+                late = np.maximum(late - values[name], 0.0)
+                again = np.maximum(again - late, 0.0)
+            values[name] = values[name] + late + again
+        sizes = [(f.micro_batch_size, f.cp * f.tp, f.ep * f.etp) for f in families]
         kinds = [(name, float, len(self.kinds)) for name in LAYER]
-        return np.array(rows, [("rung", int), *((name, float) for name in COLUMN), *kinds])
-
-    def columns(self, families: Sequence[Family], timed: Array) -> Array:
-        """Return a copy of the records ``timed`` with the field ``item``, the record's family.
-
-        Three more fields are 0 until the search sets them: an upper bound of tokens/s (``bound``),
-        the least bytes of a rank (``bytes``), and the index of the pipeline layout (``layout``).
-
-        Args:
-            families: the argument of ``Space.timed``, which returned ``timed``.
-        """
-        each = len(timed) // max(len(families), 1)
-        fields = [field for field in timed.dtype.descr if field[0] != "rung"]
-        columns = np.zeros(len(timed), [*WAITING.descr, *fields])
-        for name in timed.dtype.names or ():
-            columns[name] = timed[name]
-        repeated = (family for family in families for _ in range(each))
-        columns["item"] = np.fromiter(repeated, object, len(timed))
-        return columns
-
-    def _rows(self, family: Family, rungs: int | None) -> Iterator[tuple[Any, ...]]:
-        made = [
-            self._layer(family, layer, kinds[:rungs])
-            if kinds[0].routed
-            else self._same(family.plain, layer, kinds[:rungs])
-            for kinds, layer in self.kinds.items()
-        ]
-        axes = family.micro_batch_size, family.cp * family.tp, family.ep * family.etp
-        for rung, values in enumerate(zip(*made, strict=True)):
-            yield rung, *axes, *zip(*values, strict=True)
-
-    def _layer(
-        self, family: Family, layer: int, kinds: Sequence[LayerKind]
-    ) -> list[tuple[float, ...]]:
-        """Return the times and bytes of ``layer`` for one micro-batch, a tuple for each of ``kinds``.
-
-        A tuple has seconds of the forward pass, of the backward pass, of all-to-alls and of the
-        output head; bytes that FSDP gathers; trained elements on a rank before FSDP shards them,
-        and summed over tp (of routed experts: over ep and etp); and bytes of activations at twice
-        the even expert load.
-
-        Args:
-            family: mesh axes and settings.
-            layer: number of the layer.
-            kinds: the layer's kind with each value of ``parallel.recompute``.
-        """
-        place = self._place(family)
-        config, mesh, batch = place.config, place.mesh, place.batch
-        load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
-        plain, head = self._plain(family.plain, layer)
-        timed = dict[bool, tuple[Pass, Stage]]()
-        rows = list[tuple[float, ...]]()
-        for kind, num_bytes in zip(kinds, self._kept(layer, load), strict=False):
-            # only rows in 8 bits are encoded once more
-            arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
-            if arrives not in timed:
-                passes, stage = plain, Stage(Passes(Pass(), Pass()))
-                if kind.routed:
-                    shared = plain.forward.parts.get("shared_experts", 0.0)
-                    routed = self._experts(place, family, layer, shared, arrives)
-                    passes = Passes(*map(add, plain, routed))
-                add_layer(place, stage, layer, 1, passes)
-                timed[arrives] = passes.forward, stage
-            forward, stage = timed[arrives]
-            ahead, back = stage.passes
-            more, costs = time_again(forward, kind.recomputed)
-            sent = [half.communication.get("ep", NOTHING).seconds for half in stage.passes]
-            sent += [cost.seconds for axis, cost in costs if axis == "ep"]
-            more += sum(cost.seconds for _, cost in costs)
-            if config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
-                more = max(0.0, more - back.idle)
-            dense, experts = stage.dense_trained, stage.experts_trained
-            rows.append(
-                (
-                    *(ahead.seconds, back.seconds + more, sum(sent), head),
-                    *(stage.dense + stage.experts, dense + experts),
-                    dense * mesh.tp + experts * mesh.ep * mesh.etp,
-                    num_bytes,
-                )
-            )
-        return rows
+        fields = [*WAITING.descr, *((name, float) for name in COLUMN), *kinds]
+        columns = np.zeros((len(families), count), fields)
+        columns["rung"] = np.arange(count)
+        columns["item"].T[:] = np.fromiter(families, object, len(families))
+        for name, column in zip(COLUMN, np.array(sizes).reshape(-1, 3).T, strict=True):
+            columns[name].T[:] = column
+        for name in LAYER:
+            columns[name] = values[name]
+        return columns.reshape(-1)
 
     def _place(self, family: Family) -> Place:
         config, machine = self._settings(family._replace(tp=1, cp=1, ep=1, etp=1))
@@ -230,55 +186,90 @@ class Space:
         config = family.of(self.config)
         return config, Machine.of(config, Constants.load())
 
-    def _experts(
-        self, place: Place, family: Family, layer: int, shared: float, arrives: bool
-    ) -> Passes:
-        """Return predicted times of both passes of ``layer``'s routed experts, with all-to-alls; cached.
-
-        Args:
-            place: configuration, mesh and batch with the values of ``family``.
-            family: values of the mesh axes and settings on which the time of a layer depends.
-            shared: forward seconds of the shared experts; all-to-alls that run meanwhile are partly
-                hidden.
-            arrives: True if the backward pass dispatches tokens again, for recomputation. Then it
-                decodes no 8-bit rows that the forward pass kept. The time of that dispatch is not in
-                the result.
-        """
-        cut = family._replace(cp=1, micro_batch_size=1, context="")
-        key = place.tokens, cut, layer, arrives
-        if key not in self._routed:
-            passes = Passes(Pass(parts={"shared_experts": shared}), Pass())
-            add_experts(place, layer, passes, arrives)
-            del passes.forward.parts["shared_experts"]
-            self._routed[key] = passes
-        return self._routed[key]
-
-    def _without_experts(self, family: Family, layer: int) -> tuple[Passes, float]:
-        """Return (predicted times of both passes of ``layer`` without routed experts, seconds of the output head).
-
-        The seconds are of the head's forward and backward together, with its uses by multi-token prediction.
+    def _plain_values(self, family: Family, rungs: int | None) -> Array:
+        """Return ``VALUES`` of each kind of layer without its routed experts: [choices, kinds, values].
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
+            rungs: number of choices of recomputation; None: all.
         """
         place = self._place(family)
-        return local_time(place, layer), sum(head_time(place, 1 + self.config.model.num_mtp_layers))
+        load = TokenLoad.of(place.config, place.mesh, place.batch)
+        head = sum(head_time(place, 1 + self.config.model.num_mtp_layers))
+        made = list[list[tuple[float, ...]]]()
+        for kinds, layer in self.kinds.items():
+            weights = layer_weights(self.key, self.config, layer, family.tp)
+            trained = weights.dense_trained
+            fixed = head, weights.dense_bytes, trained, trained * family.tp
+            passes = self._local(family, layer)
+            held = self._kept(layer, load, kinds[:rungs], DENSE)
+            rows = zip(kinds, held, strict=False)
+            made.append([(*_seconds(passes, kind), 0.0, 0.0, *fixed, size) for kind, size in rows])
+        return np.array(made).swapaxes(0, 1)
 
-    def _kept_bytes(self, layer: int, load: TokenLoad) -> list[float]:
-        """Return the bytes of ``layer``'s activations for each tried choice of recomputation.
+    def _expert_values(self, family: Family, rungs: int | None) -> Array:
+        """Return ``VALUES`` of each kind of layer's routed experts and launches: [choices, kinds, values].
+
+        Args:
+            family: mesh axes and settings.
+            rungs: number of choices of recomputation; None: all.
+        """
+        place = self._place(family)
+        config, mesh = place.config, place.mesh
+        load = TokenLoad.of(config, mesh, at_load(place.batch, UNEVEN, config, mesh))
+        cut = family.ep * family.etp
+        made = list[list[tuple[float, ...]]]()
+        for kinds, layer in self.kinds.items():
+            weights = layer_weights(self.key, config, layer, family.tp)
+            trained = weights.expert_trained
+            fixed = 0.0, weights.expert_bytes / cut, trained / cut, trained
+            launches = host_times(place, layer)
+            shared = self._local(family.plain, layer).forward.parts.get("shared_experts", 0.0)
+            timed = dict[bool, Passes]()
+            rows = list[tuple[float, ...]]()
+            held = self._kept(layer, load, kinds[:rungs], EXPERTS)
+            for kind, size in zip(kinds, held, strict=False):
+                # only rows in 8 bits are encoded once more
+                arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
+                if arrives not in timed:
+                    passes = timed[arrives] = Passes(Pass(parts={"shared_experts": shared}), Pass())
+                    if kind.routed:
+                        add_experts(place, layer, passes, arrives)
+                    del passes.forward.parts["shared_experts"]
+                rows.append((*_seconds(timed[arrives], kind), *launches, *fixed, size))
+            made.append(rows)
+        return np.array(made).swapaxes(0, 1)
+
+    def _kept(
+        self, layer: int, load: TokenLoad, kinds: Sequence[LayerKind], parts: Sequence[str]
+    ) -> list[float]:
+        """Return the bytes of ``parts`` of ``layer``'s activations for each of ``kinds``.
 
         They are 0 for a model that transformers computes, since finding them would import torch.
 
         Args:
             load: sizes of a micro-batch on the rank.
+            kinds: the layer's kind with each choice of recomputation.
         """
-        model, variants = self.config.model, self.variants[layer]
+        model = self.config.model
         if not tier_of(model).resizable:  # it is measured, which imports torch
-            return [0.0] * len(variants)
-        return [
-            sum(layer_activation_bytes(model, layer, load, kind.recomputed).values())
-            for kind in variants
-        ]
+            return [0.0] * len(kinds)
+        made = (layer_activation_bytes(model, layer, load, kind.recomputed) for kind in kinds)
+        return [sum(sizes.get(part, 0.0) for part in parts) for sizes in made]
+
+
+def _seconds(passes: Passes, kind: LayerKind) -> tuple[float, float, float, float]:
+    """Return seconds of the forward and backward pass, of what is repeated, and of all-to-alls in all of it.
+
+    Args:
+        passes: both passes of a layer or a part of it, without repetitions.
+        kind: the layer's kind, with the modules that it recomputes.
+    """
+    more, costs = time_again(passes.forward, kind.recomputed)
+    sent = [half.communication.get("ep", NOTHING).seconds for half in passes]
+    sent += [cost.seconds for axis, cost in costs if axis == "ep"]
+    more += sum(cost.seconds for _, cost in costs)
+    return passes.forward.seconds, passes.backward.seconds, more, sum(sent)
 
 
 class Layout:
@@ -327,23 +318,24 @@ class Layout:
             left += (count < 2) + (columns["sent"].max(axis=1) == 0)
         return np.where(left, 0, count).astype(int)
 
-    def seconds(self, columns: Array, count: int) -> Array:
-        """Return a lower bound of a step's seconds, for each record of ``columns``.
+    def seconds(self, columns: Array, here: Array, count: int) -> Array:
+        """Return a lower bound of a step's seconds, for each record ``here`` of ``columns``.
 
         Args:
             columns: records that ``Space.columns`` made.
+            here: indices of records.
             count: micro-batches of the step.
         """
         parallel = self.parallel
-        forward, head = columns["forward"].T, columns["head"][:, 0]
-        whole = forward + columns["backward"].T
+        forward, head = columns["forward"][here].T, columns["head"][here, 0]
+        whole = forward + columns["backward"][here].T
         work = self.own @ whole + self.has_head * head
         stages = self.sizes @ whole
         stages[-1] += head
         unit = stages.max(axis=0) / GRAIN  # the simulation rounds times of stages to it
         busy = count * work
         if parallel.overlap_all_to_all:
-            hidden = HIDDEN * (self.own @ columns["sent"].T + self.each * unit)
+            hidden = HIDDEN * (self.own @ columns["sent"][here].T + self.each * unit)
             few, pairs, *_ = self._order(count)
             busy -= (pairs + count - few) * np.minimum(hidden, work / 2 + self.each * unit)
         # A rank waits for the stages before its first one: at the start for activations, and at
@@ -353,13 +345,14 @@ class Layout:
         least: Array = (busy + np.maximum(waits, 0.0)).max(axis=0)
         return least
 
-    def bytes(self, columns: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each record of ``columns``.
+    def bytes(self, columns: Array, here: Array, count: int, ranks: int) -> Array:
+        """Return a lower bound of the bytes on the fullest rank, for each record ``here`` of ``columns``.
 
         Only one moment of the step is counted, the end of a forward pass.
 
         Args:
             columns: records that ``Space.columns`` made.
+            here: indices of records.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """
@@ -369,10 +362,12 @@ class Layout:
         stored = compute if optim.master_weights == "stochastic" else wide
         stored += moment * (1 if optim.algorithm == "muon" else 2)
         *_, held, done = self._order(count)
-        moving = held @ columns["kept"].T
+        moving = held @ columns["kept"][here].T
         if self.pp > 1 or (parallel.reshard == parallel.grad_sync == "step" and ranks > 1):
-            moving += self.own @ columns["gathered"].T + reduced * done @ columns["trained"].T
-        standing = stored * self.pp / ranks * (self.own @ columns["state"].T)
+            moving += (
+                self.own @ columns["gathered"][here].T + reduced * done @ columns["trained"][here].T
+            )
+        standing = stored * self.pp / ranks * (self.own @ columns["state"][here].T)
         least: Array = (standing + (1 + FRAGMENTATION) * moving).max(axis=0)
         return least
 

@@ -9,9 +9,11 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from automoe.config.batch import plan_batch
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, split_layers
+from automoe.config.pipeline import stages_of_ranks
 from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config
+from automoe.config.validate import mesh_rows
 from automoe.planner.activations import UNEVEN, at_load
 from automoe.planner.memory import plan_memory, plan_rank
 from automoe.planner.reserve import needed
@@ -21,6 +23,14 @@ from automoe.planner.time import StepTime, step_time
 # Modules that may be recomputed, in the order of time lost per byte saved, cheapest first.
 LADDER = ("layernorm", "mla_up_proj", "shared_experts", "mlp", "moe", "core_attn")
 RECOMPUTE_KEYS = {"parallel.recompute", "parallel.recompute_layers"}
+ONE_STAGE: dict[str, Any] = {
+    "schedule": "1F1B",
+    "stages_per_rank": 1,
+    "layers_per_stage": None,
+    "layout": None,
+}
+PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
+MOVES = 4  # most layers that ``balanced`` moves
 
 
 @dataclass(frozen=True)
@@ -132,3 +142,34 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
     if not rungs[-1].fits:
         return None
     return bisect_left(rungs, True, hi=len(rungs) - 1, key=lambda rung: rung.fits)
+
+
+def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
+    """Return ``candidate`` with layers moved from its busiest pipeline rank to the least busy one.
+
+    A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
+
+    Args:
+        device: cpu or cuda; what is valid depends on it.
+        fixed: keys that the user chose; no layer moves if a key of the pipeline is among them.
+    """
+    shape = candidate.mesh
+    if shape.pp == 1 or PIPELINE_KEYS & set(fixed):
+        return candidate
+    parallel = candidate.config.parallel
+    num_layers = candidate.config.model.num_layers
+    num_stages = shape.pp * parallel.stages_per_rank
+    held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
+    sizes = list(map(len, split_layers(num_layers, num_stages, parallel.layers_per_stage)))
+    for _ in range(MOVES):
+        by_rank = candidate.time.by_rank
+        most, least = (by_rank.index(edge(by_rank)) for edge in (max, min))
+        sizes[max(held[most], key=lambda stage: sizes[stage])] -= 1
+        sizes[min(held[least], key=lambda stage: sizes[stage])] += 1
+        other = candidate.changed(parallel={"layers_per_stage": list(sizes)})
+        if any(broken for _, broken, _, _ in mesh_rows(other.config, shape, device)):
+            break
+        if other.speed <= candidate.speed or not other.fits:
+            break
+        candidate = other
+    return candidate

@@ -8,31 +8,36 @@ timed candidate at the head is the fastest of all that are left; it is a result 
 from __future__ import annotations
 
 import gc
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from math import prod
-from multiprocessing import Pipe, get_all_start_methods, get_context
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, split_layers
-from automoe.config.pipeline import MERGES, V_SHAPED, misfit, stages_of_ranks
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.pipeline import MERGES, V_SHAPED, misfit
 from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 from automoe.config.validate import mesh_rows
 from automoe.planner.bounds import WAITING, Array, Family, Layout, Space
-from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, ladder
+from automoe.planner.candidate import (
+    ONE_STAGE,
+    PIPELINE_KEYS,
+    RECOMPUTE_KEYS,
+    Candidate,
+    balanced,
+    changed,
+    ladder,
+)
 from automoe.planner.machine import Constants
 from automoe.planner.reserve import standing_reserve
 from automoe.planner.schedule import GRAIN, HIDDEN
 
-T = TypeVar("T")
-Result = TypeVar("Result")
 Axes = tuple[int, int, int, int, str]  # tp, cp, ep, etp, context
 TOP = 10  # number of candidates in the result
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # tried rows per micro-batch
@@ -51,17 +56,8 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 # none with a bound below this share of the highest.
 BATCHES = (1000, 4000, 16, 1)
 LEVEL = 0.98
-FORKED = 200  # meshes or more that are worth a second process
 PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
-ONE_STAGE: dict[str, Any] = {
-    "schedule": "1F1B",
-    "stages_per_rank": 1,
-    "layers_per_stage": None,
-    "layout": None,
-}
-PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
-MOVES = 4  # most layers moved between stages, in each of the fastest BALANCED candidates
-BALANCED = 3
+BALANCED = 3  # so many of the fastest candidates have layers moved between stages
 
 
 @dataclass
@@ -72,7 +68,7 @@ class Search:
         world_size: number of ranks.
         found: best candidates that fit in memory, fastest first.
         num_timed: number of candidates that were timed.
-        refused: configuration key -> number of meshes and candidates that break its rule.
+        refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
         too_large: number of candidates that do not fit; ``missed``: those of them that were timed.
         rest: upper bound of tokens/s of what the search left in its queue.
     """
@@ -80,7 +76,6 @@ class Search:
     world_size: int
     found: list[Candidate] = field(default_factory=list)
     num_timed: int = 0
-    # number of refused meshes and candidates for each key whose rule they break
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
     missed: list[Candidate] = field(default_factory=list)  # those that need more than they have
@@ -106,7 +101,7 @@ def search(
     collects = gc.isenabled()
     gc.disable()  # a tenth of the time: there are many objects, and hardly a cycle
     try:
-        queue = Queue(config, world_size, device, fixed, result)
+        queue = Queue(config, mesh_shapes(config, world_size, fixed), device, fixed, result)
         while len(result.found) < TOP and queue.look():
             tell("found", len(result.found), TOP)
     finally:
@@ -129,14 +124,19 @@ class Queue:
 
     Args:
         config: configuration that the search varies.
-        world_size: number of ranks.
+        meshes: meshes to search, all of as many ranks.
         device: cpu or cuda; what is valid depends on it.
         fixed: keys that keep the value of ``config``.
         result: receives the best candidates and the counts.
     """
 
     def __init__(
-        self, config: Config, world_size: int, device: str, fixed: Sequence[str], result: Search
+        self,
+        config: Config,
+        meshes: Iterable[MeshShape],
+        device: str,
+        fixed: Sequence[str],
+        result: Search,
     ) -> None:
         if not RECOMPUTE_KEYS & set(fixed):
             config = changed(config, parallel={"recompute": [], "recompute_layers": None})
@@ -144,37 +144,26 @@ class Queue:
         self.device = device
         self.fixed = fixed
         self.result = result
-        self.world = world_size
+        self.world = result.world_size
+        # by axes and pp; one of each axes breaks no rule, the others are checked when needed
         self.shapes = dict[Axes, dict[int, MeshShape]]()
+        self._mesh = cache(self._legal_mesh)
         micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
         if "train.micro_batch_size" in fixed:
             micros = [config.train.micro_batch_size]
-
-        def legal(shapes: Sequence[MeshShape]) -> tuple[list[tuple[Axes, MeshShape]], Counter[str]]:
-            """Check each of ``shapes`` with each value of ``parallel.context`` to try, with one value if cp is 1.
-
-            Return [(axes, mesh)] that break no rule, axes being (tp, cp, ep, etp, value of ``parallel.context``), and
-            numbers of pairs refused, by the key of the first rule that each breaks.
-            """
-            passed, result.refused = [], Counter()
-            for shape in shapes:
-                on_mesh = _on(config, shape)
-                contexts = tried(config, fixed, "parallel.context")
-                for context in contexts[: None if shape.cp > 1 else 1]:
-                    parallel = {**next(layouts(config, shape.pp, fixed)), "context": context}
-                    train = {"micro_batch_size": micros[0]}
-                    if self._legal(changed(on_mesh, parallel=parallel, train=train), shape):
-                        axes = shape.tp, shape.cp, shape.ep, shape.etp, context
-                        passed.append((axes, shape))
-            return passed, result.refused
-
-        parts = in_halves(legal, [*mesh_shapes(config, world_size, fixed)])
-        result.refused = sum((broken for _, broken in parts), Counter())
-        for axes, shape in (each for passed, _ in parts for each in passed):
-            self.shapes.setdefault(axes, {})[shape.pp] = shape
+        self.fewest = min(micros)
+        contexts = tried(config, fixed, "parallel.context")
+        for shape in meshes:
+            for context in contexts[: None if shape.cp > 1 else 1]:
+                axes = shape.tp, shape.cp, shape.ep, shape.etp, context
+                self.shapes.setdefault(axes, {})[shape.pp] = shape
+        for axes in [*self.shapes]:
+            if not any(self._mesh(axes, pp) for pp in self.shapes[axes]):
+                del self.shapes[axes]
         made = [
             (pp, variant, ladder(changed(config, mesh={"pp": pp}, parallel=variant), fixed))
             for pp in sorted({pp for stage_counts in self.shapes.values() for pp in stage_counts})
+            if any(self._mesh(axes, pp) for axes in self.shapes)
             for variant in layouts(config, pp, fixed)
         ]
         rungs = [*{str(variant): variant for *_, names in made for variant in names}.values()]
@@ -192,8 +181,8 @@ class Queue:
             if grad == "autograd" or (adds and fp8 == "off")
         ]
         # meshes, columns, candidates, timed candidates
-        meshes = self._spread(families, 1, 1.0)
-        self.left = [meshes, meshes[:0], *[np.empty(0, WAITING)] * 3]
+        spread = self._spread(families, 1, 1.0)
+        self.left = [spread, spread[:0], *[np.empty(0, WAITING)] * 3]
         self.since = 0  # candidates since the last result
 
     def highest(self) -> list[float]:
@@ -216,14 +205,25 @@ class Queue:
         most, kind = max(zip(highest, range(4), strict=False))
         if self.since >= PATIENCE and (highest[3] or self.result.found):
             kind, most = 3, highest[3]
+        if not most:
+            return False
         left = self.left[kind]
         chosen = np.flatnonzero(left["bound"] >= LEVEL * most)
         chosen = chosen[np.argsort(-left["bound"][chosen], kind="stable")][: BATCHES[kind]]
         self.left[kind] = np.delete(left, chosen)
         split = (self._columns, self._candidates, self._timed, self._found)[kind]
-        if most:
-            self.left[kind + 1] = np.concatenate([self.left[kind + 1], *split(left[chosen])])
-        return most > 0
+        self.left[kind + 1] = np.concatenate([self.left[kind + 1], *split(left[chosen])])
+        return True
+
+    def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
+        """Return the mesh of ``axes`` with ``pp`` pipeline ranks; None if there is none or it breaks a rule."""
+        shape = self.shapes[axes].get(pp)
+        if shape is None:
+            return None
+        parallel = {**next(layouts(self.config, pp, self.fixed)), "context": axes[-1]}
+        train = {"micro_batch_size": self.fewest}
+        config = changed(_on(self.config, shape), parallel=parallel, train=train)
+        return shape if self._legal(config, shape) else None
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:
         """Return True if ``config`` breaks no rule on ``shape``; else count it in ``result.refused``."""
@@ -243,8 +243,7 @@ class Queue:
             rungs: number of values of ``parallel.recompute`` to include; None: all.
             hidden: share of all-to-alls that is assumed to take no time.
         """
-        timed = in_halves(lambda part: self.space.timed(part, rungs), families)
-        columns = self.space.columns(families, np.concatenate(timed))
+        columns = self.space.columns(families, rungs)
         times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
         whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
         share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
@@ -286,13 +285,20 @@ class Queue:
             for count in map(int, np.unique(counts[counts > 0])):
                 if misfit(layout.parallel.schedule, layout.pp, layout.each, count):
                     continue
-                here = columns[counts == count]
-                here["bytes"] = layout.bytes(here, count, self.world)
-                self.result.too_large += int((here["bytes"] > limit).sum())
-                here = here[here["bytes"] <= limit]
-                waiting = here[[*(WAITING.names or ())]].astype(WAITING)
+                here = np.flatnonzero(counts == count)
+                least = layout.bytes(columns, here, count, self.world)
+                fits = least <= limit
+                self.result.too_large += len(here) - int(fits.sum())
+                if not fits.any():
+                    continue
+                here = here[fits]
+                waiting = np.empty(len(here), WAITING)
+                for name in ("rung", "item"):
+                    waiting[name] = columns[name][here]
+                waiting["bytes"] = least[fits]
                 waiting["layout"] = number
-                waiting["bound"] = tokens / (layout.seconds(here, count) + Constants.load().step)
+                seconds = layout.seconds(columns, here, count) + Constants.load().step
+                waiting["bound"] = tokens / seconds
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
@@ -307,7 +313,7 @@ class Queue:
         limit = self.config.cluster.memory_bytes or np.inf
         for _, num_bytes, number, rung, family in waiting:
             layout, _ = self.layouts[number]
-            shape = self.shapes[family[:5]].get(layout.pp)
+            shape = self._mesh(family[:5], layout.pp)
             if shape and all(candidate.mesh != shape for candidate in self.result.found):
                 self.since += 1
                 again = self.space.rungs[rung]
@@ -320,13 +326,9 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _found(self, waiting: Array) -> list[Array]:
-        """Add a timed candidate to ``result.found``, once per mesh, or to ``result.missed`` if it does not fit.
+        """Add the timed candidate to ``result.found``, once per mesh, or to ``result.missed`` if it does not fit.
 
-        Args:
-            waiting: array with the one candidate.
-
-        Returns:
-            An empty list: the queue gets no new entries.
+        Return [], no new entries, for the queue. ``waiting`` is an array with the one candidate.
         """
         result = self.result
         (item,) = waiting["item"]
@@ -337,28 +339,6 @@ class Queue:
             result.found.append(item)
             self.since = 0
         return []
-
-
-def in_halves(work: Callable[[Sequence[T]], Result], items: Sequence[T]) -> list[Result]:
-    """Apply ``work`` to ``items``; if there are many, a forked process takes the second half.
-
-    Returns:
-        One result for all items, or one for each half.
-    """
-    half = len(items) // 2
-    if half < FORKED or (os.cpu_count() or 1) == 1 or "fork" not in get_all_start_methods():
-        return [work(items)]
-    there, here = Pipe(duplex=False)
-    other = get_context("fork").Process(target=lambda: here.send(work(items[half:])), daemon=True)
-    other.start()
-    here.close()  # so that a process that fails ends the waiting
-    made = work(items[:half])
-    try:
-        return [made, there.recv()]
-    except EOFError:  # it was killed, or raised an error, which then comes again
-        return [made, work(items[half:])]
-    finally:
-        other.join()
 
 
 def _on(config: Config, shape: MeshShape) -> Config:
@@ -412,37 +392,6 @@ def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str,
         pairs &= parallel.reshard == parallel.grad_sync == "step"
         if pairs or not overlap or len(overlaps) == 1:
             yield settings
-
-
-def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
-    """Return ``candidate`` with layers moved from its busiest pipeline rank to the least busy one.
-
-    A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
-
-    Args:
-        device: cpu or cuda; what is valid depends on it.
-        fixed: keys that the user chose; no layer moves if a key of the pipeline is among them.
-    """
-    shape = candidate.mesh
-    if shape.pp == 1 or PIPELINE_KEYS & set(fixed):
-        return candidate
-    parallel = candidate.config.parallel
-    num_layers = candidate.config.model.num_layers
-    num_stages = shape.pp * parallel.stages_per_rank
-    held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
-    sizes = list(map(len, split_layers(num_layers, num_stages, parallel.layers_per_stage)))
-    for _ in range(MOVES):
-        by_rank = candidate.time.by_rank
-        most, least = (by_rank.index(edge(by_rank)) for edge in (max, min))
-        sizes[max(held[most], key=lambda stage: sizes[stage])] -= 1
-        sizes[min(held[least], key=lambda stage: sizes[stage])] += 1
-        other = candidate.changed(parallel={"layers_per_stage": list(sizes)})
-        if any(broken for _, broken, _, _ in mesh_rows(other.config, shape, device)):
-            break
-        if other.speed <= candidate.speed or not other.fits:
-            break
-        candidate = other
-    return candidate
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:

@@ -24,11 +24,11 @@ from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError
 from automoe.launch.hardware import halves_missing, resolve_device
 from automoe.launch.prepare import compose
-from automoe.planner.candidate import Candidate, changed
+from automoe.planner.candidate import ONE_STAGE, Candidate, changed
 from automoe.planner.memory import plan_memory
 from automoe.planner.output_file import write_out
 from automoe.planner.plan import gib, missing_speeds
-from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
+from automoe.planner.search import Search, overrides_of, search
 from automoe.storage.foreign import brief
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")

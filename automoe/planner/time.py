@@ -65,8 +65,6 @@ class StepTime:
     compute: float
     communication: dict[str, float]  # exposed seconds by axis: tp cp ep etp fsdp pp
     bubble: float  # seconds of waiting for the pipeline and for slower stages
-    # Seconds of the optimizer, of launches that the host is too slow for, and of fixed step
-    # overhead.
     other: float
     traffic: dict[str, float]  # bytes that a rank sends in a step, by axis
     off_node: dict[str, float]  # bytes of ``traffic`` that leave the node
@@ -75,7 +73,6 @@ class StepTime:
     mfu_full_attention: float | None
     calibrated: bool
     spread: float  # expected relative error of the prediction, up or down
-    # Seconds of work of all ranks together, if they share ``cluster.cores``; else 0.
     busy: float = 0.0
     by_rank: tuple[float, ...] = ()  # seconds of work of each pipeline rank
 
@@ -122,7 +119,6 @@ class Stage:
     """
 
     passes: Passes
-    # hidden states of a micro-batch from the previous stage, and to the next one
     states: tuple[int, int] = (1, 1)
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
@@ -130,7 +126,6 @@ class Stage:
     dense_trained: int = 0  # number of trained elements outside experts
     experts_trained: float = 0.0
     once: Cost = NOTHING  # exposed FSDP communication per step
-    # Exposed FSDP communication per micro-batch, forward and backward.
     each: tuple[Cost, Cost] = (NOTHING, NOTHING)
 
     @cached_property
@@ -332,21 +327,22 @@ def _stages(place: Place) -> list[Stage]:
     split = stage_layers(config, place.mesh)
     kinds = [layer_kind(config, layer) for layer in config.model.all_layers]
     example = {kind: layer for layer, kind in enumerate(kinds)}
-    known = {kind: layer_time(place, layer, kind.recomputed) for kind, layer in example.items()}
+    known = {layer: layer_time(place, layer, kind.recomputed) for kind, layer in example.items()}
+    alike = [example[kind] for kind in kinds]
     made: dict[tuple[Any, ...], Stage] = {}
     stages = []
     embedded = embedding_stages(config.model, split)
     before = 1
     for index, layers in enumerate(split):
-        counts = Counter(kinds[layer] for layer in layers)
+        counts = Counter(alike[layer] for layer in layers)
         ends = index == 0, index == len(split) - 1
         states = before, num_states(config.model, layers)
         before = states[1]
-        key = (ends, states, *sorted(counts.items(), key=str))
+        key = (ends, states, *sorted(counts.items()))
         if key not in made:
             stage = made[key] = Stage(Passes(Pass(), Pass()), states)
-            for kind, number in counts.items():
-                add_layer(place, stage, example[kind], number, known[kind])
+            for layer, number in counts.items():
+                add_layer(place, stage, layer, number, known[layer])
             _add_ends(place, stage, *ends, embeds=index in embedded)
             if config.parallel.schedule in IN_HALVES and index > 0:
                 # The operation of the experts computes both gradients in either half.
@@ -364,35 +360,43 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
         layer: number of one of these layers, for its weights.
         times: passes of that layer.
     """
-    config = place.config
     mesh = place.mesh
-    cpu = config.cluster.gpu == "cpu"
-    # A dense layer launches half as many kernels. A CPU launches none; the fixed time of its
-    # operators was measured as host_layer.
-    share = float(not cpu or "host_layer" in config.cluster.constants) * (
-        1 if layer >= config.model.first_k_dense else 0.5
-    )
-    forward = backward = place.machine.constants.host_layer
-    if config.parallel.expert_wgrad != "autograd" and layer >= config.model.first_k_dense:
-        # two products of each expert, in place of two of all
-        more = 2 * (config.model.num_experts // mesh.ep - 1)
-        backward *= 1 + more / LAYER_KERNELS * (not cpu)
-    for total, half, least in zip(stage.passes, times, (forward, backward), strict=True):
+    cpu = place.config.cluster.gpu == "cpu"
+    for total, half, launches in zip(stage.passes, times, host_times(place, layer), strict=True):
         total.compute += number * half.compute
         total.weights += number * half.weights
         total.experts += number * half.experts
         total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)
-        late = least if cpu else max(0.0, least - half.seconds / share)
-        total.idle += number * share * late
+        total.idle += number * (launches if cpu else max(0.0, launches - half.seconds))
     stage.layers += number
-    weights = layer_weights(place.key, config, layer, mesh.tp)
+    weights = layer_weights(place.key, place.config, layer, mesh.tp)
     cut = number / (mesh.ep * mesh.etp)
     stage.dense += number * weights.dense_bytes
     stage.dense_trained += number * weights.dense_trained
     stage.experts += cut * weights.expert_bytes
     stage.experts_trained += cut * weights.expert_trained
+
+
+def host_times(place: Place, layer: int) -> tuple[float, float]:
+    """Return seconds in which the host launches the kernels of ``layer``'s forward and backward pass.
+
+    A GPU waits for what exceeds its own time. A CPU launches nothing: it is the fixed time of its operators.
+
+    Args:
+        place: configuration, mesh, speeds of the machine, and sizes of a step.
+    """
+    config, constants = place.config, place.machine.constants
+    cpu, routed = config.cluster.gpu == "cpu", layer >= config.model.first_k_dense
+    # A dense layer launches half as many kernels. A CPU's time counts if host_layer was measured.
+    share = float(not cpu or "host_layer" in config.cluster.constants) * (1 if routed else 0.5)
+    forward = backward = share * constants.host_layer
+    if config.parallel.expert_wgrad != "autograd" and routed:
+        # two products of each expert, in place of two of all
+        more = 2 * (config.model.num_experts // place.mesh.ep - 1)
+        backward *= 1 + more / LAYER_KERNELS * (not cpu)
+    return forward, backward
 
 
 def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool) -> None:

@@ -47,10 +47,8 @@ FIXED = ("train.micro_batch_size", "mesh.etp", "mesh.cp")
 
 @pytest.fixture(scope="module")
 def whole(config: Config) -> Search:
-    """A search of four ranks to its end, by one process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "FORKED", 10**9)
-        return search(config, 4, "cuda", FIXED)
+    """A search of four ranks to its end."""
+    return search(config, 4, "cuda", FIXED)
 
 
 def legal(config: Config, shape: MeshShape) -> bool:
@@ -143,20 +141,6 @@ def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
     hasty = search(config, 4, "cuda", FIXED)
     assert hasty.found and hasty.num_timed < whole.num_timed
     assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
-
-
-def test_two_processes_find_what_one_finds(config: Config, whole: Search, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same candidates and the same counts, whoever checks and times the meshes."""
-    monkeypatch.setattr(search_module.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(search_module, "FORKED", 1)
-    two = search(config, 4, "cuda", FIXED)
-    assert [(each.mesh, each.config, each.speed) for each in two.found] == [
-        (each.mesh, each.config, each.speed) for each in whole.found
-    ]
-    assert (two.refused, two.num_timed, two.too_large, two.rest) == (
-        *(whole.refused, whole.num_timed, whole.too_large, whole.rest),
-    )
-    assert two.refused and two.found
 
 
 @pytest.mark.exhaustive
