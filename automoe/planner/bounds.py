@@ -36,7 +36,7 @@ from automoe.planner.machine import Constants, Machine
 from automoe.planner.place import Pass, Passes, Place, key_of
 from automoe.planner.reserve import FRAGMENTATION
 from automoe.planner.schedule import GRAIN, HIDDEN
-from automoe.planner.step_memory import DTYPE_BYTES, LayerKind, layer_kind
+from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 from automoe.planner.time import host_times
 
 Array = NDArray[Any]
@@ -202,9 +202,11 @@ class Space:
             trained = weights.dense_trained
             fixed = head, weights.dense_bytes, trained, trained * family.tp
             passes = self._local(family, layer)
-            held = self._kept(layer, load, kinds[:rungs], DENSE)
-            rows = zip(kinds, held, strict=False)
-            made.append([(*_seconds(passes, kind), 0.0, 0.0, *fixed, size) for kind, size in rows])
+            rows = list[tuple[float, ...]]()
+            for again in (kind.recomputed for kind in kinds[:rungs]):
+                size = self._kept(layer, load, again, DENSE)
+                rows.append((*_seconds(passes, again), 0.0, 0.0, *fixed, size))
+            made.append(rows)
         return np.array(made).swapaxes(0, 1)
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
@@ -226,46 +228,47 @@ class Space:
             launches = host_times(place, layer)
             shared = self._local(family.plain, layer).forward.parts.get("shared_experts", 0.0)
             timed = dict[bool, Passes]()
-            rows = list[tuple[float, ...]]()
-            held = self._kept(layer, load, kinds[:rungs], EXPERTS)
-            for kind, size in zip(kinds, held, strict=False):
+            rows = dict[frozenset[str], tuple[float, ...]]()
+            # no other module that is recomputed is a part of the experts
+            repeated = [kind.recomputed & {FULL, "moe"} for kind in kinds[:rungs]]
+            for again in {*repeated}:
                 # only rows in 8 bits are encoded once more
-                arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
+                arrives = family.dispatch_dtype == "fp8" and bool(again)
                 if arrives not in timed:
                     passes = timed[arrives] = Passes(Pass(parts={"shared_experts": shared}), Pass())
-                    if kind.routed:
+                    if kinds[0].routed:
                         add_experts(place, layer, passes, arrives)
                     del passes.forward.parts["shared_experts"]
-                rows.append((*_seconds(timed[arrives], kind), *launches, *fixed, size))
-            made.append(rows)
+                size = self._kept(layer, load, again, EXPERTS)
+                rows[again] = *_seconds(timed[arrives], again), *launches, *fixed, size
+            made.append([rows[again] for again in repeated])
         return np.array(made).swapaxes(0, 1)
 
     def _kept(
-        self, layer: int, load: TokenLoad, kinds: Sequence[LayerKind], parts: Sequence[str]
-    ) -> list[float]:
-        """Return the bytes of ``parts`` of ``layer``'s activations for each of ``kinds``.
+        self, layer: int, load: TokenLoad, again: frozenset[str], parts: Sequence[str]
+    ) -> float:
+        """Return the bytes of ``parts`` of ``layer``'s activations if it recomputes the modules ``again``.
 
         They are 0 for a model that transformers computes, since finding them would import torch.
 
         Args:
             load: sizes of a micro-batch on the rank.
-            kinds: the layer's kind with each choice of recomputation.
         """
         model = self.config.model
         if not tier_of(model).resizable:  # it is measured, which imports torch
-            return [0.0] * len(kinds)
-        made = (layer_activation_bytes(model, layer, load, kind.recomputed) for kind in kinds)
-        return [sum(sizes.get(part, 0.0) for part in parts) for sizes in made]
+            return 0.0
+        sizes = layer_activation_bytes(model, layer, load, again)
+        return sum(sizes.get(part, 0.0) for part in parts)
 
 
-def _seconds(passes: Passes, kind: LayerKind) -> tuple[float, float, float, float]:
+def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
     """Return seconds of the forward and backward pass, of what is repeated, and of all-to-alls in all of it.
 
     Args:
         passes: both passes of a layer or a part of it, without repetitions.
-        kind: the layer's kind, with the modules that it recomputes.
+        again: modules that are recomputed.
     """
-    more, costs = time_again(passes.forward, kind.recomputed)
+    more, costs = time_again(passes.forward, again)
     sent = [half.communication.get("ep", NOTHING).seconds for half in passes]
     sent += [cost.seconds for axis, cost in costs if axis == "ep"]
     more += sum(cost.seconds for _, cost in costs)
@@ -315,7 +318,7 @@ class Layout:
         left = rest + rows + ranks % (self.pp * columns["local"])
         # Hidden all-to-alls need two micro-batches, and something to hide.
         if self.parallel.overlap_all_to_all:
-            left += (count < 2) + (columns["sent"].max(axis=1) == 0)
+            left += (count < 2) + (columns["sent"] @ self.own.sum(axis=0) == 0)
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, here: Array, count: int) -> Array:
@@ -394,12 +397,14 @@ class Layout:
 
     def _most(self, stages: list[int], entries: tuple[Entry, ...]) -> Array:
         flying, done = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-        most = (0, 0)
+        total, most = 0, (0, 0)
         at_most = flying.copy(), done.copy()
         for kind, stage, _ in (action for entry in entries for action in reversed(entry)):
-            flying[stage] += (kind == "F") - (kind in "BW")
-            done[stage] |= kind in "BW"
-            if kind == "F" and (total := (sum(flying.values()), sum(done.values()))) > most:
-                most, at_most = total, (flying.copy(), done.copy())
+            ends = kind in "BW"
+            total += (change := (kind == "F") - ends)
+            flying[stage] += change
+            done[stage] |= ends
+            if change > 0 and total >= most[0] and (now := (total, sum(done.values()))) > most:
+                most, at_most = now, (flying.copy(), done.copy())
         sizes: Array = np.array([[*held.values()] for held in at_most]) @ self.sizes[stages]
         return sizes

@@ -464,8 +464,7 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
     """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    ``again`` are the recomputed modules, ``forward`` is the layer's forward pass. Tokens are
-    dispatched to the experts again, but their outputs are not combined again.
+    ``again`` are the recomputed modules of the layer. Tokens are dispatched again, but not combined again.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})
@@ -473,8 +472,9 @@ def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[
             (axis, repeated[axis] if axis in ("ep", "etp") else cost)
             for axis, cost in forward.communication.items()
         ]
-    recomputed = [forward.again.get(name, {}) for name in again]
-    seconds = sum(forward.parts.get(name, 0.0) for name in again)
+    # Sorted, because the order of a set, and so the last digits of a sum, differ from run to run.
+    recomputed = [forward.again.get(name, {}) for name in sorted(again)]
+    seconds = sum(forward.parts.get(name, 0.0) for name in sorted(again))
     return seconds, [pair for costs in recomputed for pair in costs.items()]
 
 

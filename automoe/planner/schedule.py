@@ -111,9 +111,12 @@ def simulate(
         seconds = cost[which]
         if other:
             needed, late, second = other
-            ready = max(ready, ends[needed] + wait[late])
+            there = ends[needed] + wait[late]
+            if ready < there:
+                ready = there
             seconds += cost[second]
-            seconds = max(seconds - (saved[which] + saved[second]), seconds / 2)
+            hidden, half = saved[which] + saved[second], seconds / 2
+            seconds -= hidden if hidden < half else half
             ends.append(ready + seconds)
         clock[rank] = now = ready + seconds
         ends.append(now)

@@ -148,6 +148,7 @@ class Queue:
         # by axes and pp; one of each axes breaks no rule, the others are checked when needed
         self.shapes = dict[Axes, dict[int, MeshShape]]()
         self._mesh = cache(self._legal_mesh)
+        self._layout = cache(lambda pp: next(layouts(config, pp, fixed)))
         micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
         if "train.micro_batch_size" in fixed:
             micros = [config.train.micro_batch_size]
@@ -180,8 +181,8 @@ class Queue:
             for micro, fp8, grad in product(micros, *(tried(config, fixed, key) for key in keys))
             if grad == "autograd" or (adds and fp8 == "off")
         ]
-        # meshes, columns, candidates, timed candidates
-        spread = self._spread(families, 1, 1.0)
+        # meshes, columns, candidates, timed candidates: each by its bound, the highest first
+        spread = _sorted(self._spread(families, 1, 1.0))
         self.left = [spread, spread[:0], *[np.empty(0, WAITING)] * 3]
         self.since = 0  # candidates since the last result
 
@@ -191,7 +192,7 @@ class Queue:
         The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too,
         timed candidates, and a fifth one of which none ever waits.
         """
-        return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
+        return [float(rows["bound"][:1].max(initial=0.0)) for rows in self.left]
 
     def look(self) -> bool:
         """Take a step of the best-first search; return False if nothing is left.
@@ -208,11 +209,10 @@ class Queue:
         if not most:
             return False
         left = self.left[kind]
-        chosen = np.flatnonzero(left["bound"] >= LEVEL * most)
-        chosen = chosen[np.argsort(-left["bound"][chosen], kind="stable")][: BATCHES[kind]]
-        self.left[kind] = np.delete(left, chosen)
+        number = int((left["bound"][: BATCHES[kind]] >= LEVEL * most).sum())
+        self.left[kind] = left[number:]
         split = (self._columns, self._candidates, self._timed, self._found)[kind]
-        self.left[kind + 1] = np.concatenate([self.left[kind + 1], *split(left[chosen])])
+        self.left[kind + 1] = _sorted(self.left[kind + 1], *split(left[:number]))
         return True
 
     def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
@@ -220,7 +220,7 @@ class Queue:
         shape = self.shapes[axes].get(pp)
         if shape is None:
             return None
-        parallel = {**next(layouts(self.config, pp, self.fixed)), "context": axes[-1]}
+        parallel = {**self._layout(pp), "context": axes[-1]}
         train = {"micro_batch_size": self.fewest}
         config = changed(_on(self.config, shape), parallel=parallel, train=train)
         return shape if self._legal(config, shape) else None
@@ -339,6 +339,12 @@ class Queue:
             result.found.append(item)
             self.since = 0
         return []
+
+
+def _sorted(*rows: Array) -> Array:
+    """Return all ``rows``, highest bound first; those of equal bounds keep their order."""
+    joined = np.concatenate(rows)
+    return joined[np.argsort(-joined["bound"], kind="stable")]
 
 
 def _on(config: Config, shape: MeshShape) -> Config:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -141,6 +144,34 @@ def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
     hasty = search(config, 4, "cuda", FIXED)
     assert hasty.found and hasty.num_timed < whole.num_timed
     assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
+
+
+SEARCHES = """
+import os, sys
+cores = os.sched_getaffinity(0)
+os.sched_setaffinity(0, sorted(cores)[: int(sys.argv[1])])
+os.register_at_fork(before=lambda: print("another process"))
+from automoe import plan
+for words in (
+    ["qwen3_30b_a3b", "world=16", "mesh.pp=1"],
+    ["mixtral_8x22b", "world=64", "mesh.pp=8", "mesh.tp=1", "mesh.cp=1"],
+    ["moonlight_16b_a3b", "world=32", "mesh.pp=1", "mesh.tp=1", "mesh.cp=1"],
+):
+    name, *others = words
+    plan.main(["--config-name", name, *others, "mesh.etp=1", "train.micro_batch_size=1", "search=true", f"out={sys.argv[2]}"])
+"""
+
+
+def test_the_number_of_cores_changes_nothing_of_what_is_printed(tmp_path: Path) -> None:
+    """Winners, their order and all counts of three models; strings hash differently in each process."""
+    printed = []
+    for cores, seed in ((1, "1"), (64, "8")):
+        command = [sys.executable, "-c", SEARCHES, str(cores), str(tmp_path)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        printed.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout)
+    assert printed[0] == printed[1]
+    assert printed[0].count("candidates were timed") == 3 and printed[0].count("take it") == 3
+    assert "another process" not in printed[0]
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -21,8 +22,9 @@ from automoe.config.schema import ClusterConfig, Config
 from automoe.observe.flops import train_flops_per_token
 from automoe.plan import main
 from automoe.planner.communication import Group, dispatch_once
-from automoe.planner.layer_time import FUSED_EXPERT, FUSED_LEFT
+from automoe.planner.layer_time import FUSED_EXPERT, FUSED_LEFT, time_again
 from automoe.planner.machine import Constants, Machine
+from automoe.planner.place import Pass
 from automoe.planner.time import BAND, UNCALIBRATED_BAND, StepTime, step_time
 from benchmarks.published import Run, configured, mean_error, ordered, parted, runs, winners
 from tests.support.configurations import quick_config
@@ -53,6 +55,21 @@ def time_on(name: str, cluster: ClusterConfig, settings: dict[str, Any] | None =
         assert hasattr(getattr(config, group), last), key
         setattr(getattr(config, group), last, value)
     return step_time(config, resolve_mesh(config.mesh, config.launch.num_ranks))
+
+
+class Ordered(frozenset[str]):
+    """A set that yields its elements from the last name to the first, as with some seed of their hashes."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__(), reverse=True))
+
+
+def test_the_order_of_a_set_changes_no_digit_of_what_is_computed_again() -> None:
+    """It differs from run to run, and of equally fast meshes another would win."""
+    forward = Pass(parts={"core_attn": 0.1, "layernorm": 0.2, "mlp": 0.3, "moe": 1 / 3})
+    times = [time_again(forward, names) for names in (frozenset(forward.parts), Ordered(forward.parts))]
+    assert 0.1 + 0.2 + 0.3 + 1 / 3 != 1 / 3 + 0.3 + 0.2 + 0.1
+    assert times[0] == times[1] == (0.1 + 0.2 + 0.3 + 1 / 3, [])
 
 
 def test_products_that_add_to_the_sums_save_the_pass_that_adds_experts_gradients() -> None:
