@@ -31,8 +31,6 @@ from automoe.storage.sealed import replace_json, sealed, unsealed
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 SAMPLES_FILE = "samples.jsonl"  # the model's answers to the prompts of ``observe.samples``
-# the key that a line of a file must have beside its step
-_NEEDED = {METRICS_FILE: "loss", LOAD_FILE: "counts", SAMPLES_FILE: "samples"}
 MAX_LOAD_SNAPSHOTS = 200
 _BUFFER_BYTES = 1 << 26  # bytes of a log that wait in memory while its disk is full
 ENVIRONMENT_FILE = "environment.json"
@@ -286,8 +284,7 @@ def _lines(path: StrPath, warn: Warn | None = None) -> list[tuple[bytes, Record 
         record = None
         with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
             record = unsealed(raw) if raw.endswith(b"\n") else None
-        needed = _NEEDED.get(Path(path).name, "step")
-        if record is not None and (type(record.get("step")) is not int or needed not in record):
+        if record is not None and type(record.get("step")) is not int:
             record = None
         if record is None and raw.endswith(b"\n"):
             damaged.append(number)

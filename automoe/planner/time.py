@@ -29,8 +29,7 @@ from automoe.planner.place import AXES, Pass, Passes, Place
 from automoe.planner.schedule import Span, StageTimes, simulate, stretch
 from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 
-# Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
-# written, in float32.
+# Bytes per parameter in float32: weight, gradient and two moments are read, all but the gradient written.
 OPTIMIZER_BYTES = 28
 LAYER_KERNELS = 80  # kernels that a MoE layer launches in ``host_layer`` seconds (constants.toml)
 REPEATED = "experts in both halves"  # part of a backward pass that runs in halves
@@ -39,8 +38,7 @@ REPEATED = "experts in both halves"  # part of a backward pass that runs in halv
 # other GPUs.
 BAND = 0.20
 UNCALIBRATED_BAND = 0.40
-# For a machine known only by its own calibration (``benchmarks/plan_correlation.py``).
-MEASURED_BAND = 0.45
+MEASURED_BAND = 0.45  # with the machine's own calibration (``benchmarks/plan_correlation.py``)
 
 
 @dataclass(frozen=True)

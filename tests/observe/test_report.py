@@ -16,7 +16,6 @@ import automoe.observe.plots
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.observe.mesh_view import draw_mesh
-from automoe.observe.metrics import read_metrics
 from automoe.observe.plot_style import save
 from automoe.observe.report import build_report, write_report
 
@@ -224,19 +223,6 @@ def test_write_report_says_what_went_wrong_and_returns(tmp_path, capsys):
     (tmp_path / "plots").write_text("a file where a directory must go")
     assert write_report(tmp_path) is None
     assert "no report" in capsys.readouterr().err
-
-
-def test_lines_without_what_their_file_is_for_are_left_out(tmp_path, capsys):
-    write_run(tmp_path, steps=2)
-    (tmp_path / "samples.jsonl").touch()
-    for name in ("metrics", "expert_load", "samples"):
-        with (tmp_path / f"{name}.jsonl").open("a") as file:
-            file.write('{"step": 3, "note": "by hand"}\n')
-    page_of(tmp_path)
-    err = capsys.readouterr().err
-    assert "metrics.jsonl: damaged lines: 3" in err and "expert_load.jsonl: damaged lines: 3" in err
-    assert "samples.jsonl: damaged lines: 1" in err
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_the_command_needs_no_torch(tmp_path):
