@@ -115,16 +115,28 @@ class ServiceClient(_Client):
         words += [] if seed is None else [f"train.seed={seed}"]
         return _done(TrainingClient(open_session(words, **self._options)))
 
-    def create_training_client_from_state(
-        self, path: str, *, optimizer: bool = False
-    ) -> APIFuture[TrainingClient]:
+    def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
         """Return a future of a training client with weights that ``save_state`` wrote to ``path``.
 
-        The optimizer's moments start at zero, unless ``optimizer``.
+        The optimizer's moments start at zero.
 
         Raises:
             ConfigError: the state was saved with other settings of the model or LoRA.
         """
+        client = self._opened(path)
+        client.load_state(path)
+        return _done(client)
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str
+    ) -> APIFuture[TrainingClient]:
+        """Return a future of a training client with weights and optimizer that ``save_state`` wrote to ``path``."""
+        client = self._opened(path)
+        client.load_state_with_optimizer(path)
+        return _done(client)
+
+    def _opened(self, path: str) -> TrainingClient:
+        """Return a client with the model and adapters of the state at ``path``, which is not loaded yet."""
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved).result()
@@ -136,14 +148,7 @@ class ServiceClient(_Client):
             ]:
                 rule = f"the state at {path} was saved with {', '.join(others)}"
                 raise ConfigError(section, "", rule, "Give these overrides to ServiceClient")
-        client.load_state_with_optimizer(path) if optimizer else client.load_state(path)
-        return _done(client)
-
-    def create_training_client_from_state_with_optimizer(
-        self, path: str
-    ) -> APIFuture[TrainingClient]:
-        """Return a future of a training client with weights and optimizer that ``save_state`` wrote to ``path``."""
-        return self.create_training_client_from_state(path, optimizer=True)
+        return client
 
 
 class TrainingClient(_Client):

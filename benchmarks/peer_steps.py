@@ -2,8 +2,8 @@
 
 Each contender has processes of its own, starts from the same files, and gets the same rows; steps take turns, so that noise
 of the machine meets both. Losses of every step must be equal, else nothing is reported. A step is forward, backward and the
-update (ours also takes the gradient norm); the seconds are those of all ranks, one thread each, in float32. Peak memory
-is that of timed steps, of the largest rank: whole, and above the loaded model.
+update (ours also takes the gradient norm). CPU seconds are the sum over ranks, one thread each, in float32. Peak memory is
+the largest rank's during the timed steps: all of the process, and what exceeds the process with its model loaded.
 
     python benchmarks/peer_steps.py                   # about six minutes; writes benchmarks/results/peer_steps.json
     python benchmarks/peer_steps.py --quick           # small models and two rounds, to check the script itself
@@ -91,7 +91,7 @@ def rows_of(rank: int, rows: int, seq_len: int) -> Iterator[tuple[torch.Tensor, 
 
 
 def ours(case: str, folder: Path, rank: int, seq_len: int) -> Step:
-    """The step of ``recipes/pretrain.py``."""
+    """Build the step of ``recipes/pretrain.py``."""
     from automoe.comm.tokens import StepBatch
     from automoe.config.compose import Arguments
     from automoe.config.mesh_shape import resolve_mesh
@@ -137,7 +137,10 @@ def ours(case: str, folder: Path, rank: int, seq_len: int) -> Step:
 
 
 def theirs(case: str, folder: Path, rank: int, seq_len: int) -> Step:
-    """The same step of peft or of transformers' own FSDP2 and expert parallelism, by hand, with fused AdamW."""
+    """Build the same step of peft, or of transformers' own FSDP2 and expert parallelism.
+
+    AdamW is fused on one rank; torch refuses that for parameters on two meshes.
+    """
     import torch.distributed as dist
     import transformers
 
@@ -178,7 +181,7 @@ def theirs(case: str, folder: Path, rank: int, seq_len: int) -> Step:
 
 
 def serve_trainer(folder: Path, rows: int, seq_len: int, answer: Callable[[float | None], None]) -> None:
-    """transformers' ``Trainer``, which asks for its turn after each of its steps.
+    """Run transformers' ``Trainer``, which asks for its turn after each of its steps.
 
     Args:
         answer: called with the loss after a step, and with None before the first.
@@ -280,7 +283,7 @@ class Contender:
         self.above: list[float] = []
 
     def step(self) -> None:
-        """One step on all ranks."""
+        """Take one step on all ranks."""
         for rank in self.ranks:
             print("step", file=rank.stdin, flush=True)
         answers = []

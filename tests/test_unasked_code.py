@@ -90,16 +90,17 @@ def test_what_is_named_is_imported_all_the_same(tmp_path: Path, monkeypatch: pyt
     assert "kernels" not in sys.modules
 
 
+@pytest.mark.parametrize("folder", ["below_env", "below"])
 def test_a_module_of_an_environment_below_the_working_directory_is_not_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     """Even of one whose name begins as the module's does."""
-    (tmp_path / "below_env").mkdir()
-    (tmp_path / "below_env" / "below.py").write_text("")
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "below.py").write_text("")
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "__init__.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "below_env")
+    monkeypatch.syspath_prepend(tmp_path / folder)
     before = [*sys.path]
     with working_directory_last():
         import_module("below")

@@ -70,7 +70,7 @@ class Resumed:
     Attributes:
         step: optimizer steps done.
         of_run: True if the checkpoint is in the run's own directory, whose metrics are continued.
-        folder: name of the checkpoint's folder, in which a person may have put another step.
+        folder: name of the checkpoint's folder, which differs from step-{step} if a person renamed it.
     """
 
     step: int

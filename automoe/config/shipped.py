@@ -56,8 +56,8 @@ def working_directory_last() -> Iterator[None]:
         for name in set(sys.modules) - known:
             file = getattr(sys.modules[name], "__file__", None) or ""
             # In the directory itself, not in an environment somewhere below it.
-            stem = os.path.join(here, name.partition(".")[0])
-            if file.startswith((f"{stem}.", f"{stem}{os.sep}")):
+            stem = os.path.join(here, *name.split("."))
+            if file.startswith((f"{stem}.", os.path.join(stem, "__init__."))):
                 break
         else:
             del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]

@@ -103,6 +103,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
             # The sizes of a matrix stand beside packed codes, and follow from them.
             if codes_end == "_packed":
                 read_with.add(base + SHAPE)
+            # faster than the constructor, for 90,000 tensors
             sources[base] = tuple.__new__(StoredTensor, (*data[:5], scales, encoding))
         elif name not in read_with:
             sources[name] = data

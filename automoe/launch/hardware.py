@@ -42,23 +42,26 @@ def torch_has_cuda() -> bool:
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that this process may use.
 
-    It is the driver's number of GPUs, or if ``CUDA_VISIBLE_DEVICES`` is set, the number of entries
-    before the first one that is empty, -1, or the number of a GPU that is not there; 0 if one of
-    them is there twice, and 1 for any number of MIG devices. Without a driver it is 0.
+    It is the driver's number of GPUs, or what CUDA shows with ``CUDA_VISIBLE_DEVICES``: entries
+    until the first one that is no GPU, -1, or of another kind than the first; none if one of them
+    is there twice, and one of any number of MIG devices. Without a driver it is 0.
     """
     present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return present
-    names = [name.strip() for name in chosen.split(",")]
-    # CUDA ignores everything from the first invalid entry on, shows no GPU if one is named twice,
-    # and a process only the first of its MIG devices.
-    for position, name in enumerate(names):
-        if name in names[:position]:
+    prefix = next((kind for kind in ("GPU-", "MIG-") if chosen.strip().startswith(kind)), "")
+    shown: list[int | str] = []
+    for name in map(str.strip, chosen.split(",")):
+        if not (name.startswith(prefix) if prefix else name.isdecimal()):
+            break
+        gpu = name if prefix else int(name)
+        if gpu in shown:
             return 0
-        if name in ("", "-1") or (name.isdecimal() and int(name) >= present):
-            return position
-    return 1 if names[0].startswith("MIG-") else len(names)
+        shown.append(gpu)
+    if prefix:
+        return min(len(shown), 1) if prefix == "MIG-" else len(shown)
+    return next((i for i, number in enumerate(shown) if int(number) >= present), len(shown))
 
 
 def _present_gpus() -> int:

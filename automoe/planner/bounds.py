@@ -44,7 +44,8 @@ Array = NDArray[Any]
 # fsdp, numbers with gradients, numbers that the optimizer updates on all ranks of a pipeline rank,
 # and activations.
 LAYER = "forward backward sent head gathered trained state kept".split()
-# What is added up of a layer's experts and its other parts: these, repeated seconds, and launches of both passes.
+# Values computed apart for a layer's routed experts and for the rest, then added: those of LAYER,
+# seconds of recomputation (again), and launch seconds of both passes.
 VALUES = "forward backward again sent forward_host backward_host head gathered trained state kept".split()
 DENSE, EXPERTS = ("norms", "attention", "ffn"), ("experts", "router")  # of a layer's activations
 # Values of a column: rows of a micro-batch, cp * tp, and ep * etp.

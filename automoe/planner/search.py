@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class Queue:
 
     Args:
         config: configuration that the search varies.
-        meshes: meshes to search, all of as many ranks.
+        meshes: meshes to search, all with ``result.world_size`` ranks.
         device: cpu or cuda; what is valid depends on it.
         fixed: keys that keep the value of ``config``.
         result: receives the best candidates and the counts.
@@ -145,10 +145,13 @@ class Queue:
         self.fixed = fixed
         self.result = result
         self.world = result.world_size
-        # by axes and pp; one of each axes breaks no rule, the others are checked when needed
+        # By axes and pp. At least one mesh of the same axes breaks no rule; the others are checked
+        # when a candidate needs them.
         self.shapes = dict[Axes, dict[int, MeshShape]]()
         self._mesh = cache(self._legal_mesh)
-        self._layout = cache(lambda pp: next(layouts(config, pp, fixed)))
+        # Of overlapped all-to-alls and plain ones, which have fewer rules, a mesh is held to the latter.
+        overlaps = itemgetter("overlap_all_to_all")
+        self._layout = cache(lambda pp: min(layouts(config, pp, fixed), key=overlaps))
         micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
         if "train.micro_batch_size" in fixed:
             micros = [config.train.micro_batch_size]
@@ -328,7 +331,7 @@ class Queue:
     def _found(self, waiting: Array) -> list[Array]:
         """Add the timed candidate to ``result.found``, once per mesh, or to ``result.missed`` if it does not fit.
 
-        Return [], no new entries, for the queue. ``waiting`` is an array with the one candidate.
+        ``waiting`` is an array with the one candidate. The result is []: no new entries for the queue.
         """
         result = self.result
         (item,) = waiting["item"]

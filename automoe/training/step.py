@@ -220,7 +220,7 @@ def optimizer_step(
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
             report = {**report, "max_attention_logit": logits.largest()}
         # Ranks agree in one reduction; the host has waited for the device already.
-        over_ranks = max_over_ranks({**report, "": reason is not None})
+        over_ranks = max_over_ranks({**report, "": reason is not None})  # no report has this name
         skipped = bool(over_ranks.pop(""))
         # Scales come before the update: the host would have to wait for the update otherwise.
         clipped_share = update_scales(model_parts, meshes, stepped=not skipped)

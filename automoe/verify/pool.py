@@ -59,7 +59,7 @@ class RankPool:
     """Pool of ``max_ranks`` processes that run functions as ranks of one world.
 
     Args:
-        max_ranks: largest world size; the processes start with the first call of ``run``.
+        max_ranks: largest world size; the processes start with the first call of ``start`` or ``run``.
         device: cpu (gloo) or cuda (one GPU per rank, NCCL and gloo).
         timeout_s: seconds after which a call counts as hanging: its ranks are killed and named. The
             value is a safety net, far above the duration of any call.
@@ -101,10 +101,10 @@ class RankPool:
                 call starts new ranks.
             ValueError: see ``start``.
         """
+        self.start(world_size)
         payload = pickle.dumps((fn, args, kwargs))
         store = self._stores / str(next(self._cases))
         try:
-            self.start(world_size)
             pipes = self._pipes[:world_size]
             for pipe in pipes:
                 # Ranks import ``fn``, and callers may have extended sys.path since ranks started.
@@ -131,7 +131,8 @@ class RankPool:
         """Start the ranks unless they run, and wait until their processes exist.
 
         Args:
-            world_size: most ranks of the calls that follow, and that share what a rank keeps.
+            world_size: largest world size of the calls that follow. A subclass may restart its ranks
+                to have more of them, and what a rank keeps for a later call is then lost.
 
         Raises:
             ValueError: ``world_size`` is not within 1 and ``max_ranks``.

@@ -137,6 +137,16 @@ def test_every_reader_refuses_it(
     assert len(said) == 1 and str(folder) in next(iter(said)), said
 
 
+def test_a_family_that_nobody_knows_is_named_as_its_writers(tmp_path: Path) -> None:
+    """``transformers`` may have it, and reads codes as if they were weights."""
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys", "num_hidden_layers": 1}')
+    name = "model.layers.0.mlp.down_proj"
+    codes = {f"{name}.weight": torch.zeros(4, 4, dtype=torch.uint32), f"{name}.biases": torch.zeros(4, 1)}
+    save_file(codes, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="quantized by mlx-lm. Widen it first"):
+        check_model(tmp_path)
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_base_of_adapters_is_judged_by_the_same(

@@ -44,7 +44,16 @@ def eight_gpus(cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("chosen", "count"),
     [(None, 8), ("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-a, GPU-b", 2), ("6,7,8,0", 2)]
-    + [("0,1,0", 0), ("GPU-a,GPU-a", 0), ("0,-1,0", 1), ("MIG-a,MIG-b", 1), ("MIG-a", 1), ("MIG-a,MIG-a", 0)],
+    + [("0,1,0", 0), ("GPU-a,GPU-a", 0), ("0,-1,0", 1), ("MIG-a,MIG-b", 1), ("MIG-a", 1), ("MIG-a,MIG-a", 0)]
+    + [
+        ("MIG-a,MIG-b,", 1),
+        ("MIG-a,MIG-b,-1", 1),
+        ("0,9,0", 0),
+        ("0,9", 1),
+        ("0,GPU-a", 1),
+        ("GPU-a,0", 1),
+        ("0,00", 0),
+    ],
 )
 @pytest.mark.usefixtures("eight_gpus")
 def test_visible_gpus_follow_the_driver_and_the_variable(chosen: str | None, count: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sources import CORE, ROOT, SOURCES, tree_of
 
-MAX_TOKENS = 356_648
+MAX_TOKENS = 356_756
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 80, 125
 
 
@@ -78,9 +78,10 @@ def test_every_room_keeps_to_its_share_of_tokens_and_characters() -> None:
     over = [(room, n, shares[room]) for room, n in used.items() if n[0] > shares[room][0] or n[1] > shares[room][1]]
     assert not over, "\n".join(f"{room}: {n} of {share} tokens and characters" for room, n, share in over)
     assert sum(tokens for tokens, _ in shares.values()) <= MAX_TOKENS
-    [core] = [(tokens, characters) for room, tokens, characters in rows if room.startswith("reading core")]
-    sums = zip(*(shares[room] for room in CORE), strict=True)
-    assert tuple(int(number.replace(",", "")) for number in core) == tuple(map(sum, sums))
+    for name, rooms in (("reading core", CORE), ("total", shares)):
+        [stated] = [numbers for room, *numbers in rows if room.startswith(name)]
+        sums = zip(*(shares[room] for room in rooms), strict=True)
+        assert tuple(int(number.replace(",", "")) for number in stated) == tuple(map(sum, sums)), name
 
 
 @pytest.mark.parametrize(

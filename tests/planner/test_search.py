@@ -162,7 +162,7 @@ for words in (
 """
 
 
-def test_the_number_of_cores_changes_nothing_of_what_is_printed(tmp_path: Path) -> None:
+def test_neither_cores_nor_hashes_change_what_is_printed(tmp_path: Path) -> None:
     """Winners, their order and all counts of three models; strings hash differently in each process."""
     printed = []
     for cores, seed in ((1, "1"), (64, "8")):
@@ -172,6 +172,16 @@ def test_the_number_of_cores_changes_nothing_of_what_is_printed(tmp_path: Path) 
     assert printed[0] == printed[1]
     assert printed[0].count("candidates were timed") == 3 and printed[0].count("take it") == 3
     assert "another process" not in printed[0]
+
+
+def test_a_lever_of_the_file_that_a_mesh_cannot_have_hides_no_mesh() -> None:
+    """dsv3_671b overlaps all-to-alls, for which eight ranks with a row each have too few micro-batches."""
+    words = ["model=moonlight_16b_a3b", "cluster=h200", "train.global_batch_size=8", "launch.num_ranks=null"]
+    config = replace(quick_config("dsv3_671b", [*words, "train.micro_batch_size=1"]), mesh=MeshConfig())
+    assert config.parallel.overlap_all_to_all
+    fixed = ["train.micro_batch_size", "moe.dispatch_dtype", *(f"mesh.{axis}" for axis in ("tp", "etp", "pp", "cp"))]
+    found = search(config, 8, "cuda", fixed).found
+    assert (found[0].mesh.dp_shard, found[0].config.parallel.overlap_all_to_all) == (8, False)
 
 
 @pytest.mark.exhaustive

@@ -180,7 +180,7 @@ def test_what_a_configuration_chooses_costs_what_it_should() -> None:
     assert head < embedding < 1, "nor has the head, whose gradient is a product more"
     assert more(lora__rank=16, lora__targets=["attention"], train__trainable=["lm_head*"]) > frozen
     steps = [times(optim__algorithm="muon", train__freeze=names).other for names in ([], ["layers.*_proj*"], ["*"])]
-    assert steps[0] > 2 * steps[1] > 2 * steps[2], "frozen matrices are not orthogonalised"
+    assert steps[0] > 2 * steps[1] and steps[1] > steps[2], "frozen matrices are not orthogonalised"
 
 
 def test_long_rows_are_shared_by_chunks() -> None:

@@ -137,6 +137,9 @@ def test_ranks_that_hang_are_named_and_replaced() -> None:
     pool = RankPool(max_ranks=3, timeout_s=20.0)
     try:
         pids = [pid for pid, _, _ in pool.run(process_and_threads, 3)]
+        with pytest.raises(ValueError, match="world_size=4: this pool has 1 to 3 ranks"):
+            pool.run(process_and_threads, 4)
+        assert pids == [pid for pid, _, _ in pool.run(process_and_threads, 3)]
         pool.timeout_s = 0.5
         with pytest.raises(RankError, match=r"ranks \[1\] of 3 did not finish in 0.5 s") as caught:
             pool.run(wait_on_rank, 3, 1)

@@ -145,7 +145,7 @@ def check_model(folder: Path) -> None:
         for name, stored in read_headers(folder, partial_ok=True).items()
         if stored.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
-    check_writer(folder, "", weights)
+    check_writer(folder, str(text_config(hf).get("model_type")), weights)
     decodable(folder, hf, weights)
 
 
