@@ -2,14 +2,12 @@
 
 A training loop written for the tinker service runs with ``automoe.tinker.ServiceClient`` instead of
 ``tinker.ServiceClient``, in one process or on every rank of torchrun with the same data. A call returns when its
-work is done, and raises its errors itself; ``result()`` of the future that it returns, or ``await``, gives the
-result.
+work is done, and raises its errors itself; its future's ``result()``, or ``await``, gives the result.
 
     ServiceClient    create_lora_training_client, create_training_client_from_state,
                      create_training_client_from_state_with_optimizer
-    TrainingClient   forward, forward_backward, optim_step, save_state, load_state,
-                     load_state_with_optimizer, save_weights_for_sampler,
-                     save_weights_and_get_sampling_client
+    TrainingClient   forward, forward_backward, optim_step, save_state, load_state, load_state_with_optimizer,
+                     save_weights_for_sampler, save_weights_and_get_sampling_client
     SamplingClient   sample
 
 Other methods of the SDK raise ``MissingVerbError``, which says what to use.
@@ -55,9 +53,8 @@ class RoutedSequence(types.SampledSequence):
     """A sampled sequence with the expert ids that the model chose for its tokens.
 
     Attributes:
-        routes: [P + A - 1, L, K] expert ids, in L MoE layers with top-k K, of all tokens of a prompt of P and an
-            answer of A tokens but the last. Pass them as ``routes`` of a datum to train with the same experts. None
-            for a dense model.
+        routes: [P + A - 1, L, K] expert ids of all tokens of a prompt and its answer but the last; None for a dense
+            model. Pass them as ``routes`` of a datum to train with the same experts.
     """
 
     routes: Tensor | None = None
@@ -140,12 +137,10 @@ class ServiceClient(_Client):
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved).result()
-        opened = client.session.config
         for section in ("lora", "model"):
-            values, here = (vars(getattr(each, section)) for each in (config, opened))
-            if others := [
-                f"{section}.{key}={values[key]}" for key in values if values[key] != here[key]
-            ]:
+            there, here = (vars(getattr(each, section)) for each in (config, client.session.config))
+            others = [f"{section}.{key}={there[key]}" for key in there if there[key] != here[key]]
+            if others:
                 rule = f"the state at {path} was saved with {', '.join(others)}"
                 raise ConfigError(section, "", rule, "Give these overrides to ServiceClient")
         return client
