@@ -23,6 +23,7 @@ from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.config.paths import user_path
+from automoe.config.schema import Config, export_name
 from automoe.data.chat import are_functions
 from automoe.errors import (
     AutomoeError,
@@ -207,10 +208,11 @@ def _wrote_a_model(run_dir: Path) -> bool:
     """
     with suppress(OSError, ValueError):
         values = flat(read_mapping(read_file(run_dir / CONFIG_FILE)))
-        if values.get("recipe") == "upcycle":
-            return True
-        adapter = values.get("lora.rank") and values.get("lora.export") == "adapter"
-        return values.get("checkpoint.export_hf", True) and not adapter
+        config = Config(recipe=values.get("recipe", ""))
+        config.checkpoint.export_hf = values.get("checkpoint.export_hf", True)
+        config.lora.rank = values.get("lora.rank") or 0
+        config.lora.export = values.get("lora.export", config.lora.export)
+        return export_name(config) == "hf"
     return True
 
 

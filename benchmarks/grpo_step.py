@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measuring import commit, cpu_model, result_file
+from measuring import commit, cpu_model, memory, result_file
 
 PROMPT, ANSWER, GROUP, ANSWERS, VOCAB = 16, 128, 8, 64, 512
 LR = 1e-4
@@ -239,12 +239,6 @@ class Theirs:
             return result
 
         setattr(owner, name, timed)
-
-
-def memory(field: str) -> float:
-    """Return VmRSS or VmHWM of this process in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def measure_memory(who: str, folder: Path, answers: str, micro_batch: int) -> None:

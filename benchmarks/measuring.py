@@ -61,6 +61,12 @@ def result_file(chosen: Path | None, name: str, quick: bool) -> Path:
     return chosen or folder / f"{name}.json"
 
 
+def memory(field: str) -> float:
+    """Return VmRSS or VmHWM of this process in MB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Time ``work``: between two events on a GPU, in CPU seconds of this process elsewhere."""
     if device.type != "cuda":

@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measuring import commit, cpu_model, result_file
+from measuring import commit, cpu_model, memory, result_file
 
 GATE = 1e-5  # relative difference of a step's loss that is accepted
 LR, UNTIMED = 1e-4, 2
@@ -45,30 +45,17 @@ Step = Callable[[], float]  # one training step; returns its loss, the mean over
 
 def save_model(folder: Path, experts: int, quick: bool, adapter: bool) -> None:
     """Write the model that both start from, and beside it, in ``adapter``, what peft adds to it."""
-    import transformers
+    from contenders import transformers_model
+    from sft_step import model
 
     torch.manual_seed(0)
-    hidden, layers = (64, 2) if quick else (256, 4)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=8192,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=hidden // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=hidden // 8,
-        num_experts=experts,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
+    shape = model(vocab=8192, layers=2 if quick else 4, hidden=64 if quick else 256)
+    transformers_model(replace(shape, num_experts=experts), "grouped_mm").save_pretrained(folder)
     if adapter:
+        import transformers
         from peft import LoraConfig, get_peft_model
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         asked = LoraConfig(
             r=8,
             lora_alpha=16,
@@ -77,11 +64,11 @@ def save_model(folder: Path, experts: int, quick: bool, adapter: bool) -> None:
             target_parameters=EXPERTS,
             init_lora_weights=False,
         )
-        get_peft_model(model, asked).save_pretrained(folder / "adapter")
+        get_peft_model(base, asked).save_pretrained(folder / "adapter")
 
 
 def rows_of(rank: int, rows: int, seq_len: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield tokens and labels of each step, [rows, seq_len]; a label stands where its token is, the last is not trained."""
+    """Yield tokens and labels of each step, [rows, seq_len]: a label is the next token, and the last is not trained."""
     generator = torch.Generator().manual_seed(rank)
     while True:
         tokens = torch.randint(0, 8192, (rows, seq_len), generator=generator)
@@ -223,12 +210,6 @@ def serve_trainer(folder: Path, rows: int, seq_len: int, answer: Callable[[float
         disable_tqdm=True,
     )
     transformers.Trainer(model, args, train_dataset=Rows(), callbacks=[Turns()]).train()
-
-
-def memory(field: str) -> float:
-    """Return VmRSS or VmHWM of this process in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def serve(case: str, who: str, folder: Path, rank: int, seq_len: int) -> None:
