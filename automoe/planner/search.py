@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import prod
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -149,9 +149,13 @@ class Queue:
         # when a candidate needs them.
         self.shapes = dict[Axes, dict[int, MeshShape]]()
         self._mesh = cache(self._legal_mesh)
-        # Of overlapped all-to-alls and plain ones, which have fewer rules, a mesh is held to the latter.
-        overlaps = itemgetter("overlap_all_to_all")
-        self._layout = cache(lambda pp: min(layouts(config, pp, fixed), key=overlaps))
+        # A mesh is held to the first value of each lever that is free: it has the fewest rules.
+        self.plain = config
+        for key, (value, *_) in LEVERS.items():
+            if value in tried(config, fixed, key):
+                section, name = key.split(".")
+                self.plain = changed(self.plain, **{section: {name: value}})
+        self._layout = cache(lambda pp: next(layouts(self.plain, pp, fixed)))
         micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
         if "train.micro_batch_size" in fixed:
             micros = [config.train.micro_batch_size]
@@ -225,7 +229,7 @@ class Queue:
             return None
         parallel = {**self._layout(pp), "context": axes[-1]}
         train = {"micro_batch_size": self.fewest}
-        config = changed(_on(self.config, shape), parallel=parallel, train=train)
+        config = changed(_on(self.plain, shape), parallel=parallel, train=train)
         return shape if self._legal(config, shape) else None
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:

@@ -174,11 +174,13 @@ def test_neither_cores_nor_hashes_change_what_is_printed(tmp_path: Path) -> None
     assert "another process" not in printed[0]
 
 
-def test_a_lever_of_the_file_that_a_mesh_cannot_have_hides_no_mesh() -> None:
+@pytest.mark.parametrize("levers", [{}, {"overlap_all_to_all": False, "expert_wgrad": "delayed"}], ids=str)
+def test_a_lever_of_the_file_that_a_mesh_cannot_have_hides_no_mesh(levers: dict[str, Any]) -> None:
     """dsv3_671b overlaps all-to-alls, for which eight ranks with a row each have too few micro-batches."""
     words = ["model=moonlight_16b_a3b", "cluster=h200", "train.global_batch_size=8", "launch.num_ranks=null"]
     config = replace(quick_config("dsv3_671b", [*words, "train.micro_batch_size=1"]), mesh=MeshConfig())
     assert config.parallel.overlap_all_to_all
+    config = replace(config, parallel=replace(config.parallel, **levers))
     fixed = ["train.micro_batch_size", "moe.dispatch_dtype", *(f"mesh.{axis}" for axis in ("tp", "etp", "pp", "cp"))]
     found = search(config, 8, "cuda", fixed).found
     assert (found[0].mesh.dp_shard, found[0].config.parallel.overlap_all_to_all) == (8, False)
