@@ -7,9 +7,13 @@ step by step; worlds take turns, round by round. The machine is calibrated first
     python benchmarks/plan_correlation.py          # ten minutes; writes benchmarks/results/plan_correlation.json and .svg
     python benchmarks/plan_correlation.py --draw   # the picture again, from the JSON
     python benchmarks/plan_correlation.py --schedules  # minutes; writes benchmarks/results/pipeline_schedules.json
+    python benchmarks/plan_correlation.py --ranks  # five minutes; writes benchmarks/results/local_ranks.json
 
 With ``--schedules`` stages sleep in place of computing, over gloo: the seconds of a step that the plan simulates for these
 times beside those that the trainer's pipeline runtime takes.
+
+With ``--ranks`` a mesh's step is also timed rank by rank in a world where nobody else answers and nothing moves: what that
+takes above one rank's step is smaller products and repeated work, and what ranks take beyond it is communication.
 """
 
 from __future__ import annotations
@@ -70,10 +74,15 @@ CASES: dict[str, str] = {
     "pp4 dp2 ep2, micro-batch 1": f"mesh.pp=4 mesh.dp_shard=2 mesh.ep=2 {SMALL}",
 }
 
+# What cuts rows and matrices, and moves activations in every layer.
+SHARED = {"one": "mesh.dp_shard=1"} | {
+    f"{axis}{size}": f"mesh.dp_shard=1 mesh.{axis}={size}" for axis in ("tp", "cp") for size in (2, 4)
+}
+
 
 def config_of(name: str, *cluster: str) -> Config:
     """The configuration called ``name``; ``cluster``: a folder with cluster files, and the name of one."""
-    last = {text.split("=")[0]: text for text in (*COMMON, *CASES[name].split())}
+    last = {text.split("=")[0]: text for text in (*COMMON, *(CASES | SHARED)[name].split())}
     if not cluster:
         return compose_config(overrides=list(last.values()))
     return compose_config("config", [*last.values(), f"cluster={cluster[1]}"], cluster[0])
@@ -98,20 +107,45 @@ def measure(names: list[str]) -> dict[str, list[float]]:
     return dict(seconds)
 
 
-def measured() -> dict[str, list[list[float]]]:
+def measured(cases: dict[str, str] = CASES) -> dict[str, list[list[float]]]:
     """CPU-seconds of a step on all ranks together, by round."""
     worlds: dict[int, list[str]] = defaultdict(list)
-    for name in CASES:
+    for name in cases:
         worlds[validate(config_of(name), None).world_size].append(name)
-    pool, found = RankPool(max_ranks=max(worlds)), {name: list[list[float]]() for name in CASES}
+    pool, found = RankPool(max_ranks=max(worlds)), {name: list[list[float]]() for name in cases}
     for round_index in range(ROUNDS):
         for world, names in worlds.items():
-            ranks = pool.run(measure, world, names)
+            ranks = pool.run("plan_correlation:measure", world, names)  # by name: ranks have another main module
             for name in names:
                 found[name].append([sum(steps) for steps in zip(*(rank[name] for rank in ranks), strict=True)])
         print(f"round {round_index + 1} of {ROUNDS}", file=sys.stderr, flush=True)
     pool.close()
     return found
+
+
+def share_ranks() -> dict[str, Any]:
+    """CPU-seconds of a step on all ranks, as multiples of one rank's step, and what of it is communication."""
+    from automoe.verify.fake_world import fake_world
+    from automoe.verify.pool import leave_world
+
+    rounds = {name: [median(steps) for steps in all_rounds] for name, all_rounds in measured(SHARED).items()}
+    one, meshes = median(rounds["one"]), dict[str, Any]()
+    for name, seconds in rounds.items():
+        alone = 0.0
+        for rank in range(world := validate(config_of(name), None).world_size):
+            with fake_world(rank, world):  # completes collectives at once
+                alone += median(measure([name])[name])
+            leave_world([])  # caches know groups by their names
+        meshes[name] = {
+            "overrides": SHARED[name],
+            "cpu_seconds": round(median(seconds), 4),
+            "over_one_rank": round(median(seconds) / one, 3),
+            "of_it_smaller_products": round(alone / one - 1, 3),
+            "of_it_communication": round((median(seconds) - alone) / one, 3),
+            "rounds": [round(middle, 4) for middle in seconds],
+        }
+        print(name, meshes[name], flush=True)
+    return {"meshes": meshes}
 
 
 def calibrated(folder: Path) -> str:
@@ -242,13 +276,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
     parser.add_argument("--schedules", action="store_true", help="simulated orders beside the runtime's")
+    parser.add_argument("--ranks", action="store_true", help="ranks that share rows and matrices beside one rank")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     facts = {"commit": commit(), "cpu": cpu_model(), "cores": os.cpu_count(), "torch": version("torch")}
-    if args.schedules:
-        out = RESULT.with_name("pipeline_schedules.json") if args.out == RESULT else args.out
-        out.write_text(json.dumps(facts | compare_schedules(), indent=1) + "\n")
-        return
+    for asked, name, ask in (
+        (args.schedules, "pipeline_schedules.json", compare_schedules),
+        (args.ranks, "local_ranks.json", share_ranks),
+    ):
+        if asked:
+            torch.set_num_threads(1)
+            out = RESULT.with_name(name) if args.out == RESULT else args.out
+            out.write_text(json.dumps(facts | ask(), indent=1) + "\n")
+            return
     if not args.draw:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:

@@ -104,7 +104,7 @@ QUESTIONS = {
     "train_step": "How fast are whole steps on one GPU, beside transformers and torchtitan?",
 }
 # Results of questions that are no longer asked: NOTES.md has a paragraph on each, and the commit in the file has its script.
-CLOSED = ("checkpoint_plan", "hf_sharing", "local_ranks", "many_ranks", "moe_layer", "nodes", "plan_speed", "tokenise")
+CLOSED = ("checkpoint_plan", "hf_sharing", "many_ranks", "moe_layer", "nodes", "plan_speed", "tokenise")
 
 
 def run_short(name: str, folder: Path) -> dict[str, Any]:

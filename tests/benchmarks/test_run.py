@@ -34,7 +34,8 @@ def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_not
     stored = {path.stem.rstrip("_0123456789") for path in runner.RESULT.parent.glob("*.json")}
     others = {"short", "main_job", "published_runs"}  # of run, starts --job and fit_time
     others |= {"cpu_step_epyc", "cpu_step_small", "soak_cp", "soak_training"}  # other runs of what is there
-    others |= {"pipeline_schedules", "gpu_first"}  # of plan_correlation --schedules, and of automoe doctor --gpu
+    others |= {"pipeline_schedules", "local_ranks"}  # of plan_correlation --schedules and --ranks
+    others |= {"gpu_first"}  # of automoe doctor --gpu
     others |= {"class_experts"}  # of class_tier --experts
     others |= {"grpo_vllm"}  # of recipes/grpo.py beside vLLM, by the command that it holds
     others |= {"grpo_vllm_weights"}  # of grpo_step --vllm
