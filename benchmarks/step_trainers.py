@@ -25,7 +25,7 @@ from automoe.model.init import initialize
 from automoe.moe.router import gate_ids, routing_probs, score_experts
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.choices import build_backend
-from automoe.parallel.expert import expert_parallel_style
+from automoe.parallel.expert import ExpertStyle
 from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize, parameter_dtype
@@ -218,7 +218,7 @@ def torchtitan_layer(config: Config, meshes: Meshes, device: torch.device) -> Bu
         block = part.layers[str(number)]
         block.mlp, block.call_mlp = theirs, call_module  # as a layer without routing calls its feed-forward
         layers.append((number, theirs.layer))
-    parallelize(part, meshes, config, expert_parallel_style(meshes, config))
+    parallelize(part, meshes, config, ExpertStyle())
 
     def choose(routing: str) -> None:
         for _, layer in layers:

@@ -6,6 +6,7 @@ Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this ra
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from automoe.comm.local_shard import local_shard
-from automoe.config.schema import MoEConfig
+from automoe.config.schema import ClusterConfig, MoEConfig
 from automoe.errors import ConfigError
 from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.experts import GroupedExperts
+from automoe.parallel.dispatchers import Dispatchers
 from automoe.parallel.expert import ExpertStyle
 
 
@@ -37,7 +39,8 @@ class ExpertParallel(ExpertStyle):
 
     Args:
         dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
-            deepep, or the name of a plugin.
+            deepep, the name of a plugin, or the maker of dispatchers that other styles use, too.
+            The other arguments are for a name.
         gpus_per_node: consecutive ranks that the hierarchical dispatcher counts as one node.
         timeout: timeout of the process groups that the hierarchical dispatcher makes.
         overlap: run another micro-batch's pass while all-to-alls travel.
@@ -50,6 +53,18 @@ class ExpertParallel(ExpertStyle):
             mesh cannot be sharded.
     """
 
+    def __init__(
+        self,
+        dispatcher: str | Dispatchers = "alltoall",
+        gpus_per_node: int = ClusterConfig.gpus_per_node,
+        timeout: timedelta | None = None,
+        overlap: bool = False,
+        in_8_bits: bool = False,
+    ) -> None:
+        if isinstance(dispatcher, str):
+            dispatcher = Dispatchers(dispatcher, gpus_per_node, timeout, overlap, in_8_bits)
+        self.dispatchers = dispatcher
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rule = obstacle(module)
         remedy = (
@@ -61,7 +76,7 @@ class ExpertParallel(ExpertStyle):
         if rule:
             raise ConfigError("module", type(module).__name__, rule, remedy)
         super()._apply(module, device_mesh)
-        dispatcher = self.dispatcher(device_mesh, module.num_experts, MoEConfig())
+        dispatcher = self.dispatchers.over(device_mesh, module.num_experts, MoEConfig())
         call = RoutedRows if isinstance(module, GroupedExperts) else RoutedCall
         module.forward = call(module, dispatcher).route
         # the module's own code counts its local experts

@@ -25,7 +25,8 @@ class Tier:
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.
         repeats_routing: True if routing (choices of experts) can be recorded and replayed.
-        expert_style: ``ParallelStyle`` class that shards experts; None: automoe's ``ExpertStyle``.
+        expert_style: makes the ``ParallelStyle`` that shards experts, from the maker of the run's
+            dispatchers (``automoe.parallel.dispatchers.Dispatchers``); None: ``ExpertStyle``.
     """
 
     resizable = True

@@ -14,12 +14,8 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import fill_adapters, freeze_and_adapt
 from automoe.parallel.choices import build_backend
-from automoe.parallel.expert import (
-    ExpertStyle,
-    apply_expert_parallel,
-    expert_dispatcher,
-    expert_parallel_style,
-)
+from automoe.parallel.dispatchers import configured_dispatchers, expert_dispatcher
+from automoe.parallel.expert import ExpertStyle, apply_expert_parallel
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import COMPUTE_DTYPES, MASTER_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
@@ -91,8 +87,10 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     dtype = parameter_dtype(config)
 
     # What modules are built with: dispatcher, communicators, kernels, wrappers of calls.
-    style = expert_parallel_style(meshes, config)
-    backend = build_backend(config, meshes, expert_dispatcher(style, meshes, config))
+    dispatchers = configured_dispatchers(meshes, config)
+    backend = build_backend(config, meshes, expert_dispatcher(dispatchers, meshes, config))
+    make_style = tier_of(config.model).expert_style
+    style = ExpertStyle() if make_style is None else make_style(dispatchers)
 
     # Each stage: modules, then adapters, then shards.
     model_parts = {}

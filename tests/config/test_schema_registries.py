@@ -16,7 +16,7 @@ from automoe.hf.families.registry import FAMILIES, UNDECLARED
 from automoe.kernels.attention import FORCED
 from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
-from automoe.parallel.expert import DISPATCHERS
+from automoe.parallel.dispatchers import DISPATCHERS
 from automoe.parallel.fsdp import COMPUTE_DTYPES, MASTER_DTYPES
 from automoe.planner.step_memory import DTYPE_BYTES
 from automoe.verify.run import TOLERANCES

@@ -32,7 +32,7 @@ from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.dispatch.rows import RowExchange
 from automoe.moe.dispatch.wire import decode_rows, encode_rows, rounded_to_8_bits
 from automoe.moe.layer import MoE
-from automoe.parallel.expert import node_levels
+from automoe.parallel.dispatchers import node_levels
 from automoe.verify.pool import RankPool
 
 E, H, WORLD = 8, 5, 4

@@ -27,7 +27,7 @@ from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.layer import MoE
-from automoe.parallel import expert
+from automoe.parallel import dispatchers, expert
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.verify.fake_world import fake_world
@@ -221,7 +221,7 @@ def test_a_dispatcher_is_chosen_by_name() -> None:
         patch.object(dist, "get_process_group_ranks", lambda group: group.ranks),
         pytest.raises(ConfigError, match=r"gpus_per_node=3: .*equal numbers .*\[0, 0, 0, 1\]"),
     ):
-        expert.node_levels(mesh, 3, None)
+        dispatchers.node_levels(mesh, 3, None)
     for number in (0, -2):
         with pytest.raises(ConfigError, match=f"gpus_per_node={number}: a node has at least one rank"):
             automoe.ExpertParallel("hierarchical", gpus_per_node=number)

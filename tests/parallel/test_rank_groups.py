@@ -14,7 +14,7 @@ from automoe.comm.process_groups import connect_process_groups
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.torch_private import process_groups
-from automoe.parallel.expert import node_levels
+from automoe.parallel.dispatchers import node_levels
 from automoe.parallel.mesh import build_meshes
 from automoe.planner.reserve import process_groups as planned_groups
 from automoe.verify.fake_world import fake_world
