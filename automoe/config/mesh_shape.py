@@ -122,9 +122,9 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        Names are axes of several ranks (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if cp
-        has several, and ``stage`` (a pipeline stage) if pp and two other axes have. What spans the world
-        uses the world's group and is left out, except cp, ep and etp.
+        Names are the axes larger than one (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if
+        cp > 1, and ``stage`` (a pipeline stage) if pp and two more axes of the default mesh are larger
+        than one. What spans the world uses its group and is left out, except cp, ep and etp.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []

@@ -92,9 +92,10 @@ class LoraConfig:
 
 @dataclass(repr=False)
 class Phase(Shown):
-    """A phase of training (``optim.phases``): length, learning rate and settings that it replaces.
+    """A phase of training (``optim.phases``), ``steps`` long.
 
-    The learning rate follows the curve ``decay`` and ends at ``lr_ratio * optim.lr``.
+    The learning rate follows the curve ``decay`` and ends at ``lr_ratio * optim.lr``. The other keys
+    replace ``moe.bias_update_rate`` and ``train.mtp_loss_weight`` meanwhile; null keeps them.
     """
 
     steps: int = 0  # optimizer steps of the phase
