@@ -201,7 +201,7 @@ class _Launch:
 
     @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, even between two attempts."""
+        """Context manager in which SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, also between attempts."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield

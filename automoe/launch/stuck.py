@@ -366,8 +366,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
     Returns:
         Text ``module of the model: file:line in function`` for the innermost frame outside Python
-        and installed libraries (``the interpreter`` if there is none); and True if torch.distributed
-        is at work below that frame.
+        and installed libraries (``the interpreter`` if there is none); and True if that frame waits
+        for ranks, or torch.distributed is at work below it.
     """
     place = NOWHERE
     communicates = False

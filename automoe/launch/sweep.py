@@ -290,8 +290,8 @@ class Sweep:
     def job(self, composed: Any) -> float:
         """Run one job, called by Hydra's launcher in any process, and return its objective.
 
-        A failed job's objective is infinite. The job's record, ``jobs/NAME.json``, stores its errors.
-        ``composed`` is Hydra's ``DictConfig``.
+        It is the final loss or the negative tokens/s (``observe.objective``); infinite if the job is not
+        done. ``jobs/NAME.json`` gets results and errors. ``composed`` is Hydra's ``DictConfig``.
 
         Raises:
             KeyboardInterrupt: the job was stopped, so the sweep must end.
