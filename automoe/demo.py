@@ -134,7 +134,7 @@ def show_step(console: Console) -> bool:
 
 
 def broken_trajectory(*args: Any, **options: Any) -> Trajectory:
-    """Train some steps with broken reduce-scatters, which get zeros as gradients of ``FAULTY_RANK``.
+    """Train some steps with broken reduce-scatters, which get zeros as gradients of rank 3.
 
     Args:
         args, options: arguments of ``automoe.verify.trajectory.run_trajectory``, which trains.

@@ -464,7 +464,7 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
     """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    ``again`` are the recomputed modules of the layer. Tokens are dispatched again, but not combined again.
+    ``forward`` is a layer's forward pass, ``again`` its recomputed modules. Tokens are dispatched again, not combined.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})
