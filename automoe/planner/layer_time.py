@@ -271,7 +271,7 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
-    """Add to ``passes`` the two all-to-alls over cp that exchange positions for heads, and back.
+    """Add to ``passes`` two all-to-alls over cp, from positions to heads (Ulysses) and back.
 
     Forward and backward pass have equal ones. The bytes sent are copied into the order of ranks,
     those received into the order of positions.
