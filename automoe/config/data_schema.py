@@ -153,9 +153,10 @@ class DataConfig:
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """Return (name, weight, settings of this source alone) of each source.
+    """Return (name, weight, ``DataConfig`` of this source alone) of each source.
 
-    Without ``data.sources`` there is one source, and its name is empty.
+    Shares of the rows are weights divided by their sum. Without ``data.sources`` there is one source,
+    whose name is empty.
     """
     if not data.sources:
         return [("", 1.0, data)]
