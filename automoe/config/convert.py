@@ -102,7 +102,7 @@ class FromEnvironment(str):
 
 
 def written(text: str) -> str:
-    """Return ``text``; a ``FromEnvironment`` with ``${oc.env:NAME}`` in place of variables' content."""
+    """Return ``text``; if it is a ``FromEnvironment``, with ``${oc.env:NAME}`` for variables' content."""
     return text.written if isinstance(text, FromEnvironment) else text
 
 

@@ -438,7 +438,7 @@ class Sweep:
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
-    """Raise ``ConfigError`` if several jobs run at a time on CUDA: each would use the first GPUs of a node."""
+    """Raise ``ConfigError`` for ``num_jobs`` > 1 at a time on CUDA: each would use the first GPUs of a node."""
     if device == "cuda" and num_jobs != 1:
         raise ConfigError(
             PARALLEL,

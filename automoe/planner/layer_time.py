@@ -423,7 +423,7 @@ def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
 
 
 def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cost]:
-    """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of row counts.
+    """Return the costs of an MoE layer's ep collectives: dispatch, combine, exchange of row counts.
 
     Combine returns rows in the activation dtype. Counts are exchanged only in the forward pass.
 
