@@ -173,7 +173,7 @@ def _lost_gradients() -> Iterator[None]:
 
 
 def show_run(console: Console, folder: Path) -> bool:
-    """Train one run in ``folder``; then train it again there, but kill and resume this second run.
+    """Train a run in ``folder/whole``, and again in ``folder/killed``, where it is killed and resumed.
 
     Returns:
         True if the loss fell by more than 1 and both runs have the same numbers in every step.

@@ -44,7 +44,7 @@ def open_inside(folder: Path, name: str) -> int:
         A file descriptor.
 
     Raises:
-        CheckpointError: the name cannot be one, is a link out of the folder, or is no regular file.
+        CheckpointError: it is no file name, a link out of the folder, or not a regular file.
         OSError: the file does not exist or cannot be read.
     """
     try:
