@@ -150,7 +150,7 @@ class ForkServer:
 
         Args:
             stdout: file descriptor that the ranks start with as standard output.
-            files: one file descriptor for each rank, which ``job.function`` gets as ``file=``; or empty.
+            files: one file descriptor per rank, which its function gets as ``file=``; or empty.
         """
         if self.process.poll() is not None:
             self.close()

@@ -2,8 +2,8 @@
 
 ``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
 (rank, type, message, traceback), ``pid``, and ``failed_attempts`` if the launcher may restart the
-run. The state "failed" is final, and the first error wins: later errors of other ranks are a
-consequence of it (a peer vanished from a collective).
+run. The state "failed" is final, and the first error wins: those of other ranks follow from it (a
+peer vanished from a collective).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     """Replace ``status.json`` atomically, or on a full disk in place.
 
-    Once a failure is recorded, only the states ``failed`` and ``starting`` are still written.
+    Once a failure is recorded, only ``failed`` and ``starting`` are written.
 
     Args:
         state: starting, running, done, failed or preempted.
