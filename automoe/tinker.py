@@ -231,7 +231,7 @@ class TrainingClient(_Client):
         loss spikes, no weight changes, and the metric ``skipped`` of the result is 1.
 
         Args:
-            optim_params, adam_params: two names of the same argument.
+            optim_params, adam_params: two names of the same argument; ``ConfigError`` if a value of it is invalid.
         """
         params = adam_params if optim_params is None else optim_params
         lr, beta1, beta2, eps, decay, clip = (
@@ -313,7 +313,7 @@ class TrainingClient(_Client):
         """Return a future of a client that samples from the current weights.
 
         Earlier sampling clients raise errors from then on, as their weights are gone. ``record_stability_info``
-        must be False.
+        must be False, else ``ConfigError`` is raised.
         """
         if record_stability_info:
             rule = "only the loss stable_reinforce of the service reads it"

@@ -146,7 +146,8 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         A sentence for the user: rank, alpha and number of matrices, and if they were merged.
 
     Raises:
-        CheckpointError, on every rank: the adapter cannot be read.
+        CheckpointError, on every rank: the adapter cannot be read, is no plain LoRA for this model,
+            or has numbers that are not finite.
     """
 
     def fill() -> str:
@@ -230,7 +231,7 @@ def _whole(file: Any, pieces: list[Piece], shape: tuple[int, ...]) -> Tensor:
 
 
 def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
-    """Fill the adapters of a whole model from a directory that ``to_peft`` wrote.
+    """Fill the adapters of a whole model from a directory that ``to_peft`` wrote. Collective.
 
     Raises:
         CheckpointError: the adapters were trained on another checkpoint than that of ``model``, or

@@ -346,7 +346,7 @@ def _files_of(index: dict[str, str]) -> list[str]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return {tensor name: file name} of the index; {} if the checkpoint has no index."""
+    """Return {tensor name: file name} of the index, {} without one; raise ``CheckpointError`` if it is damaged."""
     if not is_there(folder, INDEX_FILE):
         return {}
     file = folder / INDEX_FILE

@@ -441,7 +441,8 @@ class Reader:
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
         """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
 
-        Rows are read in one call if ``item.fetched`` is the whole row, else one by one. ``matrix`` is its index.
+        One call reads all rows if ``item.fetched`` is the whole row. ``matrix`` is an index. Raises
+        ``CheckpointError``.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

@@ -167,7 +167,7 @@ def chunk_loss_fn(kernel: str) -> ChunkLoss:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Autograd function: summed cross-entropy; its forward computes the gradients of x and weight.
+    """Autograd function of ``cross_entropy_sum``; its forward computes the gradients of x and weight.
 
     It computes a chunk of logits at a time. The backward only scales the gradients.
     """
@@ -241,7 +241,7 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Autograd function of ``token_scores``: returns the three tensors of ``TokenScores``.
+    """Autograd function of ``token_scores``: -log p(label), entropy or None, log p of K ids or None.
 
     Its backward pass recomputes the logits, which it does not keep.
     """

@@ -116,7 +116,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function of ``rotate``; its backward rotates by minus the angle, in x's layout."""
+    """Autograd function: ``rotate`` of x [B, S, N, D]; its backward rotates back, to x's layout."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., Tensor]):

@@ -66,7 +66,7 @@ def group_advantages(
     """Return (reward - group's mean) / (group's standard deviation + epsilon), or 0 if its rewards are equal.
 
     ``rewards`` are of the answers to the first prompt (a group), then to the second, and so on; ``scale=False``
-    omits the division (Dr. GRPO). The variance divides by group_size - 1.
+    omits the division (Dr. GRPO). The variance divides by group_size - 1. ``ConfigError`` unless groups are whole.
     """
     if group_size < 1 or len(rewards) % group_size:
         rule = f"{len(rewards)} rewards are no number of whole groups"
@@ -465,7 +465,7 @@ def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation: mean over tokens of -r A', a policy gradient that lowers the reverse KL to the teacher.
+    """On-policy distillation: mean over tokens of -r A', lowers the reverse KL to the teacher (reports ``teacher_kl``).
 
     A' = A - strength sg[log pi - ``teacher_log_probs``]; A: ``advantages`` or 0, r = pi / pi_old, sg: stop-gradient.
     """
