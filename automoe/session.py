@@ -126,7 +126,7 @@ def resolved(
 
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
-    """Return a copy of the session's checkpoint store that reads and writes ``folder``.
+    """Return a copy of the session's checkpoint store whose run directory is ``folder``.
 
     It waits until a background save of the session has ended.
     """

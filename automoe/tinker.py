@@ -99,7 +99,7 @@ class ServiceClient(_Client):
     def create_lora_training_client(
         self, base_model: str | None = None, rank: int = 32, seed: int | None = None
     ) -> APIFuture[TrainingClient]:
-        """Open a session on a checkpoint; return a future of its training client.
+        """Open a session on a checkpoint; return a future of its training client. It raises what ``open_session`` does.
 
         Args:
             base_model: folder or Hub id of the checkpoint; None: the model of the overrides.
@@ -281,7 +281,7 @@ class TrainingClient(_Client):
         return response
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Load the weights and the optimizer that ``save_state`` wrote to ``path``."""
+        """Load weights and optimizer that ``save_state`` wrote to ``path``; ``CheckpointError`` if it has none."""
         load_from(self.session, Path(path))
         return _done(types.LoadWeightsResponse(path=path))
 

@@ -229,6 +229,9 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
     Args:
         config: the run's configuration, with the settings of this source as ``data``.
         pad_id: token id of padding.
+
+    Raises:
+        DataError: no document is left for the split.
     """
     starts, lengths = fitting_documents(corpus, config, split)
     options = {

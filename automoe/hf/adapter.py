@@ -114,10 +114,10 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
 
 
 def check_adapter(config: Config) -> None:
-    """Check that training can continue the adapter ``lora.path``, which is set.
+    """Check that training can continue the adapter ``lora.path``, or merge it if ``lora.rank`` is 0.
 
     Raises:
-        ConfigError: rank, alpha or targets of ``lora`` are not those of the adapter.
+        ConfigError: rank (unless it is 0), alpha or targets of ``lora`` are not the adapter's.
         CheckpointError: the adapter cannot be read or is no plain LoRA for this model.
     """
     lora, model = config.lora, config.model

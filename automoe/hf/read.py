@@ -330,7 +330,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if an FP8 shard's source is not FP8."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty

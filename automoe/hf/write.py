@@ -100,9 +100,9 @@ def to_hf(
 
 
 def source_of(config: ModelConfig) -> Catalog | None:
-    """Return the list of tensors of the checkpoint that a model started from, or None.
+    """Return the list of tensors of the checkpoint that a model started from. Collective.
 
-    The result is None if the model started from random weights. Collective.
+    None if it started from random weights. ``CheckpointError`` if the files do not fit the model.
     """
     if config.hf_path is None or config.random_weights:
         return None

@@ -66,7 +66,7 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _dot(a, b, acc, PRECISION: tl.constexpr):
     """Triton function: return acc + a @ b, or a @ b if ``acc`` is None.
 
-    PRECISION ``ieee`` multiplies in full float32; Triton's interpreter needs it for all dtypes.
+    PRECISION is ``tl.dot``'s: ``ieee`` multiplies in float32, as Triton's interpreter must for all dtypes.
     """
     if PRECISION == "ieee":
         a = a.to(tl.float32)

@@ -233,7 +233,7 @@ def rope_fns(kernel: str) -> Rope:
     """Return the functions that apply rotary embeddings by ``kernel``: torch or triton.
 
     Raises:
-        BackendError: ``kernels.rope=triton``, and the package is missing.
+        BackendError: ``kernels.rope=triton``, and triton is not installed.
     """
     if kernel == "torch":
         return Rope()

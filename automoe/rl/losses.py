@@ -40,7 +40,7 @@ class Correction:
 
     Attributes:
         kind: ``truncate``: min(w, high); ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855);
-            ``reject``: 1 within [low, high], else 0.
+            ``reject``: 1 within [low, high], else 0. A ``low`` above ``high`` raises ``ConfigError``.
         level: w of the ``token``, its product over the answer (``sequence``), or its geometric mean there (``mean``).
     """
 
