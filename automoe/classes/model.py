@@ -163,7 +163,7 @@ class ClassRouter(BalancedRouter):
     live: Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
-        """In training, count expert choices and attach the balance losses to the routing weights; return ``routing``."""
+        """In training, count expert choices and attach balance losses to the routing weights; return ``routing``."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)

@@ -44,7 +44,7 @@ def chunk_loss(
         weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
             ``first_id``.
         labels_T: int64; ``IGNORE`` marks tokens that are not trained.
-        vocab: the ranks that hold the other rows of the head.
+        vocab: the ranks that hold the other rows of the head; all of them call together.
         wanted: whether the gradient is computed, in the dtype of x; else it is None.
         hits: int64 scalar to which the number of labels that are the likeliest token is added.
         soft_cap: bound of the logits (``cap_logits``); 0: none.
