@@ -133,7 +133,7 @@ class ServiceClient(_Client):
         return _done(client)
 
     def _opened(self, path: str) -> TrainingClient:
-        """Return a client with the model and adapters of the state at ``path``, which is not loaded yet."""
+        """Return a client for the state at ``path``, not loaded yet; ``ConfigError`` if overrides do not fit it."""
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved).result()

@@ -65,7 +65,7 @@ def group_advantages(
 ) -> list[float]:
     """Return (reward - group's mean) / (group's standard deviation + epsilon), or 0 if its rewards are equal.
 
-    ``rewards`` are of the answers to the first prompt (a group), then to the second, and so on; ``scale=False``
+    ``rewards`` are of the ``group_size`` answers to the first prompt, then to the second, and so on; ``scale=False``
     omits the division (Dr. GRPO). The variance divides by group_size - 1. ``ConfigError`` unless groups are whole.
     """
     if group_size < 1 or len(rewards) % group_size:
