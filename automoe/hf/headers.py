@@ -154,7 +154,7 @@ def coded_shapes(
 def switched_off(
     is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]
 ) -> Iterator[None]:
-    """Switch a process setting off in the block, by ``off()``; afterwards call ``on()`` if ``is_on()`` was True."""
+    """Switch a process setting off in the block, by ``off()``; then call ``on()`` if ``is_on()`` was True."""
     was_on = is_on()
     off()
     try:
