@@ -405,8 +405,8 @@ def quantization_config(
     (``int4``).
 
     Raises:
-        ConfigError: the family has no checkpoints in ``encoding``, or the rows of its experts are
-            no multiple of the numbers that share a scale.
+        ConfigError: the family has no checkpoints in ``encoding``, ``mxfp4`` or ``int4`` finds no experts, or
+            their rows are no multiple of the numbers that share a scale.
     """
     if encoding == "plain":
         return None
