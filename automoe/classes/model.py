@@ -172,7 +172,7 @@ class ClassRouter(BalancedRouter):
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
 
     def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: store the router logits from the output of a module of the class.
+        """Forward hook of a module that computes router logits: store them in ``self.logits``.
 
         Args:
             recorder: transformers' ``OutputRecorder``; its ``index`` is the place of the logits in ``output``.

@@ -145,9 +145,10 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
 
     def within(self, stored: Any) -> Any:
-        """Return the slice of the HuggingFace tensor ``stored`` that holds this box of our tensor.
+        """Return a view of the part of the HuggingFace tensor ``stored`` that this piece describes.
 
-        The result is a view with the dims of our tensor.
+        Its dims are in our tensor's order. Dims of ours that ``stored`` does not have, such as that
+        of experts, are left out.
         """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None

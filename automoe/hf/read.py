@@ -234,7 +234,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Half-open range of the bytes that are needed of each stored row, in whole elements."""
+        """Bytes [from, to) of each stored row that hold the columns ``cols``; packed elements whole."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
