@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,6 +37,9 @@ FIRST_ON_GPU = """
     device_optimizer device_loss grad_norm device_syncs device_overlap device_compile several_devices
 """.split()
 
+# Tests of what Hydra composes, by folder and file.
+COMPOSED_BY_HYDRA = {"extend", "launch", "packaging", "test_compose.py", "test_configurations.py"}
+
 # An example may take as long as a loaded machine makes it take.
 settings.register_profile("automoe", deadline=None)
 settings.load_profile("automoe")
@@ -46,6 +51,18 @@ def ranks() -> Iterator[RankPool]:
     pool = ImportedRanks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def composed_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hydra composes each choice of groups once a process, except in tests of what it composes."""
+    if "hydra" not in sys.modules or COMPOSED_BY_HYDRA & {*request.path.parts[-2:]}:
+        yield
+        return
+    from tests.support.configurations import quick_compose
+
+    with patch.object(sys.modules["hydra"], "compose", quick_compose):
+        yield
 
 
 @pytest.fixture

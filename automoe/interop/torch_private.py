@@ -222,7 +222,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if logger.level != logging.ERROR:  # to set a level clears the caches of all loggers
+        logger.setLevel(logging.ERROR)
     return tensor.full_tensor()
 
 

@@ -7,6 +7,7 @@ Tried: 2.11, 2.13, 2.14, 2.15. The release is in the name of every test, so that
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import inspect
 import io
@@ -36,6 +37,7 @@ from automoe.checkpoint.planner import CachedPlanner
 from automoe.interop import torch_pipelining, torch_private
 from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
+from tests.support.gpu import one_rank
 
 CPU = torch.device("cpu")
 
@@ -275,6 +277,30 @@ def remembered() -> tuple[int, int, int]:
 def test_what_torch_remembers_of_meshes_is_emptied(ranks: RankPool) -> None:
     for caches, before, after in ranks.run(remembered, 2):
         assert caches > 0 and before > 0 and after == 0
+
+
+LATE: list[Any] = []
+
+
+def filled_late() -> int:
+    """What a cache holds that the first case of this rank brought, before it is filled again."""
+    if not LATE:
+        LATE.append(functools.lru_cache(int))
+        LATE[0].__module__ = "torch.distributed.late"
+    before = LATE[0].cache_info().currsize
+    LATE[0]("1")
+    return before
+
+
+def test_a_cache_that_a_case_brought_is_cleared_after_every_later_one(ranks: RankPool) -> None:
+    """Ranks of tests freeze what a case has imported."""
+    assert [ranks.run(filled_late, 1) for _ in range(3)] == [[0]] * 3
+
+
+def test_a_mesh_that_outlives_its_world_stays_in_sight() -> None:
+    with one_rank("cpu"):
+        mesh = init_device_mesh("cpu", (1,))
+    assert any(thing is mesh for thing in gc.get_objects())
 
 
 def a_product_on(axes: tuple[int, ...]) -> list[float]:

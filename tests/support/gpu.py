@@ -18,7 +18,9 @@ from automoe.config.convert import config_from_dict
 from automoe.config.schema import LaunchConfig, ModelConfig
 from automoe.config.shipped import shipped_folder
 from automoe.launch.ranks import close_ranks, init_ranks
-from automoe.verify.pool import leave_world
+from tests.support.imported import leave_and_freeze
+
+_hidden: list[Any] = []  # caches of torch.distributed that are frozen
 
 
 def conf_model(name: str) -> ModelConfig:
@@ -40,7 +42,7 @@ def one_rank(device: str) -> Iterator[torch.device]:
         yield rank_device
         close_ranks()
     finally:
-        leave_world([])
+        leave_and_freeze(_hidden)
 
 
 def resource_usage(compiled: Any) -> tuple[int, int]:

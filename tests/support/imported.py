@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import gc
 import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from automoe.launch import fork_server
 from automoe.launch.worker import end_process
-from automoe.verify.pool import RankPool
+from automoe.verify import pool
+from automoe.verify.pool import RankPool, leave_world
 
 MORE = (
+    "hypothesis",
     "pytest",
+    "automoe.planner.memory",
+    "automoe.session",
     "automoe.verify.run",
+    "automoe.verify.trajectory",
     "automoe.classes.model",
     "automoe.rl.engines",
     "transformers.generation.utils",
@@ -78,8 +86,31 @@ def remember_caches() -> None:
     gc.freeze = freeze_imported
 
 
+def leave_and_freeze(hidden: list[Any]) -> None:
+    """``leave_world``, after which nothing that lives on is looked at again: imported modules above all.
+
+    To leave a world is to look at every object that the garbage collector knows, which takes a process that has
+    imported much longer than most cases. As long as somebody holds a mesh, all stays in sight.
+
+    Args:
+        hidden: caches of torch.distributed that are out of sight; those that this call hides are added.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from automoe.interop import torch_private
+
+    leave_world(hidden)
+    if not any(type(thing) is DeviceMesh for thing in gc.get_objects()):
+        hidden += torch_private.cached_functions()
+        gc.freeze()
+
+
 if __name__ == "__main__":
     del sys.argv[1]  # the module that a launcher starts
     fork_server.IMPORTED += MORE
     remember_caches()
+    pool.leave_world = leave_and_freeze
+    sys.path.append(str(Path(__file__).parents[2]))
+    if find_spec("hydra"):  # which a GPU machine may lack
+        import_module("hydra").compose = import_module("tests.support.configurations").quick_compose
     end_process(fork_server.main())

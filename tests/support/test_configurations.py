@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import hydra
 import pytest
 
 from automoe.config.compose import compose_config
 from automoe.errors import ConfigError
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_compose, quick_config
 
 
 @pytest.mark.parametrize(
@@ -18,6 +21,8 @@ from tests.support.configurations import quick_config
         ("dsv3_671b", ["mesh.pp=8", "moe.dispatcher=hierarchical"]),
         ("sft_small", ["data.chat.template_args={enable_thinking: false, n: 3}", "lora.rank=4", "train.steps=7"]),
         ("dpo_small", ["recipe_args.beta=0.3"]),
+        ("config", ["model.hf_path=DIR", "data=chat", "data.path='a=b c'", "optim={lr: 1e-4}", "optim=muon"]),
+        ("config", ["train.epochs=2", "experiment=smoke", "train={steps: 7}", "observe.samples=['<b>def ','x']"]),
     ],
 )
 def test_the_same_as_hydra(config_name: str, overrides: list[str]) -> None:
@@ -28,6 +33,9 @@ def test_the_same_as_hydra(config_name: str, overrides: list[str]) -> None:
         == compose_config(config_name, overrides)
     )
     assert quick_config(config_name) == compose_config(config_name)
+    with patch.object(hydra, "compose", quick_compose):
+        composed = compose_config(config_name, overrides), compose_config(config_name)
+    assert composed == (compose_config(config_name, overrides), compose_config(config_name))
 
 
 @pytest.mark.parametrize("wrong", ["train.stepz=3", "mesh=none_such", "train.steps=much", "train.steps=[1"])
@@ -36,4 +44,6 @@ def test_the_same_errors(wrong: str) -> None:
         compose_config(overrides=[wrong])
     with pytest.raises(ConfigError) as own:
         quick_config(overrides=[wrong])
-    assert str(own.value) == str(hydras.value)
+    with patch.object(hydra, "compose", quick_compose), pytest.raises(ConfigError) as quick:
+        compose_config(overrides=[wrong])
+    assert str(own.value) == str(hydras.value) == str(quick.value)
