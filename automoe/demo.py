@@ -134,7 +134,7 @@ def show_step(console: Console) -> bool:
 
 
 def broken_trajectory(*args: Any, **options: Any) -> Trajectory:
-    """Train some steps with broken reduce-scatters, which get zeros as gradients of ``FAULTY_RANK``.
+    """Train some steps with broken reduce-scatters, which get zeros as gradients of rank 3.
 
     Args:
         args, options: arguments of ``automoe.verify.trajectory.run_trajectory``, which trains.
@@ -173,7 +173,7 @@ def _lost_gradients() -> Iterator[None]:
 
 
 def show_run(console: Console, folder: Path) -> bool:
-    """Train one run in ``folder``; then train it again there, but kill and resume this second run.
+    """Train a run in ``folder/whole``, and again in ``folder/killed``, where it is killed and resumed.
 
     Returns:
         True if the loss fell by more than 1 and both runs have the same numbers in every step.

@@ -97,7 +97,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Failure to start the ranks, or failure of a rank; only the first rank's error is reported."""
+    """Ranks cannot be started or run here, or one failed; of several, the error of the first to fail is reported."""
 
 
 class TrainingError(AutomoeError, RuntimeError):

@@ -150,11 +150,10 @@ def _evaluate(args: argparse.Namespace) -> int:
 class _Once(logging.Handler):
     """Log handler that prints a warning of lm-eval only once for each place in its code.
 
+    A warning that a right answer is not among a task's choices raises ``ConfigError``.
+
     Args:
         tasks: names of the tasks, for the error.
-
-    Raises:
-        ConfigError: lm-eval warns that a right answer is not among a task's choices.
     """
 
     def __init__(self, tasks: str) -> None:

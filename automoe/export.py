@@ -318,8 +318,8 @@ def report(args: argparse.Namespace, write: Callable[..., Any]) -> int:
 
     Args:
         args: parsed options of ``add_options``.
-        write: function that gets the output directory and these options as keywords, such as a
-            ``functools.partial`` of ``export_run``.
+        write: function of the output directory with the keywords ``dtype``, ``encoding``, ``overwrite``
+            and ``max_shard_bytes``, such as a ``functools.partial`` of ``export_run``.
     """
     from automoe.config.plugins import load_plugins
 

@@ -51,11 +51,11 @@ def open_session(
     """Open a training session in this process, alone or as one of several ranks. Collective.
 
     Ranks of torchrun and srun are recognised by their environment, and an existing process group is
-    used. If there is none, one is made, which ``close`` destroys.
+    used. If there is none, one is made, which ``close`` destroys. ``run_dir`` is made too.
 
     Args:
-        config: a list of overrides such as ``"mesh.ep=4"``, a dictionary such as
-            ``{"mesh.ep": 4}``, or a whole ``Config``.
+        config: a list of overrides such as ``"mesh.ep=4"``, a dictionary such as ``{"mesh.ep": 4}``
+            (both begin from ``data=benchmark``), or a whole ``Config``.
         config_name: primary configuration file to which overrides apply.
         config_dir: further directory of configuration files, besides the built-in one.
         auxiliary_losses: False turns off balance losses, updates of expert biases and losses of
@@ -101,7 +101,7 @@ def resolved(
     """Return a session's checked configuration, with the device filled in, and its mesh.
 
     Args:
-        config: a list of overrides (``"mesh.ep=4"``), a dictionary of keys, or a ``Config``.
+        config: overrides (``"mesh.ep=4"``) or a dictionary, upon ``data=benchmark``; or a ``Config``.
         world_size: number of ranks.
         config_name: primary configuration file to which overrides apply.
         config_dir: further directory of configuration files, besides the built-in one.
@@ -126,7 +126,7 @@ def resolved(
 
 
 def store_at(session: Session, folder: Path) -> CheckpointStore:
-    """Return a copy of the session's checkpoint store that reads and writes ``folder``.
+    """Return a copy of the session's checkpoint store whose run directory is ``folder``.
 
     It waits until a background save of the session has ended.
     """

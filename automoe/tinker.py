@@ -99,7 +99,7 @@ class ServiceClient(_Client):
     def create_lora_training_client(
         self, base_model: str | None = None, rank: int = 32, seed: int | None = None
     ) -> APIFuture[TrainingClient]:
-        """Open a session on a checkpoint; return a future of its training client.
+        """Open a session on a checkpoint; return a future of its training client. It raises what ``open_session`` does.
 
         Args:
             base_model: folder or Hub id of the checkpoint; None: the model of the overrides.
@@ -133,7 +133,7 @@ class ServiceClient(_Client):
         return _done(client)
 
     def _opened(self, path: str) -> TrainingClient:
-        """Return a client with the model and adapters of the state at ``path``, which is not loaded yet."""
+        """Return a client for the state at ``path``, not loaded yet; ``ConfigError`` if overrides do not fit it."""
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved).result()
@@ -231,7 +231,7 @@ class TrainingClient(_Client):
         loss spikes, no weight changes, and the metric ``skipped`` of the result is 1.
 
         Args:
-            optim_params, adam_params: two names of the same argument.
+            optim_params, adam_params: two names of the same argument; ``ConfigError`` if a value of it is invalid.
         """
         params = adam_params if optim_params is None else optim_params
         lr, beta1, beta2, eps, decay, clip = (
@@ -281,7 +281,7 @@ class TrainingClient(_Client):
         return response
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Load the weights and the optimizer that ``save_state`` wrote to ``path``."""
+        """Load weights and optimizer that ``save_state`` wrote to ``path``; ``CheckpointError`` if it has none."""
         load_from(self.session, Path(path))
         return _done(types.LoadWeightsResponse(path=path))
 
@@ -313,7 +313,7 @@ class TrainingClient(_Client):
         """Return a future of a client that samples from the current weights.
 
         Earlier sampling clients raise errors from then on, as their weights are gone. ``record_stability_info``
-        must be False.
+        must be False, else ``ConfigError`` is raised.
         """
         if record_stability_info:
             rule = "only the loss stable_reinforce of the service reads it"

@@ -154,6 +154,8 @@ def verify_step(
 def damage(step_dir: Path, content: bool = True) -> str | None:
     """Return a description of a step's damage, or None; this process alone reads all files.
 
+    Raises ``CheckpointError`` if the step cannot be read.
+
     Args:
         content: False compares sizes alone.
     """

@@ -124,7 +124,7 @@ def counters_of(state: TrainState) -> dict[str, Any]:
 
 
 def load_counters(state: TrainState, counters: dict[str, Any]) -> None:
-    """Restore the counters that ``counters_of`` returned.
+    """Restore into ``state`` the counters that ``counters_of`` returned.
 
     Raises:
         DataError: the data changed since the checkpoint.

@@ -48,7 +48,7 @@ def is_misnamed(step_dir: Path) -> bool:
 
 
 def misnamed(folder: Path, names: list[str]) -> list[str]:
-    """Return a warning for each step folder whose name and manifest state different steps."""
+    """Return a warning for each step folder in ``names`` whose manifest states another step."""
     return [
         f"{folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
         "and counts as that step. Give copies names other than step-N"

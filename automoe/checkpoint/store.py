@@ -103,7 +103,7 @@ class CheckpointStore:
         self.attach(self._say, self._warn, lambda step_dir: None)
 
     def check(self, loader: Loader | None = None) -> None:
-        """Check, before weights are loaded, that saves and a resume with ``loader`` will work.
+        """Check, before weights are loaded, that saves and a resume with ``loader`` will work. Collective.
 
         Without a loader, only saves and the path ``checkpoint.resume`` are checked.
 
@@ -306,7 +306,7 @@ class CheckpointStore:
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> Path:
         """Write the files, commit the step, replace ``LATEST`` and delete old steps. Collective.
 
-        If a rank fails in one of these stages, no rank begins the next. ``content`` goes to the manifest. Returns the
+        If a rank fails in one of these stages, no rank begins the next. ``content`` is the manifest's. Returns the
         step's folder, which is left as it is if it exists. Raises ``SaveError`` if a file cannot be written.
         """
         step = content["step"]
@@ -365,7 +365,7 @@ class CheckpointStore:
     # ---------------------------------------------------------------- resuming
 
     def load_latest(self, state: TrainState) -> Resumed | None:
-        """Fill ``state`` from the newest intact checkpoint; any mesh may have written it.
+        """Fill ``state`` from the newest intact checkpoint; any mesh may have written it. Collective.
 
         Checkpoints in the run's own directory come first, whatever ``checkpoint.resume`` says. With
         ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the result is None, as
@@ -449,7 +449,7 @@ class CheckpointStore:
         self._found = None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Rename the ``resumed`` step, so that no run uses it, and load the step before it.
+        """Rename the ``resumed`` step, so that no run uses it, and load the step before it. Collective.
 
         Returns:
             Position of the loaded step; None, with nothing changed, if no earlier step exists or

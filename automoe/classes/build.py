@@ -316,7 +316,7 @@ def head_of(model: Any, path: str) -> Head:
 
 
 def _numbers(values: Any) -> set[float]:
-    """Return 1, the numbers in a configuration's nested dicts and lists, and their inverses.
+    """Return 1, the numbers in ``values``, nested dicts and lists of a configuration, and their inverses.
 
     ``_as_stated`` replaces a factor that was measured with rounding errors by one of them.
     """

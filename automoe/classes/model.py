@@ -113,7 +113,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether ``vars(module)[kind][key]`` is a saved int64 buffer: experts of each token id (hash routing)."""
+    """Return whether ``vars(module)[kind][key]`` is a saved int64 buffer [V, K]: experts by token id (hash routing)."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -163,7 +163,7 @@ class ClassRouter(BalancedRouter):
     live: Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
-        """In training, count expert choices and attach the balance losses to the routing weights; return ``routing``."""
+        """In training, count expert choices and attach balance losses to the routing weights; return ``routing``."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
@@ -172,7 +172,7 @@ class ClassRouter(BalancedRouter):
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
 
     def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: store the router logits from the output of a module of the class.
+        """Forward hook of a module that computes router logits: store them in ``self.logits``.
 
         Args:
             recorder: transformers' ``OutputRecorder``; its ``index`` is the place of the logits in ``output``.

@@ -40,7 +40,7 @@ class Communicator:
         return x
 
     def local_shard(self, x: Tensor) -> Tensor:
-        """Return this rank's positions [B, S, ...] of x [B, P S, ...], which all ranks have."""
+        """Return this rank's block [B, S, ...] of P contiguous ones of x [B, P S, ...], which all P ranks have."""
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ _VALUES = {
 
 @dataclass
 class Arguments:
-    """Command line: primary configuration, folder besides ``conf``, flags (``multirun``: a sweep), Hydra overrides."""
+    """Command line: primary configuration, folder besides ``conf``, Hydra overrides; flags: sweep, help, only print."""
 
     config_name: str = DEFAULT_PRIMARY
     config_dir: str | None = None
@@ -471,8 +471,8 @@ def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
 def folder_name(overrides: Iterable[str]) -> str:
     """Return a folder name made of ``key=value`` words, e.g. ``ep4-lr0.003-model-small_mixtral``.
 
-    The order of the overrides does not matter; without overrides the name is empty. If the name
-    is cut or loses characters, a CRC-32 of the full text is appended.
+    The order of the overrides does not matter; without overrides the name is empty. A name that is
+    cut (after 80 characters) or loses characters ends in a CRC-32 of the full text.
     """
     words = short_keys(overrides)
     text = "-".join(f"{key}{'' if value[:1].isdigit() else '-'}{value}" for key, value in words)

@@ -78,7 +78,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) -> Exchange:
-    """Return the elements per position that a cp rank sends in a layer to exchange positions for heads.
+    """Return the elements per position that a cp rank sends to exchange positions for heads (Ulysses).
 
     Args:
         linear: True for a gated delta net, which exchanges the input of its convolution.

@@ -39,7 +39,8 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
             ``recipe_args`` stays a dictionary.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
+        ConfigError: an unknown key (the nearest known one is named), a value of the wrong type, a
+            malformed ``parallel.layout``, or a plugin or recipe that cannot be imported.
     """
     if trusted:
         load_plugins(
@@ -101,7 +102,7 @@ class FromEnvironment(str):
 
 
 def written(text: str) -> str:
-    """Return ``text``; if ``FromEnvironment``, with ``${oc.env:NAME}`` for a variable's content."""
+    """Return ``text``; if it is a ``FromEnvironment``, with ``${oc.env:NAME}`` for variables' content."""
     return text.written if isinstance(text, FromEnvironment) else text
 
 

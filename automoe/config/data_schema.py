@@ -30,7 +30,7 @@ class Shown:
 
 @dataclass(repr=False)
 class SourceConfig(Shown):
-    """One of several sources of rows, which are mixed by ``weight``; metrics show its ``name``.
+    """One of several sources of rows, mixed in proportion to ``weight``; metrics show its ``name``.
 
     A null ``name`` is that of the file or folder ``path``. Other null fields take the value of the
     same key of ``data`` (``format``, ``keys`` and ``roles``: of ``data.chat``), but ``path`` does not.
@@ -92,7 +92,7 @@ NO_TOKENIZER = "none"  # name of the tokenizer of data without text
 class DataConfig:
     """Sources of training data, and how documents become rows.
 
-    ``stdlib`` reads the library sources of this Python, real text that every machine has; ``text``,
+    By ``kind``, ``stdlib`` reads the library sources of this Python, which every machine has; ``text``,
     ``jsonl`` and ``parquet`` read files; ``hub`` reads data sets of ``datasets``. ``chat`` reads
     conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
     ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
@@ -100,8 +100,8 @@ class DataConfig:
     ``path`` is a file, folder, glob or Hub id; ``sources`` mixes several in its place; ``subset`` and
     ``split`` are those of a Hub data set. ``tokenizer`` is ``byte``, a folder or a Hub id. ``text_key``
     is the JSON key or column of the text, ``max_bytes`` limits the text read. ``document_mask`` keeps
-    attention within a document, ``on_long`` says what happens to a document longer than a row, and
-    ``val_fraction`` is the share of documents for validation.
+    attention within a document, ``on_long`` says what happens to a document longer than a row,
+    ``val_fraction`` is the share of documents for validation, and the section ``chat`` is for conversations.
     """
 
     # kind of data, see above
@@ -153,9 +153,10 @@ class DataConfig:
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """Return (name, weight, settings of this source alone) of each source.
+    """Return (name, weight, ``DataConfig`` of this source alone) of each source.
 
-    Without ``data.sources`` there is one source, and its name is empty.
+    Shares of the rows are weights divided by their sum. Without ``data.sources`` there is one source,
+    whose name is empty.
     """
     if not data.sources:
         return [("", 1.0, data)]

@@ -1,4 +1,4 @@
-"""Constants that the trainer, the configuration rules and the planner share. No torch."""
+"""Constants shared by trainer, configuration rules and planner: element, block and buffer sizes. No torch."""
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # by ``train.dtype``
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale

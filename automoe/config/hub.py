@@ -30,10 +30,9 @@ _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders
 
 
 def local_folder(spec: str | Path) -> Path:
-    """Return the local folder of ``spec``: a path itself, or the cache folder of a Hub id.
+    """Return the local folder of ``spec``: a path with ``~`` expanded, or a Hub id's folder in the cache.
 
-    The id must have its commit (``OWNER/NAME@COMMIT``). The folder need not exist; nothing is
-    downloaded.
+    Only ``OWNER/NAME@COMMIT`` counts as an id. The folder need not exist; nothing is downloaded.
     """
     if (pin := id_and_commit(str(spec))) is None:
         return user_path("path", spec)
@@ -237,7 +236,7 @@ def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
-    """Download the files ``missing`` of a Hub repository, after printing their size.
+    """Download the files named ``missing`` into the Hub's cache on this machine; print their size before.
 
     Args:
         key: config key of ``spec``, for error messages.
@@ -266,7 +265,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
 
 
 def remedy_of(error: BaseException, path: str) -> str | None:
-    """Return advice on an error of a request to the Hub; None if the Hub did not answer at all.
+    """Return advice on an error of a request to the Hub; None if there is none, as without any answer.
 
     Args:
         path: requested path of the Hub, such as ``OWNER/NAME``.

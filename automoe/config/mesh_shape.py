@@ -122,9 +122,9 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        Names are axes of several ranks (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if cp
-        has several, and ``stage`` (a pipeline stage) if pp and two other axes have. What spans the world
-        uses the world's group and is left out, except cp, ep and etp.
+        Names are the axes larger than one (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if
+        cp > 1, and ``stage`` (a pipeline stage) if pp and two more axes of the default mesh are larger
+        than one. What spans the world uses its group and is left out, except cp, ep and etp.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
@@ -369,8 +369,8 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     """Return ``mesh`` with its unset axes (0) set to the sizes of its preset, or to 1 without one.
 
-    A preset doubles axes in its own order while the number of ranks allows it. Its ``ep`` is the largest
-    divisor, up to ``MAX_EP``, of the ranks that experts may be sharded over.
+    A preset doubles axes in its own order while the number of ranks is even. Its ``ep`` is 1 for ``fsdp``,
+    else the largest divisor, up to ``MAX_EP``, of the ranks that experts may be sharded over.
 
     Raises:
         ConfigError: the preset is unknown, or it is set and ``num_ranks`` is None.

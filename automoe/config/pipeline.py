@@ -52,7 +52,7 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stages_of_ranks(pp: int, stages_per_rank: int, schedule: str) -> list[list[int]]:
-    """Return each pipeline rank's ``stages_per_rank`` stage numbers, placed as ``rank_of_stage`` says."""
+    """Return each pipeline rank's ``stages_per_rank`` stage numbers, ascending (see ``rank_of_stage``)."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(pp * stages_per_rank):
         held[rank_of_stage(stage, pp, schedule)].append(stage)

@@ -126,7 +126,7 @@ def registered_names(key: str) -> tuple[str, ...]:
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import the modules, or files that end in ``.py``, that ``plugins`` lists.
+    """Import plugins: ``names`` are those of modules, or of files that end in ``.py``.
 
     Raises:
         ConfigError: one cannot be imported.

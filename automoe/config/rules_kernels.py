@@ -34,7 +34,7 @@ def triton_is_interpreted() -> bool:
 
 
 def wire_row_bytes(hidden: int) -> int:
-    """Return the bytes of a token that is sent to an expert in FP8: its values and float32 scales.
+    """Return the bytes of a token sent to an expert in FP8: values, a float32 scale per 128, padding.
 
     Args:
         hidden: width of the token's hidden state.

@@ -41,7 +41,7 @@ class MeshConfig:
 
 @dataclass
 class RopeConfig:
-    """Rotary position embedding and its scaling to longer rows.
+    """Rotary position embedding and its scaling to longer rows (``rope_parameters`` of transformers).
 
     ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale; ``llama3`` is Llama 3.1's scaling.
     With ``extends``, a checkpoint is trained on with this scaling instead of its own.

@@ -64,7 +64,7 @@ def working_directory_last() -> Iterator[None]:
 
 
 def named_recipe(recipe: str) -> str:
-    """Return the path of ``./recipes/NAME.py`` for the recipe NAME, or NAME if there is no such file.
+    """Return the absolute path of ``./recipes/NAME.py`` for the recipe NAME, or NAME without such a file.
 
     Call this only for a name that the user typed, since the file is code.
     """

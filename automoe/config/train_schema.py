@@ -92,9 +92,11 @@ class LoraConfig:
 
 @dataclass(repr=False)
 class Phase(Shown):
-    """A phase of training (``optim.phases``): length, learning rate and settings that it replaces.
+    """A phase of training (``optim.phases``), ``steps`` long.
 
-    The learning rate follows the curve ``decay`` and ends at ``lr_ratio * optim.lr``.
+    The learning rate goes along the curve ``decay`` from the previous phase's last rate (at first
+    ``optim.lr``) to ``lr_ratio * optim.lr``; ``constant`` has that from the first step on. The other keys
+    replace ``moe.bias_update_rate`` and ``train.mtp_loss_weight`` meanwhile; null keeps them.
     """
 
     steps: int = 0  # optimizer steps of the phase

@@ -38,7 +38,8 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
         The mesh with every axis resolved.
 
     Raises:
-        ConfigError: the first rule that is broken, with its numbers and the nearest valid choice.
+        ConfigError: the first broken rule, with its numbers and the nearest valid choice; or the
+            run directory cannot be written.
     """
     device = device or config.launch.device
     check_rows(config, number_rows(config))

@@ -110,7 +110,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     The order is the same on every machine and rank. Keys of a Hub data set are ``NUMBER-FILE``.
 
     Raises:
-        DataError: no file is found, or a directory has records in several formats.
+        DataError: no file is found, or a directory has records in several formats or a broken link.
     """
     assert data.path or data.kind in _STDLIB_KINDS, "validation requires a path"
     if data.kind in _STDLIB_KINDS:

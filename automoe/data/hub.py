@@ -19,8 +19,9 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
         data: ``path`` is a Hub id (``org/name``) or a directory that ``save_to_disk`` made.
 
     Raises:
+        BackendError: ``datasets`` is not installed.
         DataError: ``data.split`` is a part of a split (``train[:10%]``) or missing in the data set,
-            or ``datasets`` cannot load the data set for any reason.
+            or ``datasets`` cannot load the data set.
     """
     remedy = "pip install datasets, or set data=parquet with data.path=FILES"
     datasets = import_backend("datasets", f"data.path={data.path}", remedy)

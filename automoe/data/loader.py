@@ -363,8 +363,7 @@ class Loader:
     ) -> None:
         """Raise ``DataError`` if a token id of these rows is too large for the embedding.
 
-        Corpora are verified when they are opened, but the cached file may be damaged later, while a
-        job runs.
+        Corpora are verified when opened, but a cached file may be damaged while a job runs.
 
         Args:
             sources, indices: [R] source of each row, and its index within that source.

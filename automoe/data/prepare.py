@@ -227,7 +227,8 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
     """Return the packed rows of one split of one source; ``SampleRows`` for conversations.
 
     Args:
-        config: the run's configuration, with the settings of this source as ``data``.
+        config: the run's configuration, with the source's settings as ``data``.
+        split: ``DataError`` if it has no document.
         pad_id: token id of padding.
     """
     starts, lengths = fitting_documents(corpus, config, split)
@@ -272,7 +273,7 @@ def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
 def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
     """Raise ``DataError`` if a run with this configuration cannot use the corpus.
 
-    That is so if a document is too long under ``on_long=error``, a split is empty, or an export
+    It cannot if a document is too long under ``on_long=error``, a split is empty, or an export
     needs a stop token that the chat template does not have.
     """
     data = config.data

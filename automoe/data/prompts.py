@@ -27,6 +27,7 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
     Raises:
         ConfigError: the file of prompts cannot be read, a prompt does not fit into a row with its
             answer, or the data has no tokenizer.
+        DataError: the chat template refuses a prompt, or encoding takes too long.
     """
     texts = _texts(config.observe.samples)
     chat = chat_template_of(config)

@@ -134,7 +134,7 @@ class HFTokenizer(Tokenizer):
 
     This class does not check the files: ``check_tokenizer`` does so once, before ranks start.
     ``transformers`` converts older files. A special token that a document spells out is encoded as
-    plain text, so that a corpus cannot end a document or open a chat turn by quoting the token.
+    plain text, so that no corpus can end a document or open a chat turn by quoting it.
 
     Args:
         path: a directory, or a pinned Hub id.
@@ -268,8 +268,7 @@ class HFTokenizer(Tokenizer):
 def _cuts(text: str, end: int) -> Iterator[int]:
     """Yield indices near ``end`` at which to cut a text, best first.
 
-    First come the last line ends before ``end``, then the last spaces, then the 64 indices up to
-    ``end``.
+    First the last line ends before ``end``, then the last spaces, then the 64 indices up to it.
     """
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end

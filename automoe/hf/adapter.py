@@ -114,10 +114,10 @@ def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
 
 
 def check_adapter(config: Config) -> None:
-    """Check that training can continue the adapter ``lora.path``, which is set.
+    """Check that training can continue the adapter ``lora.path``, or merge it if ``lora.rank`` is 0.
 
     Raises:
-        ConfigError: rank, alpha or targets of ``lora`` are not those of the adapter.
+        ConfigError: rank (unless it is 0), alpha or targets of ``lora`` are not the adapter's.
         CheckpointError: the adapter cannot be read or is no plain LoRA for this model.
     """
     lora, model = config.lora, config.model
@@ -146,7 +146,8 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
         A sentence for the user: rank, alpha and number of matrices, and if they were merged.
 
     Raises:
-        CheckpointError, on every rank: the adapter cannot be read.
+        CheckpointError, on every rank: the adapter cannot be read, is no plain LoRA for this model,
+            or has numbers that are not finite.
     """
 
     def fill() -> str:
@@ -230,7 +231,7 @@ def _whole(file: Any, pieces: list[Piece], shape: tuple[int, ...]) -> Tensor:
 
 
 def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
-    """Fill the adapters of a whole model from a directory that ``to_peft`` wrote.
+    """Fill the adapters of a whole model from a directory that ``to_peft`` wrote. Collective.
 
     Raises:
         CheckpointError: the adapters were trained on another checkpoint than that of ``model``, or

@@ -106,7 +106,7 @@ def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") ->
 
 
 def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[Contents]:
-    """Distribute tensors (name, description) over files, in order; return each file's, by name.
+    """Distribute (name, description) of tensors over files, in order; return name -> description per file.
 
     A file has at most ``max_bytes``, unless one tensor alone is larger.
     """

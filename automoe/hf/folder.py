@@ -176,7 +176,7 @@ def write_settings(
         dtype: dtype of the parameters.
         tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
             None: that of ``config.hf_path``.
-        quantization: ``quantization_config`` of the written config.json.
+        quantization: its ``quantization_config``.
         chat: chat template of the training; it is written too, and the token that ends an answer is
             added to the ``eos_token_id`` of generation.
         source: checkpoint whose tensors outside the text model (a vision part) were copied, or

@@ -154,7 +154,7 @@ def coded_shapes(
 def switched_off(
     is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]
 ) -> Iterator[None]:
-    """Switch a setting of the process off in the block, and on again afterwards if it was on."""
+    """Switch a process setting off in the block, by ``off()``; then call ``on()`` if ``is_on()`` was True."""
     was_on = is_on()
     off()
     try:
@@ -271,7 +271,7 @@ def has_own_head(folder: Path, tensors: Contents) -> bool:
 
 
 def are_equal(folder: Path, stored: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:
-    """Return whether two stored tensors have the same dtype, shape and bytes."""
+    """Return whether ``stored`` in ``folder`` and ``other`` in ``other_folder`` have equal dtype, shape and bytes."""
     if (stored.dtype, stored.shape) != (other.dtype, other.shape):
         return False
     pairs = zip(raw_bytes(folder, stored), raw_bytes(other_folder, other), strict=True)
@@ -346,7 +346,7 @@ def _files_of(index: dict[str, str]) -> list[str]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return {tensor name: file name} of the index; {} if the checkpoint has no index."""
+    """Return {tensor name: file name} of the index, {} without one; raise ``CheckpointError`` if it is damaged."""
     if not is_there(folder, INDEX_FILE):
         return {}
     file = folder / INDEX_FILE

@@ -145,9 +145,10 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
 
     def within(self, stored: Any) -> Any:
-        """Return the slice of the HuggingFace tensor ``stored`` that holds this box of our tensor.
+        """Return a view of the part of the HuggingFace tensor ``stored`` that this piece describes.
 
-        The result is a view with the dims of our tensor.
+        Its dims are in our tensor's order. Dims of ours that ``stored`` does not have, such as that
+        of experts, are left out.
         """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None
@@ -405,8 +406,8 @@ def quantization_config(
     (``int4``).
 
     Raises:
-        ConfigError: the family has no checkpoints in ``encoding``, or the rows of its experts are
-            no multiple of the numbers that share a scale.
+        ConfigError: the family has no checkpoints in ``encoding``, ``mxfp4`` or ``int4`` finds no experts, or
+            their rows are no multiple of the numbers that share a scale.
     """
     if encoding == "plain":
         return None

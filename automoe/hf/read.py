@@ -234,7 +234,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Half-open range of the bytes that are needed of each stored row, in whole elements."""
+        """Bytes [from, to) of each stored row that hold the columns ``cols``; packed elements whole."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -330,7 +330,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if packed FP8 is stored otherwise."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
@@ -431,7 +431,7 @@ class Reader:
         return numbers[:, start : start + right - left]
 
     def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return rows ``begin`` to ``end`` of a matrix as stored, numbers or codes: [rows, columns]."""
+        """Return rows ``begin`` to ``end`` of matrix number ``matrix`` as stored, numbers or codes: [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
         buffer = torch.empty(end - begin, last - first, dtype=torch.uint8)
@@ -441,7 +441,8 @@ class Reader:
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
         """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
 
-        Rows are read in one call if ``item.fetched`` is the whole row, else one by one. ``matrix`` is its index.
+        One call reads all rows if ``item.fetched`` is the whole row. ``matrix`` is an index. Raises
+        ``CheckpointError``.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

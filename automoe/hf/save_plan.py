@@ -84,7 +84,7 @@ def plan_writes(
         keys: layout of the checkpoint.
         dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in ``source``
             (bfloat16 if it is quantized), or in the model if there is no source. Buffers always
-            keep their dtype, and so do parameters that transformers keeps in float32.
+            keep their dtype, and so do float32 parameters that transformers keeps in float32.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from, or that is rewritten.
     """

@@ -100,9 +100,9 @@ def to_hf(
 
 
 def source_of(config: ModelConfig) -> Catalog | None:
-    """Return the list of tensors of the checkpoint that a model started from, or None.
+    """Return the list of tensors of the checkpoint that a model started from. Collective.
 
-    The result is None if the model started from random weights. Collective.
+    None if it started from random weights. ``CheckpointError`` if the files do not fit the model.
     """
     if config.hf_path is None or config.random_weights:
         return None
@@ -117,7 +117,7 @@ def plan_export(
 
     Args:
         dtype: ``bfloat16``, ``float32``, or ``keep`` for the dtypes of ``source``, else the model's.
-        encoding: quantization of the files; ``plain`` for none.
+        encoding: quantization of the files, ``plain`` for none; ``ConfigError`` if the family lacks it.
         source: tensors of the checkpoint that the model started from (result of ``source_of``);
             None: it started from random weights.
         fused: True to fuse a layer's experts, as models of transformers do in memory.

@@ -74,6 +74,9 @@ def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
         num_experts: number of experts on all ranks of ``ep``, which have equal parts of them.
         ep: expert-parallel group. An ``OverlappedDispatch`` overlaps exchanges with the pass of
             another micro-batch.
+
+    Raises:
+        BackendError: DeepEP is not installed, or does not support this group.
     """
     finish = MERGED_PASSES.overlap if isinstance(ep, OverlappedDispatch) else None
     return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)

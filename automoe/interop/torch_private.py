@@ -374,9 +374,11 @@ def cpu_attention_backward(
 
 
 def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Return the bool mask as numbers to add to scores [B, 1, S, R], 0 or -inf; None for no mask.
+    """Return a bool mask as numbers to add to scores: 0 where it is True, else -inf; None for None.
 
-    Their dtype and batch size B are those of q.
+    Args:
+        mask: [1 or B, 1, S, R], True where one of S queries sees one of R keys.
+        q: [B, N, S, D]; the result, [B, 1, S, R], has its dtype.
     """
     if mask is None:
         return None

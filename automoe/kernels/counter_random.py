@@ -27,7 +27,7 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 right and fill with zeros; torch's own shift copies the sign."""
+    """Shift int64 right by ``bits`` and fill with zeros; torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

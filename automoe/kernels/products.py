@@ -58,7 +58,7 @@ def _rows_of_tile(
 
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Triton function: split [ROWS, COLUMNS] into its left and right columns, within registers."""
+    """Triton function: split ``tile`` [ROWS, COLUMNS] into its left and right half, within registers."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
@@ -66,7 +66,7 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _dot(a, b, acc, PRECISION: tl.constexpr):
     """Triton function: return acc + a @ b, or a @ b if ``acc`` is None.
 
-    PRECISION ``ieee`` multiplies in full float32; Triton's interpreter needs it for all dtypes.
+    PRECISION is ``tl.dot``'s: ``ieee`` multiplies in float32, as Triton's interpreter must for all dtypes.
     """
     if PRECISION == "ieee":
         a = a.to(tl.float32)
@@ -94,7 +94,7 @@ def _load(at, mask):
 
 @triton.jit
 def _store(at, value, mask, PRECISION: tl.constexpr):
-    """Triton function: store ``value`` (float32) at the pointers ``at``, rounded to their dtype.
+    """Triton function: store ``value`` (float32) at the pointers ``at``, where ``mask``, rounded to their dtype.
 
     PRECISION is ``input_precision`` of ``tl.dot``; ``ieee`` rounds explicitly: Triton's interpreter would truncate.
     """
@@ -161,7 +161,7 @@ def gather_up_activate(
     is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``). ``tile_expert`` and ``tile_row`` are
     expert and first row of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides
     all row lengths. ``gate_up_proj`` is [E, 2, width, hidden] (with TMA a tensor descriptor), and its bias [E, 2,
-    width] or None. PRECISION is ``input_precision`` of ``tl.dot``.
+    width] or None. PRECISION is ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -234,7 +234,7 @@ def rows_times_weights(
     the routing weights.
     ``tile_expert`` and ``tile_row`` are expert and first row of each tile of rows, ``offsets`` the ends of the experts'
     rows (``RowTiles``). STEP divides all row lengths. With TMA ``a`` and ``w`` are tensor descriptors. PRECISION is
-    ``input_precision`` of ``tl.dot``.
+    ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results, over BLOCK_K at a time.
     """
     K = _known(K, STEP)
     N = _known(N, STEP)
@@ -353,7 +353,7 @@ def grad_down_activate(
     CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``. ``tile_expert`` and ``tile_row`` are expert and first row
     of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths. With
     TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. The
-    activation's gradients are computed for at most COLUMNS_AT_ONCE columns at a time.
+    activation's gradients are computed for at most COLUMNS_AT_ONCE of a program's BLOCK_M x BLOCK_N results at a time.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -388,7 +388,7 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: run the backward pass of SwiGLU (with CLAMPED, clamped) for COLUMNS columns.
+    """Triton function: run the backward pass of SwiGLU (CLAMPED: by ``alpha``, ``limit``) for COLUMNS columns.
 
     ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns, from ``first_col``
     on; ``row`` are the rows' numbers and ``real`` is the mask of those that exist. The function reads gate and up from
@@ -444,7 +444,7 @@ def grad_weights(
     This is the gradient of the experts' weights: ``left`` [R, M] and ``right`` [R, N], sorted by expert, give [E, M,
     N], with zeros for an expert without rows. ``offsets`` [E] are the ends of the experts' rows. Unless ``gather_idx``
     [R] is None, ``right`` is [tokens, N], and ``gather_idx`` has its row for each row of ``left``. STEP divides M and
-    N, which tells the compiler a divisor of the row lengths. PRECISION is ``input_precision`` of ``tl.dot``.
+    N, for the compiler. PRECISION is ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results.
     """
     M = _known(M, STEP)
     N = _known(N, STEP)

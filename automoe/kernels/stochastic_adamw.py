@@ -48,7 +48,7 @@ def _load(source, at, mask):
 
 @triton.jit
 def _store(to, at, x, bits, mask):
-    """Triton function: store ``x`` (float32) at pointers ``to + at``.
+    """Triton function: store ``x`` (float32) at pointers ``to + at`` where ``mask`` is True.
 
     If they point to bfloat16, x is rounded stochastically, by the lowest 16 of the random ``bits``.
     """
@@ -102,7 +102,7 @@ def update_part(
         key: key of the parameter's random stream, for the rounding.
         first_index: index of the shard's first element in the full parameter, in which
             ``outer_stride`` and ``middle_stride`` are the strides.
-        beta1_rest, beta2_rest: 1 - beta1 and 1 - beta2.
+        beta1_rest, beta2_rest: 1 - beta1 and 1 - beta2. ``eps`` is added to the second moment's root.
         decay: factor of the weights, 1 - lr * weight decay.
     """
     blocks = tl.cdiv(num_cols, COLS)

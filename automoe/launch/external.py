@@ -279,6 +279,7 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
 
     Raises:
         ConfigError: the configuration breaks a rule, or its mesh holds another number of ranks.
+        CheckpointError: the folder that the run would export to has other content.
         LaunchError: this node has more CUDA ranks than GPUs.
         BackendError: this machine lacks a backend that the configuration names.
     """

@@ -42,8 +42,8 @@ class Job(NamedTuple):
     Attributes:
         function: module-level function, called as ``function(rank=, world_size=, imports=,
             **options)``, where ``imports`` says whether the server could import torch; it returns
-            the rank's exit status. If the job has a file descriptor for each rank, the function
-            receives its own as ``file=``.
+            the rank's exit status. With ``files`` in ``ForkServer.start``, it also gets ``file=``, the
+            rank's own descriptor.
         num_ranks: number of ranks, all on this machine.
         options: further keyword arguments of ``function``.
         paths: ``sys.path`` of the launcher, so that ranks find the same recipes and plugins.
@@ -150,7 +150,7 @@ class ForkServer:
 
         Args:
             stdout: file descriptor that the ranks start with as standard output.
-            files: one file descriptor for each rank, or empty.
+            files: one file descriptor per rank, which its function gets as ``file=``; or empty.
         """
         if self.process.poll() is not None:
             self.close()
@@ -211,7 +211,8 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
 
     Args:
         keep: keep the server running for the next call, which then need not import torch again; it
-            ends with this process at the latest. False: close it when the context ends.
+            ends with this process at the latest. False, or after an exception: close it at the
+            context's end.
     """
     global _kept
     server = _kept

@@ -1,8 +1,7 @@
 """Checks for the first half hour on GPUs: short training runs, the most informative ones first.
 
-Each check trains by the documented command. Most checks train on the same rows from the same
-weights as another one and must reproduce its losses, which proves the settings that differ between
-the two.
+Each check trains by the documented command. Most train on the rows and from the weights of another
+one and must reproduce its losses, which proves the settings that differ.
 """
 
 from __future__ import annotations

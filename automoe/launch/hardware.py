@@ -75,7 +75,7 @@ def num_cores() -> int:
 
 
 def resolve_device(config: Config) -> Device:
-    """Return ``launch.device``; ``auto`` becomes cuda if a GPU is visible and torch can use it."""
+    """Return ``launch.device``; ``auto`` is cuda if a GPU is visible and torch is a CUDA build, else cpu."""
     if config.launch.device != "auto":
         return config.launch.device
     return "cuda" if visible_gpus() and torch_has_cuda() else "cpu"
@@ -96,7 +96,7 @@ def _release(installed: str) -> tuple[int, ...]:
 
 
 def runs_halves_of_backward(torch_version: str) -> bool:
-    """Return True if this version of torch can compute a backward pass's weight gradients separately.
+    """Return True for torch 2.13 or later, which computes weight gradients apart from input gradients.
 
     Zero-bubble schedules need that. torch 2.11 fails at operations with a custom backward.
     """

@@ -201,7 +201,7 @@ class _Launch:
 
     @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, even between two attempts."""
+        """Context manager in which SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, also between attempts."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield
@@ -316,7 +316,7 @@ class _Launch:
         return RunResult(state, status.get("objective"), failure or status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the error report of a rank that a signal from outside killed; None without one.
+        """Return the error report (``error_report``) of a rank that a signal from outside killed, else None.
 
         A killed rank cannot report its own end; the others then report a lost connection.
 

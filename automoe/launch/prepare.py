@@ -254,7 +254,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already, its ``config.json`` nests the
-            text model in a multimodal one, or ``asked`` allows no longer rows than the checkpoint.
+            text model in a multimodal one, ``asked`` allows no longer rows than the checkpoint,
+            or its ``original_seq_len`` is below half of the checkpoint's, or above it.
     """
     from automoe.hf.families.registry import family_of, read_hf_config
 

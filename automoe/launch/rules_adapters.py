@@ -80,9 +80,10 @@ _CUTS = {axis: table(_CUT, AXIS=axis) for axis in ("tp", "etp")}
 
 
 def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
-    """Yield (key at fault, True, rule, remedy) of broken rules on ``lora`` and on frozen parameters.
+    """Yield (key at fault, whether the rule is broken, rule, remedy) of rules on ``lora`` and frozen parameters.
 
-    Rule and remedy are texts. Rules about sharding are checked only if the mesh ``shape`` is given.
+    Only broken rules are yielded, so the second is always True. Rule and remedy are texts. Rules
+    about sharding are checked only if the mesh ``shape`` is given.
     """
     params = model_params(config.model)
     names = [param.name for param in params]

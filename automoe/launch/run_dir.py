@@ -2,8 +2,8 @@
 
 ``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
 (rank, type, message, traceback), ``pid``, and ``failed_attempts`` if the launcher may restart the
-run. The state "failed" is final, and the first error wins: later errors of other ranks are a
-consequence of it (a peer vanished from a collective).
+run. The state "failed" is final, and the first error wins: those of other ranks follow from it (a
+peer vanished from a collective).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Print an ``OSError`` or ``ValueError`` of the body as a warning, and go on.
+    """Context manager that turns an ``OSError`` or ``ValueError`` of its body into a warning on stderr.
 
     The body writes or reads ``status.json``, whose loss must not end the run.
     """
@@ -257,9 +257,12 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
-    """Replace ``status.json`` atomically; once a failure is recorded, only by ``failed`` or ``starting``.
+    """Replace ``status.json`` atomically, or on a full disk in place.
+
+    Once a failure is recorded, only ``failed`` and ``starting`` are written.
 
     Args:
+        state: starting, running, done, failed or preempted.
         facts: further entries of the file, such as ``objective``.
     """
     yields = state not in ("failed", "starting")

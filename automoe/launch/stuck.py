@@ -1,12 +1,11 @@
 """Diagnosis of a collective that does not end: which rank is missing, and where every rank is.
 
-Torch's flight recorder (gloo and NCCL) lists the collectives that this rank has begun and not
-finished. A thread of every rank reads the recorder. The first rank whose collective is close to its
-timeout, or has timed out, asks all ranks for their positions in the code. Each rank answers with a
-file, so a rank can take part without communicating, and the rank that asked evaluates the answers.
-Collectives of saves and loads may take longer than those of a step: one that exceeds a step's
-timeout only causes a warning. The recorder lacks gloo's sends and receives,
-so the call stack identifies those.
+Torch's flight recorder (gloo and NCCL) lists the collectives that a rank has begun and not finished; a
+thread of each rank reads it. The first rank whose collective is close to its timeout, or has timed
+out, asks all ranks for their positions in the code. Each rank answers with a file, so it need not
+communicate, and the rank that asked evaluates the answers. A collective of a save or load that
+exceeds a step's timeout only causes a warning. The recorder lacks gloo's sends and receives, so the
+call stack identifies those.
 """
 
 from __future__ import annotations
@@ -366,8 +365,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
     Returns:
         Text ``module of the model: file:line in function`` for the innermost frame outside Python
-        and installed libraries (``the interpreter`` if there is none); and True if torch.distributed
-        is at work below that frame.
+        and installed libraries (``the interpreter`` if there is none); and True if that frame waits
+        for ranks, or torch.distributed is at work below it.
     """
     place = NOWHERE
     communicates = False

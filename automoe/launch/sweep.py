@@ -290,8 +290,8 @@ class Sweep:
     def job(self, composed: Any) -> float:
         """Run one job, called by Hydra's launcher in any process, and return its objective.
 
-        A failed job's objective is infinite. The job's record, ``jobs/NAME.json``, stores its errors.
-        ``composed`` is Hydra's ``DictConfig``.
+        It is the final loss or the negative tokens/s (``observe.objective``); infinite if the job is not
+        done. ``jobs/NAME.json`` gets results and errors. ``composed`` is Hydra's ``DictConfig``.
 
         Raises:
             KeyboardInterrupt: the job was stopped, so the sweep must end.
@@ -438,7 +438,7 @@ class Sweep:
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
-    """Raise ``ConfigError`` if several jobs run at a time on CUDA: each would use the first GPUs of a node."""
+    """Raise ``ConfigError`` for ``num_jobs`` > 1 at a time on CUDA: each would use the first GPUs of a node."""
     if device == "cuda" and num_jobs != 1:
         raise ConfigError(
             PARALLEL,

@@ -276,7 +276,7 @@ class LatentAttention(nn.Module):
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the attention output [B, s, H] for hidden states [B, s, H]."""
+        """Return the output for hidden states, both [B, s, H]; an indexer's loss is attached (``attach_loss``)."""
         # Each rank computes the latents of its s positions and gathers latents, which are narrower
         # than x. The projections up from the latents are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))

@@ -32,7 +32,7 @@ CHUNK = 128  # queries whose scores by every head are in memory at once
 
 
 class IndexInputs(NamedTuple):
-    """Inputs of an indexer's scores: queries [B, s, J, D], keys [B, R, D], head weights [B, s, J].
+    """Inputs of an indexer's scores: queries q [B, s, J, D], keys k [B, R, D], head weights w [B, s, J].
 
     s: this tp rank's positions, R: whole sequence, J: index heads. Queries are scaled by 1/sqrt(D)
     and weights by 1/sqrt(J).

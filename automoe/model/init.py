@@ -132,7 +132,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
 
 
 def _fill_log_uniform_(parameter: Tensor, name: str, seed: int) -> None:
-    """Fill this rank's shard with logarithms of numbers uniform in 0 ... 16: decay rates of a delta net."""
+    """Fill this rank's shard with logarithms of numbers uniform in 0 ... 16, drawn by ``name`` and ``seed``."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
         local[block] = (16 * uniform_at(index, name, seed)).log().to(local.dtype)

@@ -66,7 +66,7 @@ class Linear(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Autograd function: ``F.embedding`` for the CPU, with a gradient summed in float32.
+    """Autograd function: ``F.embedding(ids, weight)`` for the CPU; it sums the gradient in float32.
 
     Torch sums the gradient in the weight's dtype. In bfloat16 a token that occurs often stops
     adding to its row once the sum is a few hundred terms large.

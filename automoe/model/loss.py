@@ -44,7 +44,7 @@ def chunk_loss(
         weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
             ``first_id``.
         labels_T: int64; ``IGNORE`` marks tokens that are not trained.
-        vocab: the ranks that hold the other rows of the head.
+        vocab: the ranks that hold the other rows of the head; all of them call together.
         wanted: whether the gradient is computed, in the dtype of x; else it is None.
         hits: int64 scalar to which the number of labels that are the likeliest token is added.
         soft_cap: bound of the logits (``cap_logits``); 0: none.
@@ -175,7 +175,7 @@ def chunk_loss_fn(kernel: str) -> ChunkLoss:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Autograd function: summed cross-entropy; its forward computes the gradients of x and weight.
+    """Autograd function of ``cross_entropy_sum``; its forward computes the gradients of x and weight.
 
     It computes a chunk of logits at a time. The backward only scales the gradients.
     """
@@ -249,7 +249,7 @@ def cross_entropy_sum(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Autograd function of ``token_scores``: returns the three tensors of ``TokenScores``.
+    """Autograd function of ``token_scores``: -log p(label), entropy or None, log p of K ids or None.
 
     Its backward pass recomputes the logits, which it does not keep.
     """

@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _TritonRMSNorm(torch.autograd.Function):
-    """Autograd function: RMSNorm on CUDA, in kernels that read and write each number once."""
+    """Autograd function: RMSNorm of x [T, D] by weight [D], in CUDA kernels that read and write each number once."""
 
     @staticmethod
     def forward(ctx, x_TD, weight_D, eps: float):

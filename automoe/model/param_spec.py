@@ -54,8 +54,8 @@ class ParamSpec:
             (``automoe.hf.keys``).
         when: key of ``ModelConfig`` that must be set for a module to have this parameter, or, after
             ``not``, must not be set.
-        part: component of the model for counting parameters, one of ``PARTS``; filled in from the
-            submodule that has the parameter.
+        part: component for counting parameters, of ``PARTS``, such as ``router``; filled in from
+            the submodule that has the parameter.
         group: name in ``lora.targets`` of all matrices of that submodule; filled in from it too.
     """
 

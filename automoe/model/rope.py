@@ -116,7 +116,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function of ``rotate``; its backward rotates by minus the angle, in x's layout."""
+    """Autograd function: ``rotate`` of x [B, S, N, D]; its backward rotates back, to x's layout."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., Tensor]):
@@ -233,7 +233,7 @@ def rope_fns(kernel: str) -> Rope:
     """Return the functions that apply rotary embeddings by ``kernel``: torch or triton.
 
     Raises:
-        BackendError: ``kernels.rope=triton``, and the package is missing.
+        BackendError: ``kernels.rope=triton``, and triton is not installed.
     """
     if kernel == "torch":
         return Rope()

@@ -161,8 +161,7 @@ class LoadCounter(nn.Module):
         """Add one micro-batch to the counters, if it is a training pass and not a recomputation.
 
         Args:
-            chosen_BE: numbers of tokens of each sequence given to each expert, before any are
-            dropped.
+            chosen_BE: tokens of each sequence given to each expert, before any are dropped.
             plain_BE: numbers that plain top-k of the scores would give.
             losses: sequence, global and micro-batch balance loss, and z-loss: scalars.
             dropped_BsK: bool, the choices that were dropped; None if the layer drops none.

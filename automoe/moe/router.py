@@ -189,10 +189,10 @@ def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
 class BalancedRouter(nn.Module):
     """Base of routers: balance losses and load counters, whatever chooses the experts.
 
-    Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
-    ``load_fractions`` [E] float64 (saved: each expert's share of the choices of the previous step,
-    for the global balance loss), and the step's counters (not saved). Subclasses set ``weight`` [E,
-    H].
+    Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores), ``load_fractions`` [E]
+    float64 (saved: each expert's share of the choices of the previous step, for the global balance loss), and the
+    step's counters (not saved). Subclasses set ``weight`` [E, H]. ``moe_index`` counts MoE layers from 0, and
+    ``wrap`` wraps methods (``LayerCalls.router``).
     """
 
     expert_bias: Tensor | None
@@ -309,7 +309,7 @@ class BalancedRouter(nn.Module):
 
 
 class Router(BalancedRouter):
-    """Router that scores each token against all experts and picks K of them."""
+    """Router that picks K experts per token by their scores; ``seed`` is the jitter's, ``dtype`` the parameters'."""
 
     def __init__(
         self,

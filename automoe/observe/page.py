@@ -33,7 +33,7 @@ def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
         wide: True for a picture as wide as the page.
 
     Returns:
-        ``caption``, CSS ``width``, ``base64`` of the PNG, and ``wide``.
+        ``caption``, CSS ``width`` in pixels, ``base64`` of the PNG, and ``wide``.
     """
     # CSS width from the PNG header: equally scaled pictures have text of equal size.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)

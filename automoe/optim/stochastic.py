@@ -178,7 +178,7 @@ def update_in_torch(parameter: Tensor, state: dict[str, Tensor], numbers: AdamWS
 
 
 def local_tensors(parameter: Tensor, state: dict[str, Tensor]) -> list[Tensor]:
-    """Return this rank's shards of ``parameter``, its gradient, ``exp_avg`` and ``exp_avg_sq``."""
+    """Return this rank's shards of parameter, gradient, and ``exp_avg`` and ``exp_avg_sq`` of ``state``."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     return [local_shard(tensor) for tensor in tensors]

@@ -45,9 +45,9 @@ from automoe.passes.discard_outputs import discard_outputs, discard_scope
 def layer_calls(config: Config, layer: int) -> LayerCalls:
     """Return the wrappers of the calls of layer number ``layer``.
 
-    ``train.compile`` compiles, ``parallel.recompute`` names modules of ``recompute_layers`` that
-    run again or discard outputs, and ``optim.qk_clip`` records largest logits. Of the wrappers in a
-    ``chain`` the first is innermost.
+    ``train.compile`` compiles, ``optim.qk_clip`` records largest logits, and ``parallel.recompute``
+    names modules that the backward runs again, or whose outputs it recomputes, in the layers
+    ``recompute_layers``.
     """
     modules = recomputed_modules(config.parallel, layer)
 

@@ -56,7 +56,8 @@ class FP8Linear(Linear):
 def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
     """Replace the linear layers that ``ParamSpec.fp8`` marks by ``FP8Linear``, if ``train.fp8`` is on.
 
-    Call it after tensor parallelism: the new layers keep the sharded weights of the old ones.
+    Call it after tensor parallelism: new layers keep the sharded weights of old ones. Raises
+    ``BackendError`` for a GPU other than Hopper.
     """
     mode = config.train.fp8
     if mode == "off":

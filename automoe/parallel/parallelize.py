@@ -26,8 +26,8 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertSty
     """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
     Tp, ep and etp shard weights first; then linear layers are replaced for 8 bits, and FSDP cuts
-    the shards (a single rank may do without: ``stays_unsharded``). What is compiled and recomputed
-    was decided when the stage was built.
+    the shards, unless one rank computes with weights as stored (``stays_unsharded``). The stage was
+    built with what is compiled and recomputed.
 
     Args:
         style: shards the experts.
@@ -78,7 +78,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     """Build this rank's pipeline stages: {stage number: model part} on the meta device. Collective.
 
     The parts have shapes and shards, but no memory and no numbers: call ``materialize`` next, or
-    call ``allocate`` and load a checkpoint.
+    call ``allocate`` and load a checkpoint. Raises ``BackendError`` if a package or GPU is missing.
     """
     shape: MeshShape = meshes.shape
     parallel = config.parallel

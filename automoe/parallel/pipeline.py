@@ -66,13 +66,13 @@ class Stage(BufferlessStage):
 
     Attributes:
         neighbours: groups with the ranks of the previous and of the next stage
-            (``Meshes.pipeline_neighbours``). An entry is None if that rank is not a neighbour; the
-            group of all pipeline ranks is then used. The attribute is set under schedules that
-            start sends one by one. Torch would wait for all of them at the end of the step and keep
-            every sent tensor alive; instead the stage starts sends itself and waits for each one
-            after ``SENDS_KEPT`` more. That is safe, since the peer posts its receives in the order
-            of the schedule. The attribute is None under schedules that batch sends with receives in
-            the group of all pipeline ranks.
+            (``Meshes.pipeline_neighbours``). An entry is None if there is no such stage, or if its
+            rank is not the next one in the ring of pipeline ranks, whose whole group is then used.
+            The attribute is set under schedules that start sends one by one. Torch would wait for
+            all of them at the end of the step and keep every sent tensor alive; instead the stage
+            starts sends itself and waits for each one after ``SENDS_KEPT`` more. That is safe,
+            since the peer posts its receives in the order of the schedule. The attribute is None
+            under schedules that batch sends with receives in the group of all pipeline ranks.
     """
 
     neighbours: Neighbours | None = None

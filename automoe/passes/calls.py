@@ -1,4 +1,7 @@
-"""Wrappers of a layer's calls, such as recomputation, which modules apply when they are built."""
+"""Slots for functions that wrap methods of a layer and its modules (``LayerCalls``); ways to join and bind them.
+
+Modules apply them in their constructors. ``automoe.parallel.choices`` chooses them: recomputation, compilation.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[.
     """Return ``fn`` wrapped so that functions inside it can discard their outputs.
 
     Outputs of functions that ``discard_outputs`` wraps are then freed after the forward pass and
-    computed again in the backward pass. The wrapper has the arguments and the result of ``fn``.
+    computed again in the backward pass. The wrapper has the positional arguments and the result of ``fn``.
 
     Args:
         outermost: change nothing if other saved-tensor hooks are active: an outer

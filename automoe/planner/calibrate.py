@@ -259,6 +259,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
     """Return a configuration of ``layers`` layers with negligible matmuls: its step time is the host's overhead.
 
     Args:
+        bench: gives the dtype; its sizes are not read.
         model: model whose kinds of layers and attention are used.
     """
     from automoe.verify.proxy import make_proxy

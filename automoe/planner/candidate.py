@@ -147,7 +147,7 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
 def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
     """Return ``candidate`` with layers moved from its busiest pipeline rank to the least busy one.
 
-    A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
+    A layer moves only if the step gets faster and fits in memory; at most 4 (``MOVES``) move.
 
     Args:
         device: cpu or cuda; what is valid depends on it.

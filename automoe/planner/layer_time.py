@@ -271,7 +271,7 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
-    """Add to ``passes`` the two all-to-alls over cp that exchange positions for heads, and back.
+    """Add to ``passes`` two all-to-alls over cp, from positions to heads (Ulysses) and back.
 
     Forward and backward pass have equal ones. The bytes sent are copied into the order of ranks,
     those received into the order of positions.
@@ -423,7 +423,7 @@ def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
 
 
 def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cost]:
-    """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of row counts.
+    """Return the costs of an MoE layer's ep collectives: dispatch, combine, exchange of row counts.
 
     Combine returns rows in the activation dtype. Counts are exchanged only in the forward pass.
 
@@ -464,7 +464,7 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
 def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
     """Return (seconds of computation, (axis, cost) of each collective) that recomputation repeats.
 
-    ``again`` are the recomputed modules of the layer. Tokens are dispatched again, but not combined again.
+    ``forward`` is a layer's forward pass, ``again`` its recomputed modules. Tokens are dispatched again, not combined.
     """
     if FULL in again:
         repeated = forward.again.get("moe", {})

@@ -232,7 +232,7 @@ def _memory_warnings(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
-    """Return the cluster keys of a GPU's speeds that are unset, such as ``peak_flops``.
+    """Return the cluster keys of a GPU's speeds that are unset, such as ``peak_flops``; [] for a CPU.
 
     Without them the planner assumes a CPU's speeds, and predicted times are far too long. With a
     ``world_size`` of one rank, no bandwidth between GPUs is needed.

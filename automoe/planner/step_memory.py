@@ -53,7 +53,7 @@ class RankMemory:
             (``optim.ema_decay``) and reduced gradients.
         gathered_weights: weights gathered by FSDP; ``unsharded_gradients``: not yet reduced.
         inputs: token ids, labels, positions and document numbers of all rows of the step.
-        receive_buffers: buffers into which pipeline stages receive.
+        receive_buffers: gradients that a pipeline stage received, and those on their way to the stage before.
         activations: those of all micro-batches between forward and backward pass; ``micro_batches_in_flight`` has
             their number for each stage of the rank.
         head: workspace of the cross-entropy.

@@ -11,7 +11,7 @@ experts:
                                                     rows, the X rows, weights (which are added
                                                     to the existing gradients once complete)
     or, earlier      b [R (H + 4 I) + W / 3]        activation, its gradient, gradient of gate
-                                                    and up
+                                                    and up; on CUDA R I more (clamped: 5 R I)
     with biases      b [R (3 H + 2 I) + W / 3]      bias of each row, and its gradient
     fused            W = 0                          products add to existing gradients
     delayed          b R I more                     the activation, until its product is computed
@@ -21,7 +21,8 @@ experts:
     dense FFN        b [2 T I + T H + weights]      gradients of gate and up, without their
                                                     product, which is no longer used
     core attention   b [q, k, v and output]         their gradients; for ``math``, twice the
-                                                    scores in at least float32
+                                                    scores in at least float32; or, if
+                                                    larger, what an indexer's loss needs
 
 The gradient of the residual stream, b T H, is added in all cases.
 """

@@ -68,7 +68,7 @@ class QuantizedProduct(nn.Module):
     """``F.linear`` in float8: x [..., K], weight [N, K], bias [N] or None -> [..., N].
 
     Args:
-        scaling: the scales and formats of the operands.
+        scaling: rule that quantizes the operands, such as ``Tensorwise``.
         gradient_hook: function that changes the gradient of the product before the gradient is
             quantized; None leaves the gradient as it is.
     """

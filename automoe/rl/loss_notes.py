@@ -18,7 +18,7 @@ from automoe.model.loss import LossInputs
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for an unknown option, a wrong value, or no ``length`` if the loss is divided by it."""
+    """Raise ``ConfigError`` if the loss is no function, an option unknown or wrong, or a needed ``length`` missing."""
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)

@@ -41,7 +41,7 @@ class Correction:
 
     Attributes:
         kind: ``truncate``: min(w, high); ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855);
-            ``reject``: 1 within [low, high], else 0.
+            ``reject``: 1 within [low, high], else 0. A ``low`` above ``high`` raises ``ConfigError``.
         level: w of the ``token``, its product over the answer (``sequence``), or its geometric mean there (``mean``).
     """
 
@@ -66,8 +66,8 @@ def group_advantages(
 ) -> list[float]:
     """Return (reward - group's mean) / (group's standard deviation + epsilon), or 0 if its rewards are equal.
 
-    ``rewards`` are of the answers to the first prompt (a group), then to the second, and so on; ``scale=False``
-    omits the division (Dr. GRPO). The variance divides by group_size - 1.
+    ``rewards`` are of the ``group_size`` answers to the first prompt, then to the second, and so on; ``scale=False``
+    omits the division (Dr. GRPO). The variance divides by group_size - 1. ``ConfigError`` unless groups are whole.
     """
     if group_size < 1 or len(rewards) % group_size:
         rule = f"{len(rewards)} rewards are no number of whole groups"
@@ -434,7 +434,7 @@ def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation: mean over tokens of -r A', a policy gradient that lowers the reverse KL to the teacher.
+    """On-policy distillation: mean over tokens of -r A', lowers the reverse KL to the teacher (reports ``teacher_kl``).
 
     A' = A - strength sg[log pi - ``teacher_log_probs``]; A: ``advantages`` or 0, r = pi / pi_old, sg: stop-gradient.
     """

@@ -73,7 +73,8 @@ class Rollouts:
     def open(cls, config: Config, run_dir: Path) -> Rollouts:
         """Return the rollouts of a run, with the prompts of ``observe.samples``. Collective.
 
-        With ``checkpoint.resume=never``, the folder with an earlier run's answers is renamed.
+        With ``checkpoint.resume=never``, the folder with an earlier run's answers is renamed. Raises ``ConfigError``
+        or ``DataError`` if the prompts cannot be read or encoded.
         """
         tokenizer = fitting_tokenizer(config)
         rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)

@@ -125,7 +125,7 @@ class WeightVersions:
             self._at += len(raw)
 
     def _commit(self, step: int) -> str:
-        """Rename the new files, write the index, and delete files that the index no longer names.
+        """Rename the new files, write the index with ``step``, and delete files that it does not name.
 
         Returns the hash of the new version. If the process is killed meanwhile, the folder still
         has the old version or the new one.

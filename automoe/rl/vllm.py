@@ -37,17 +37,17 @@ _CPU = {
 
 
 class LocalVLLM:
-    """Inference engine that is vLLM in a child process of rank 0.
-
-    The child gets new weights through files in shared memory.
+    """Inference engine that is vLLM in a child process of rank 0; new weights pass through files in memory.
 
     Args:
         python: path of a Python interpreter that has vLLM; it runs ``automoe.rl.vllm_worker``.
         run_dir: run directory, whose file ``engine.log`` gets the child's output.
 
     Attributes:
-        options: keyword arguments with which a caller must make the ``WeightStream`` that it passes
-            to ``update``.
+        options: keyword arguments with which a caller must make the ``WeightStream`` for ``update``.
+
+    Raises:
+        BackendError: the child process does not start, or ends before it answers.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again

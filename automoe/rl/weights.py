@@ -50,6 +50,9 @@ class WeightStream:
     Attributes:
         contents: name -> dtype, shape and size (``StoredTensor``) of each tensor, in the stream's
             order, for receivers that need them before the tensors.
+
+    Raises:
+        ConfigError: ``dtype`` or ``layout`` is unknown, or the family lacks ``encoding``.
     """
 
     def __init__(

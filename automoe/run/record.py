@@ -26,7 +26,7 @@ from automoe.training.context import RunContext
 class RunRecord:
     """Console printer, ``metrics.jsonl`` writer and experiment trackers of one run.
 
-    Every rank makes one; on ranks other than 0 all methods do nothing.
+    Every rank makes one, by which rank 0 prints the banner; on other ranks all methods do nothing.
 
     Args:
         step: last completed step; the run continues after it.
@@ -104,6 +104,9 @@ class RunRecord:
 
         Args:
             outcome: ``done``, ``preempted`` or ``failed``.
+
+        Raises:
+            OSError: the records cannot be written; after ``failed`` this is only a warning.
         """
         if self._log is not None:
             try:

@@ -134,10 +134,10 @@ def open_reference(
 def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
-    """Return everything that the stored log-probabilities depend on.
+    """Return everything that the stored log-probabilities depend on, by name, as plain JSON.
 
-    It is JSON (settings, hash of the weights, fingerprint of the data), stored with the
-    log-probabilities and compared when they are read.
+    These are settings by key, ``weights``, ``splits``, ``data`` (the data's fingerprint), and where they
+    matter ``adapter`` and ``mesh``. They are stored with the log-probabilities, and compared later.
 
     Args:
         weights: hash that identifies the initial weights.

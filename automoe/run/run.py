@@ -265,7 +265,7 @@ class Run:
         self._samples = samples, seconds
 
     def saves(self) -> bool:
-        """Return True if the state should be saved now.
+        """Return True if the state should be saved now; a due save is then no longer due.
 
         A save is due every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, after
         the last step, and when the run was asked to stop. If the step's update was skipped, a
@@ -383,7 +383,7 @@ class Run:
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:
-    """Return text that says why a step was skipped, and which rows and documents it trained on."""
+    """Return text that says why the step of ``record`` was skipped, with its batch's rows and documents."""
     (first, last), names = record["skipped_rows"], record["skipped_documents"]
     more = record["num_skipped_documents"] - 3
     listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

@@ -149,7 +149,7 @@ class Sampler:
 
 
 def stop_tokens(config: Config) -> list[int]:
-    """Return the ids of the tokens that end an answer.
+    """Return the ids of the tokens that end an answer; [] if there are none.
 
     They are ``eos_token_id`` of the ``generation_config.json`` that an export of the run would
     have.

@@ -34,9 +34,12 @@ def open_data(config: Config, meshes: Meshes, pairs: bool = False) -> Loader:
 def open_store(
     config: Config, meshes: Meshes, context: RunContext, loader: Loader
 ) -> CheckpointStore:
-    """Return the store of the run's checkpoints. Collective.
+    """Return the store of the run's checkpoints. Collective. It is checked before weights are read.
 
-    What would keep the run from resuming or saving raises an error here, before weights are read.
+    Raises:
+        CheckpointError: the checkpoint to resume from is damaged or of another model, or saving
+            cannot work.
+        DataError: the data changed since that checkpoint.
     """
     store = CheckpointStore(config, meshes.shape, context.run_dir)
     store.check(loader)

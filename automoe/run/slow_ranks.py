@@ -28,8 +28,8 @@ IN_A_ROW = 3  # slow timings in a row after which a rank is named
 class SlowRanks:
     """Detector of slow ranks: all ranks time the same matrix product every ``every`` steps.
 
-    No collective is added to a step: a rank learns the times of all others from the maximum over
-    ranks of ``report``, which the caller computes with other numbers of the step.
+    Making it is collective, but no collective is added to a step: a rank learns the times of the
+    others from the maximum over ranks of ``report``, which the caller computes with other numbers.
 
     Args:
         every: steps between timings; 0 disables them, as does a run of one rank.

@@ -44,7 +44,7 @@ def open_inside(folder: Path, name: str) -> int:
         A file descriptor.
 
     Raises:
-        CheckpointError: the name is a link out of the folder or not a regular file.
+        CheckpointError: it is no file name, a link out of the folder, or not a regular file.
         OSError: the file does not exist or cannot be read.
     """
     try:
@@ -130,7 +130,7 @@ def _too_deep() -> ValueError:
 
 
 def check_depth(value: object) -> None:
-    """Raise ``ValueError`` if objects and lists are nested deeper than ``MAX_DEPTH``."""
+    """Raise ``ValueError`` if objects and lists are nested deeper than ``MAX_DEPTH`` (100 levels)."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

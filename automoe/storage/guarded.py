@@ -49,7 +49,7 @@ def doing(work_name: str, goes_on: bool = False) -> None:
 
 
 def fork() -> int:
-    """Fork this process as ``os.fork`` does, without Python 3.12's warning about threads."""
+    """Fork this process and return the child's id (0 in the child), without a warning about threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

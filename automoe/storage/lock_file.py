@@ -34,7 +34,7 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
             error's ``strerror``.
         OSError: the file cannot be made or written, or is not a regular file; or it is a link,
             whose target would be overwritten, or has a hard link, so that two names would be
-            locked; or the process that holds the lock makes no progress.
+            locked; or the process that holds the lock makes no progress for half an hour.
     """
     done = None
     since = 0.0

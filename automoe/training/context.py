@@ -38,6 +38,7 @@ class RunContext:
 
     Attributes:
         rank, local_rank: number of this process among all ``world_size``, and on its machine.
+        device: the device that it trains on.
         run_dir: directory of the run's records and checkpoints.
         stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
         preempted: set by a recipe that leaves early because of a stop request.

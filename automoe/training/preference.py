@@ -37,8 +37,8 @@ class PreferenceLoss:
 
     The gain of an answer is its log-probability minus its reference log-probability, which the
     initial weights give it. ``LossInputs.given["reference"]`` [B, P, 2] holds the latter for the P
-    pairs of each packed sequence, each (preferred, other). Both formulas are the ones of TRL's
-    ``DPOTrainer``. A call returns this rank's share of the mean over all pairs of the global batch.
+    pairs of each packed sequence, each (preferred, other). Formulas and reported metrics are TRL's
+    (``DPOTrainer``). A call returns this rank's share of the mean over the global batch's pairs.
 
     Args:
         beta: strength of the tie to the reference; a larger value keeps the model closer.

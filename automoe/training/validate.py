@@ -53,8 +53,8 @@ def validate(
     ``val_loss`` is in nats per token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is
     added for text. With several sources, these are means by weight, and each source adds a
     ``val_loss.NAME``. With ``optim.ema_decay``, ``val_loss_ema`` is the ``val_loss`` of the
-    averaged weights. For a loss other than cross-entropy, ``val_loss`` is the mean of the loss, and
-    each number that the loss reports is added as ``val_NAME``.
+    averaged weights. For a loss other than cross-entropy, ``val_loss`` is the mean of the loss.
+    Each number that losses report is added as ``val_NAME``.
 
     Args:
         loader: source of the validation batches.
@@ -123,7 +123,7 @@ def _validation_sums(
 
     ``count`` is the number of tokens with a label (of documents, for a loss that is a mean over
     documents), ``nats`` the sum of the loss over these, ``val_NAME`` that of each number NAME that
-    the loss reports, and ``bytes`` the text's length.
+    the loss reports, and ``bytes`` the text's UTF-8 bytes.
 
     Args:
         extra_inputs: returns a batch's further inputs of the loss, tensors [B, ...] by name.

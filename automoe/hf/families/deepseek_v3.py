@@ -20,7 +20,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims``, qk_rope_head_dim; raise ``ConfigError`` if hf.head_dim (None, 0: hidden / heads) differs."""
+    """Return ``dims``, qk_rope_head_dim; raise ``ConfigError`` if it is not hf.head_dim (None, 0: hidden / heads)."""
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(

@@ -135,7 +135,7 @@ class RowExchange:
         group: the ranks that exchange rows; it says whether rows are sent in 8 bits.
         x_TH: hidden states of this rank's tokens.
         token_idx_M: token that each sent row copies, sorted by the destination rank.
-        meta_MC: metadata, C numbers of each row; the bytes of one must divide those of a row of x.
+        meta_MC: metadata, C numbers per row; a number's bytes must divide the bytes of a row of x.
         counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` are
             the same counts on the host.
 
