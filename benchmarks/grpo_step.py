@@ -1,10 +1,11 @@
 """Tokens per CPU second and memory of a GRPO training step on one core, ours and TRL's ``GRPOTrainer``, same rollouts.
 
-Nothing is sampled: both get the same prompts, answers and rewards. A step is old log-probabilities, loss, backward, clipping
-and AdamW over 64 answers, in float32, one process and one thread; the two take turns, update by update, and losses and
-gradient norms must be equal, else nothing is reported. Both have micro-batches of 8 rows; TRL has grouped_mm, no
-checkpointing, ``num_iterations=2`` (it computes old log-probabilities only then); of its time only the parts named above
-count, of ours the whole calls of the session. Peak memory is of processes of their own.
+Nothing is sampled: both get the same prompts, answers and rewards. A rollout is old log-probabilities and two updates
+(loss, backward, clipping, AdamW) over 64 answers, in float32, one process and one thread; its first step is the first update
+with them. The two take turns, update by update, and losses and gradient norms must be equal, else nothing is reported. Both
+have micro-batches of 8 rows; TRL has grouped_mm, no checkpointing, ``num_iterations=2`` (it computes old log-probabilities
+only then, in a pass of their own; ours are those of the first update's pass: ``losses.on_policy``). Of its time only the
+parts named above count, of ours the whole calls of the session. Peak memory is of processes of their own.
 
     python benchmarks/grpo_step.py             # about six minutes; writes benchmarks/results/grpo_step.json
     python benchmarks/grpo_step.py --quick     # a small model, to check the script itself
@@ -95,7 +96,7 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 class Ours:
-    """A session that trains on the rollouts; ``update`` is one update, after old log-probabilities if they are due."""
+    """A session that trains on the rollouts; ``update`` is one update, with old log-probabilities if they are due."""
 
     def __init__(self, folder: Path, drawn: dict[str, list[Any]], micro_batch: int, samples: int = ANSWERS) -> None:
         from automoe.session import Sample, losses, open_session
@@ -106,10 +107,15 @@ class Ours:
                 *(f"model.hf_path={folder}", f"run_dir={folder.parent}/run", "mesh.pp=1", "mesh.ep=1"),
                 *(f"train.seq_len={row}", f"train.micro_batch_size={micro_batch}", "train.global_batch_size=64"),
                 *("train.dtype=float32", "train.grad_clip=1.0", "optim.betas=[0.9,0.999]", "optim.eps=1e-8"),
-                *("optim.weight_decay=0.0", "launch.device=cpu", "launch.threads_per_rank=1"),
+                *(
+                    "optim.weight_decay=0.0",
+                    "launch.device=cpu",
+                    "launch.threads_per_rank=1",
+                    "parallel.expert_wgrad=fused",
+                ),
             ]
         )
-        self.loss = losses.dapo
+        self.of_update = {True: losses.on_policy(losses.dapo), False: losses.dapo}
         advantages = losses.group_advantages(drawn["rewards"], GROUP)
         self.batch = [
             lambda old, p=p, a=a, x=x: Sample.of_answer(
@@ -117,20 +123,19 @@ class Ours:
             )
             for p, a, x in zip(drawn["prompts"], drawn["answers"], advantages, strict=True)
         ]
-        self.seconds: dict[str, list[float]] = {"old log-probabilities": [], "update": []}
+        self.seconds: dict[str, list[float]] = {"first update": [], "second update": []}
         self.losses: list[float] = []
         self.norms: list[float] = []
 
     def update(self, draws: bool) -> None:
-        if draws:
-            start = time.process_time()
-            self.old = self.session.log_probs([make(None) for make in self.batch]).log_probs
-            self.seconds["old log-probabilities"].append(time.process_time() - start)
         start = time.process_time()
-        samples = [make(old) for make, old in zip(self.batch, self.old, strict=True)]
-        outcome = self.session.forward_backward(samples, self.loss, clip_low=0.2, clip_high=0.2)
+        old = [None] * len(self.batch) if draws else self.old
+        samples = [make(known) for make, known in zip(self.batch, old, strict=True)]
+        outcome = self.session.forward_backward(samples, self.of_update[draws], clip_low=0.2, clip_high=0.2)
         update = self.session.optim_step(lr=LR)
-        self.seconds["update"].append(time.process_time() - start)
+        if draws:
+            self.old = outcome.log_probs
+        self.seconds["first update" if draws else "second update"].append(time.process_time() - start)
         self.losses.append(outcome.loss)
         self.norms.append(update.grad_norm)
 
@@ -280,16 +285,12 @@ def measure(folder: Path, answers: str, micro_batch: int, generations: int) -> d
         raise SystemExit(f"losses or gradient norms differ by {worst:.1e} of the norm; {GATE:.0e} is allowed: {pairs}")
     valid = sum(map(len, drawn["prompts"])) + sum(map(len, drawn["answers"]))
     parts = {part: seconds[2 * UNTIMED :] for part, seconds in theirs.seconds.items()}
-    steps = {
-        "automoe": [
-            old + update
-            for old, update in zip(
-                ours.seconds["old log-probabilities"][UNTIMED:], ours.seconds["update"][2 * UNTIMED :: 2], strict=True
-            )
-        ],
-        "trl": [sum(seconds[at] for seconds in parts.values()) for at in range(0, len(parts["clip"]), 2)],
-    }
-    ratios = [theirs / mine for mine, theirs in zip(steps["automoe"], steps["trl"], strict=True)]
+    mine = {part: seconds[UNTIMED:] for part, seconds in ours.seconds.items()}
+    first, second = ([sum(each) for each in zip(*(of[at::2] for of in parts.values()), strict=True)] for at in (0, 1))
+    steps = {"automoe": mine["first update"], "trl": first}
+    rollout = ([sum(both) for both in zip(*each, strict=True)] for each in (mine.values(), (first, second)))
+    timed = {"step": steps.values(), "second_update": (mine["second update"], second), "rollout": rollout}
+    ratios = {name: [b / a for a, b in zip(*both, strict=True)] for name, both in timed.items()}
     return {
         "answers": answers,
         "valid_tokens": valid,
@@ -298,16 +299,17 @@ def measure(folder: Path, answers: str, micro_batch: int, generations: int) -> d
         "grad_norms": {"automoe": ours.norms, "trl": theirs.norms},
         "step_seconds": steps,
         "parts": {
-            "automoe": {part: median(seconds[UNTIMED:]) for part, seconds in ours.seconds.items()},
+            "automoe": {part: median(seconds) for part, seconds in mine.items()},
             "trl": {part: median(seconds[:: 2 if part == PARTS[0] else 1]) for part, seconds in parts.items()},
         },
         "us_per_valid_token": {name: 1e6 * median(seconds) / valid for name, seconds in steps.items()},
-        "trl_over_automoe": median(ratios),
-        "trl_over_automoe_range": [min(ratios), max(ratios)],
+        "trl_over_automoe": median(ratios["step"]),
+        "trl_over_automoe_range": [min(ratios["step"]), max(ratios["step"])],
+        "trl_over_automoe_of": {name: median(each) for name, each in ratios.items()},
     }
 
 
-def peaks(folder: Path, answers: str, micro_batch: int, tries: int = 3) -> dict[str, Any]:
+def peaks(folder: Path, answers: str, micro_batch: int, tries: int) -> dict[str, Any]:
     """Peak memory above the loaded model in MB, of ``tries`` processes each."""
     seen: dict[str, Any] = {}
     for who in ("automoe", "trl"):
@@ -440,6 +442,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8, help="rollouts, each of two updates")
     parser.add_argument("--answers", default="", help="one kind of answers alone: uniform or full")
     parser.add_argument("--vllm", help="the Python of a vLLM: only time new weights into it")
+    parser.add_argument("--tries", type=int, default=3, help="processes of each kind that peak memory is measured of")
     parser.add_argument("--no-peaks", action="store_true", help="speed alone")
     parser.add_argument("--memory", choices=["automoe", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -477,7 +480,7 @@ def main() -> None:
             save_model(folder, *sizes)
             run = measure(folder, answers, args.micro, 3 if args.quick else args.generations)
             if not args.no_peaks:
-                run["peak_mb_above_the_loaded_model"] = peaks(folder, answers, args.micro, 1 if args.quick else 3)
+                run["peak_mb_above_the_loaded_model"] = peaks(folder, answers, args.micro, args.tries)
             report["runs"].append(run)
             print(
                 json.dumps(

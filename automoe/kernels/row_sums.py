@@ -11,9 +11,10 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     """Sum the rows that have the same index, in their order: [num_sums, H], in the rows' dtype.
 
     Rows with the index ``num_sums`` are ignored. On CUDA ``index_add_`` would add with atomics, in
-    any order, and round after each addition, so ``sum_in_order`` is used there.
+    any order, and round after each addition, so ``sum_in_order`` is used there. In float32 it has
+    the same bits on the CPU, and takes half the time.
     """
-    if rows_MH.device.type == "cpu":
+    if rows_MH.device.type == "cpu" and rows_MH.dtype != torch.float32:
         out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])
         return out.index_add_(0, index_M, rows_MH)[:num_sums]
     return sum_in_order(rows_MH, index_M, num_sums)

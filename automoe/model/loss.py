@@ -8,7 +8,7 @@ documents.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -104,6 +104,14 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(x_TH), step))
 
 
+def _trained_chunks(x_TH: Tensor, labels_T: Tensor) -> Sequence[slice | Tensor]:
+    """Return indices of trained tokens, a chunk at a time; on a GPU, whose host would wait, those of all tokens."""
+    if x_TH.is_cuda:
+        return [*_chunks(x_TH)]
+    trained = (labels_T != IGNORE).nonzero().squeeze(1)
+    return trained.split(chunk_tokens(len(trained), x_TH.shape[1]))[: len(trained)]
+
+
 def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor]:
     """Find each label in this rank's rows of the vocabulary head, which begin at id ``first_id``.
 
@@ -119,14 +127,14 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
 
 
-def _empty_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
-    """Return new gradients of x (uninitialised) and of the weight (zeros), None for one not needed.
+def _zero_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
+    """Return new gradients of x and of the weight, zeros; None for one not needed.
 
     Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
     ``ctx`` is that of an autograd function whose first two inputs are x and the weight.
     """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    grad_x_TH = torch.empty_like(x_TH) if needs_x else None
+    grad_x_TH = torch.zeros_like(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
 
 
@@ -136,17 +144,17 @@ def _add_gradients(
     weight_VH: Tensor,
     grad_x_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
-    chunk: slice,
+    chunk: slice | Tensor,
 ) -> None:
     """Write x's gradient for the tokens of ``chunk``; add their term to the weight's gradient.
 
     Args:
         grad_TV: gradient of the logits of the chunk's tokens; x and its gradient are of all tokens.
         grad_x_TH, grad_weight_VH: gradients that change in place; None: not needed.
-        chunk: range of the tokens.
+        chunk: range or indices of the tokens.
     """
     if grad_x_TH is not None:
-        torch.mm(grad_TV, weight_VH, out=grad_x_TH[chunk])
+        grad_x_TH[chunk] = grad_TV @ weight_VH
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
         grad_weight_VH.addmm_(grad_TV.T, x_TH[chunk])
     elif grad_weight_VH is not None:
@@ -186,7 +194,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
-        grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, wide)
+        grad_x_TH, grad_weight_VH = _zero_gradients(ctx, x_TH, weight_VH, wide)
         wanted = any(ctx.needs_input_grad[:2])
         for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
@@ -261,13 +269,14 @@ class _TokenScores(torch.autograd.Function):
         soft_cap: float,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        loss_T, log_sum_T, entropy_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(3))
+        loss_T, log_sum_T, entropy_T = (x_TH.new_zeros(len(x_TH), dtype=wide) for _ in range(3))
         scored_TK = None
         if scored_ids_TK is not None:
-            scored_TK = x_TH.new_empty(scored_ids_TK.shape, dtype=wide)
+            scored_TK = x_TH.new_zeros(scored_ids_TK.shape, dtype=wide)
         ctx.sampled_by = temperature_T, candidates_TN, soft_cap
         ctx.first_id = first_id
-        for chunk in _chunks(x_TH):
+        ctx.chunks = _trained_chunks(x_TH, labels_T)
+        for chunk in ctx.chunks:
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
             logits_TV, left_TV, _ = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
@@ -295,9 +304,9 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
-        grad_x_TH, grad_weight_VH = _empty_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
+        grad_x_TH, grad_weight_VH = _zero_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
         temperature_T = ctx.sampled_by[0]
-        for chunk in _chunks(x_TH):
+        for chunk in ctx.chunks:
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
             logits_TV, left_TV, slope_TV = _sampler_logits(ctx, x_TH, weight_VH, chunk)
             log_probs_TV = logits_TV - log_sum_T[chunk].unsqueeze(1)
@@ -330,14 +339,13 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _sampler_logits(
-    ctx, x_TH: Tensor, weight_VH: Tensor, chunk: slice
+    ctx, x_TH: Tensor, weight_VH: Tensor, chunk: slice | Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a chunk's logits divided by the temperature, the allowed ids, and the cap's derivative.
 
-    Logits [T, V] are of the tokens in the range ``chunk`` and this rank's V rows ``weight_VH`` of
-    the head, -inf for ids not allowed. Allowed are the ids that top-p or top-k sampling left, bool
-    [T, V]; None: all ids. The derivative of the soft cap is [T, V]; None: there is no cap. The
-    context ``ctx`` of ``_TokenScores`` holds temperature, allowed ids and cap.
+    Logits [T, V] are of the tokens ``chunk``, a range or indices, and this rank's V rows ``weight_VH`` of the head, -inf
+    for ids not allowed. Allowed are the ids that top-p or top-k sampling left, bool [T, V]; None: all ids. The derivative
+    of the soft cap is [T, V]; None: there is no cap. ``ctx`` (of ``_TokenScores``) holds temperature, allowed ids and cap.
     """
     temperature_T, candidates_TN, soft_cap = ctx.sampled_by
     logits_TV, slope_TV = cap_logits(x_TH[chunk] @ weight_VH.T, soft_cap)
@@ -394,8 +402,7 @@ def token_scores(
         first_id: token id of the weight's first row.
         vocab: the ranks that hold the other rows of the head, with the same x and labels.
         temperature_T: temperature of each token; None: 1.
-        candidates_TN: ids that top-p or top-k sampling left, filled up with -1, over which p is
-            normalised; a token with -1 alone has all ids.
+        candidates_TN: ids that sampling left, filled up with -1, over which p is normalised; a token with -1 alone: all.
         scored_ids_TK: further ids whose log-probabilities are wanted; None: none.
         wants_entropy: whether the entropy is computed; else it is None.
         soft_cap: bound of the logits before the temperature divides them (``cap_logits``); 0: none.
@@ -418,8 +425,7 @@ def greedy_tokens(
 
     Args:
         x_NH: final hidden states.
-        weight_VH: vocabulary head, or this rank's rows of it, the first of them of token
-            ``first_id``.
+        weight_VH: vocabulary head, or this rank's rows of it, the first of them of token ``first_id``.
         vocab: the ranks that hold the other rows.
         soft_cap: bound of the logits (``cap_logits``); 0: none.
     """
@@ -441,14 +447,11 @@ class LossInputs:
 
     Attributes:
         labels: [B, S]; ``IGNORE`` marks tokens that are not trained, whose loss is 0.
-        doc_ids: [B, S] index of the document within its packed sequence, -1 for padding; None: a
-            sequence is one document.
-        counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained
-            token.
+        doc_ids: [B, S] index of the document within its packed sequence, -1 for padding; None: a sequence is one.
+        counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained token.
         context: the ranks that hold the other positions of these sequences.
-        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head
-            itself reads three names: ``temperature`` [B, S], ``candidates`` [B, S, N] and
-            ``scored_ids`` [B, S, K] (arguments of ``token_scores``).
+        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head itself reads three:
+            ``temperature`` [B, S], ``candidates`` [B, S, N], ``scored_ids`` [B, S, K] (as ``token_scores`` does).
         reported: dict to which ``report`` adds this rank's sums of metrics, by name.
         entropy: [B, S] for a loss whose attribute ``uses_entropy`` is True, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
@@ -466,12 +469,11 @@ class LossInputs:
     def sum_by_document(self, x_BS: Tensor, num_documents: int | None = None) -> Tensor:
         """Sum x over each document, also over the ranks of ``context``: [B, D], differentiable.
 
-        Every rank of ``context`` has the same sums. A loss computed from them is equal on these
-        ranks, so pass it through ``share``, else it counts once per rank.
+        Every rank of ``context`` has the same sums. A loss computed from them is equal on these ranks, so pass it
+        through ``share``, else it counts once per rank.
 
         Args:
-            num_documents: D, more than every document id; default: the positions of a whole
-                sequence.
+            num_documents: D, more than every document id; default: the positions of a whole sequence.
         """
         num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
         doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids
@@ -491,8 +493,7 @@ class LossInputs:
         self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
 
 
-# A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over
-# ranks and micro-batches is the loss. It may have two attributes: ``metrics``, the names that it
-# reports, and ``mean_over="documents"`` if it is a mean over documents and not over tokens (the
-# validation loss then is a mean over documents, too).
+# A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over ranks and
+# micro-batches is the loss. It may have two attributes: ``metrics``, the names that it reports, and
+# ``mean_over="documents"`` if it (and then the validation loss) is a mean over documents and not over tokens.
 Loss = Callable[[Tensor, LossInputs], Tensor]

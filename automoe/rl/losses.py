@@ -12,7 +12,7 @@ B rows, S positions of this rank, K scored ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, get_type_hints
@@ -23,6 +23,7 @@ from torch import Tensor
 from automoe.config.convert import converted, field_types
 from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
+from automoe.rl.loss_notes import on_policy as on_policy
 
 Mean = Literal["tokens", "samples", "length", "sum"]
 KL = Literal["k1", "k2", "k3", "k3_weighted", "k3_by_k2"]
@@ -301,38 +302,6 @@ def _options_of(function: Callable[..., Tensor]) -> dict[str, Any]:
     """Return name -> type of a loss function's options: all its arguments but tensors and ``inputs``."""
     hints = get_type_hints(function)
     return {name: hints[name] for name in hints.keys() - {"loss_BS", "nll_BS", "inputs", "return"}}
-
-
-def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if the loss is no function, an option unknown or wrong, or a needed ``length`` missing."""
-    if not callable(loss):
-        raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
-    known: Mapping[str, Any] | None = getattr(loss, "options", None)
-    if known is None:
-        return
-    key = f"losses.{loss.__name__}"
-    for name, value in options.items():
-        if name not in known:
-            rule = f"the loss takes {', '.join(sorted(known))}"
-            raise ConfigError(f"{key}.{name}", value, rule, "Correct the option's name")
-        converted(known[name], value, f"{key}.{name}")
-    if (length := options.get("length", 0 if loss.mean == "length" else 1)) < 1:  # type: ignore[attr-defined]
-        rule = "is a divisor, and has no default"
-        raise ConfigError(f"{key}.length", length, rule, "Give 1 or more")
-
-
-def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the samples' values, such as ``advantages``, that a loss with these options needs."""
-    names = {*getattr(loss, "reads", ())}
-    if options.get("correction") is not None:
-        names |= {"old_log_probs", "sampler_log_probs"}
-    if options.get("max_drift") is not None:
-        names |= {"advantages", "old_log_probs"}
-    if options.get("kl_coef"):
-        names.add("ref_log_probs")
-        if options.get("kl_kind") == "k3_weighted":
-            names.add("old_log_probs")
-    return tuple(sorted(names))
 
 
 # ---------------------------------------------------------------- losses

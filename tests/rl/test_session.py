@@ -17,6 +17,7 @@ import torch
 
 import automoe
 from automoe.checkpoint.saved_state import tensors_of
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, DataError
 from automoe.model.causal_lm import CausalLM
@@ -88,6 +89,8 @@ def test_scores_have_the_gradients_of_whole_logits() -> None:
     temperature = torch.rand(6, dtype=torch.float64) + 0.5
     candidates = torch.cat((torch.stack([torch.randperm(40)[:9] for _ in range(6)]), labels[:, None], ids), 1)
     candidates[2] = -1  # all ids
+    labels[3] = IGNORE
+    trained = (labels >= 0).double()
     factors = torch.randn(3, 6, dtype=torch.float64)
 
     def gradients(nll: torch.Tensor, entropy: torch.Tensor, scored: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -98,7 +101,9 @@ def test_scores_have_the_gradients_of_whole_logits() -> None:
     outside = torch.ones(6, 41).scatter(1, candidates % 41, 0.0)[:, :40].bool() & (candidates >= 0).all(1)[:, None]
     log_p = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
     p, finite = log_p.exp(), log_p.masked_fill(outside, 0.0)
-    expected = gradients(-log_p.gather(1, labels[:, None])[:, 0], -(p * finite).sum(-1), log_p.gather(1, ids))
+    nll = -log_p.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    scored = torch.where(trained[:, None] > 0, log_p.gather(1, ids), 0.0)
+    expected = gradients(torch.where(trained > 0, nll, 0.0), -(p * finite).sum(-1) * trained, scored)
     got = gradients(
         *token_scores(
             x,

@@ -6,7 +6,9 @@ import errno
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from automoe.checkpoint import store
 from automoe.errors import CheckpointError, DataError, SaveError
 from automoe.rl.engine import Sampling, TransformersEngine
-from automoe.rl.losses import dapo, grpo
+from automoe.rl.losses import dapo, grpo, gspo, on_policy
 from automoe.rl.weights import WeightStream
 from automoe.session import open_session, save_at, store_at
 from automoe.verify.pool import RankPool
@@ -44,6 +46,38 @@ def test_stages_add_gradients_of_several_calls(ranks: RankPool, tmp_path: Path) 
     assert alone == pytest.approx(alone[:1] * 3, rel=1e-10)
     for norms in ranks.run(norms_of, 2, str(tmp_path / "stages"), ["mesh.pp=2", "mesh.dp_shard=1"]):
         assert norms == pytest.approx(alone, rel=1e-10)
+
+
+def first_updates(run_dir: str, settings: list[str]) -> tuple[list[dict[str, bytes]], list[Any]]:
+    """Of three sessions that scored the answers, did not, and got other numbers: their weights, records and answers."""
+    states, records = [], []
+    for kind in ("scored", "own", "other"):
+        session = open_session([*SMALL, *settings, f"run_dir={run_dir}/{kind}"])
+        batch = batch_of()
+        if kind != "other":
+            batch = [replace(sample, values={"advantages": sample.values["advantages"]}) for sample in batch]
+        options = {"loss": gspo, "max_drift": 0.01}
+        if kind == "own":
+            options["loss"] = on_policy(gspo)
+        if kind == "scored":
+            old = session.log_probs(batch).log_probs
+            values = [{**sample.values, "old_log_probs": each} for sample, each in zip(batch, old, strict=True)]
+            batch = [replace(sample, values=each) for sample, each in zip(batch, values, strict=True)]
+        first = session.forward_backward(batch, **options)
+        update = session.optim_step(1e-2)
+        states.append(bytes_of(session))
+        answers = old if kind == "scored" else first.log_probs
+        records.append((first.loss, first.metrics, update.grad_norm, [answer.tolist() for answer in answers]))
+    return states, records
+
+
+@pytest.mark.parametrize("settings", [["train.dtype=bfloat16"], ["mesh.dp_shard=2"], ["mesh.pp=2", "mesh.dp_shard=1"]])
+def test_a_first_update_needs_no_scores_of_its_own(ranks: RankPool, tmp_path: Path, settings: list[str]) -> None:
+    """To the bit: loss, metrics, norm, weights, and log-probabilities for later updates."""
+    number = 2 if "dtype" not in settings[0] else 1
+    for states, records in ranks.run(first_updates, number, str(tmp_path), settings):
+        assert records[0] == records[1] and records[0][0] != records[2][0]
+        assert states[0] == states[1] != states[2]
 
 
 def clipped(run_dir: str) -> tuple[set[str], set[str]]:
