@@ -198,6 +198,8 @@ class ModelConfig:
         "olmoe",
         "granitemoe",
         "granitemoeshared",
+        "deepseek_v2",
+        "ernie4_5_moe",
         "llama",
         "qwen3",
         "transformers",
