@@ -105,7 +105,7 @@ def exhaustive(*case: str) -> Any:
         exhaustive("granitemoeshared_odd", "pp2"),
         exhaustive("granitemoe_odd", "ep_shard2"),
         exhaustive("dsv2", "tp2_dp2_ep2_etp2"),
-        exhaustive("dsv2_odd", "pp2_ep2_ep_shard2"),
+        exhaustive("dsv2_odd", "ep_shard2"),
         ("ernie4_5_moe", "tp2_dp2_ep2_etp2"),
         exhaustive("ernie4_5_moe_odd", "pp2"),
         exhaustive("qwen2_moe", "tp2_dp2_ep2_etp2"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from automoe.hf.families import deepseek_v3
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import SOFTMAX_ROUTER, Field, multiple
+from automoe.hf.families.family import SOFTMAX_ROUTER, Field, multiple, named
 
 _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
 
@@ -34,6 +34,13 @@ FAMILY = replace(
     | {
         "router.num_groups": Field("n_group", read=_read_groups),
         "router.topk_groups": Field("topk_group", read=_read_groups),
+    }
+    # whatever the file says: its class overwrites head_dim, and has no key heads
+    | named("attention.qk_rope_head_dim")
+    | {
+        "attention.num_kv_heads": replace(
+            deepseek_v3.KEY_HEADS, read=lambda heads, hf: hf.num_attention_heads
+        )
     }
     | multiple("hidden_size", lambda config: config.attention.num_heads)
     # it rotates pairs as complex numbers, which must lie at even places
