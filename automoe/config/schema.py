@@ -198,6 +198,8 @@ class ModelConfig:
         "olmoe",
         "granitemoe",
         "granitemoeshared",
+        "deepseek_v2",
+        "ernie4_5_moe",
         "llama",
         "qwen3",
         "transformers",
@@ -246,8 +248,7 @@ class ModelConfig:
     zero_centered_norms: bool = False
     tie_embeddings: bool = False  # the output head shares the embedding's weight
     embedding_multiplier: float = 1.0  # factor of the embedding's rows (Granite)
-    # factor of what attention and FFN add to the residual stream (Granite)
-    residual_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # factor of what a block adds to the residual stream (Granite)
     logits_scaling: float = 1.0  # logits are divided by it (Granite)
     # logits are c * tanh(logits / c) for this c (Gemma); null: as they are
     final_logit_softcapping: float | None = None

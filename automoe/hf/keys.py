@@ -201,7 +201,8 @@ class KeyMap:
             the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
             names; an empty name means that files lack the tensor. Dims of the stored tensor may
             follow in letters: ``[E 2*I H]`` has all gates before the ups, ``[E H I*2]`` alternates
-            gates and ups. ``[1/2]``: our tensor is the second half of its rows.
+            gates and ups. ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one
+            row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in such
@@ -315,6 +316,8 @@ class KeyMap:
             return [
                 piece._replace(shape=(parts * rows, *rest), offset=(at * rows, *[0] * len(rest)))
             ]
+        if dims == "1 E]":
+            return [whole(keys[0], shape)._replace(file=(1, *shape))]
         letters = SPECS[name].shape.split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]

@@ -148,8 +148,8 @@ def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig
     if config.softmax_after_topk:
         probs_BsK = probs_BsK.softmax(-1)
     elif config.norm_topk_prob:
-        # The epsilon is DeepSeek's, for scores that may all vanish; softmax scores cannot.
-        tiny = 0.0 if config.score == "softmax" else 1e-20
+        # The epsilon is DeepSeek's, for scores that may all vanish; the largest of a softmax cannot.
+        tiny = 0.0 if config.score == "softmax" and not config.expert_bias else 1e-20
         probs_BsK = probs_BsK / (probs_BsK.sum(-1, keepdim=True) + tiny)
     return probs_BsK * config.routed_scaling_factor
 

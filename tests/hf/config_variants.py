@@ -94,6 +94,9 @@ BASES: dict[str, Variant] = {
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3} | _MULTIPLIERS,
     "granitemoeshared": {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 12}
     | _MULTIPLIERS,
+    "deepseek_v2": _GROUPED | _MLA | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 16}
+    | {"moe_layer_start_index": 1, "tie_word_embeddings": False},
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }

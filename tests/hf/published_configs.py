@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from published_mla import DSV3, DSV32, GLM5, GLM47_FLASH, KIMI_K2, MOONLIGHT
+from published_mla import DSV2, DSV2_LITE, DSV3, DSV32, GLM5, GLM47_FLASH, KIMI_K2, MOONLIGHT
 
 QWEN3_30B = {
     "model_type": "qwen3_moe",
@@ -382,6 +382,30 @@ GRANITE31_1B = {
     "tie_word_embeddings": True,
     "vocab_size": 49155,
 }
+ERNIE45_21B = {
+    "model_type": "ernie4_5_moe",
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_end_index": 27,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "vocab_size": 103424,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "moonlight_16b_a3b": MOONLIGHT,
     "dsv3_671b": DSV3,
@@ -402,6 +426,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "minimax_m2_230b_a10b": MINIMAX_M2,
     "olmoe_7b_a1b": OLMOE_7B,
     "granite31_1b_a400m": GRANITE31_1B,
+    "dsv2_lite_16b_a2b": DSV2_LITE,
+    "dsv2_236b_a21b": DSV2,
+    "ernie45_21b_a3b": ERNIE45_21B,
     "glm45_355b_a32b": GLM45,
     "glm45_air_106b_a12b": GLM45_AIR,
     "glm47_flash_30b_a3b": GLM47_FLASH,
@@ -428,6 +455,8 @@ UNREAD: dict[str, set[str]] = {
     "minimax_m2_230b_a10b": {"mtp_transformer_layers", "use_cache", "use_mtp"},
     "olmoe_7b_a1b": _BALANCED,
     "granite31_1b_a400m": _BALANCED,
+    "dsv2_236b_a21b": {"attention_dropout", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "use_cache"},
+    "ernie45_21b_a3b": {"use_cache"},
     "glm45_355b_a32b": {"attention_dropout", "use_cache"},
     "glm47_flash_30b_a3b": {"attention_dropout", "topk_method"},
     "glm5_744b_a40b": {"attention_dropout", "ep_size", "pretraining_tp", "use_cache"},

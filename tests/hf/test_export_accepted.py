@@ -33,6 +33,7 @@ KNOWN = [
     ("glm4_moe", "num_experts", 1),
     ("glm4_moe_lite", "num_shared_experts", 0),
     ("glm_moe_dsa", "num_experts", 1),
+    ("deepseek_v2", "num_shared_experts", 0),
 ]
 
 
@@ -94,6 +95,17 @@ def test_what_transformers_would_not_load_is_refused_before_ranks_start(family: 
     check(model_of(family, key, value + 1))
     with pytest.raises(ConfigError, match=f"{value + 1} or more, or checkpoint.export_hf=false") as error:
         check(model_of(family, key, value))
+    assert error.value.key == f"model.{key}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fits"),
+    [("hidden_size", 30, 32), ("attention.kv_lora_rank", 15, 16), ("attention.qk_nope_head_dim", 7, 8)],
+)
+def test_sizes_that_deepseek_v2_cannot_have_are_refused(key: str, value: int, fits: int) -> None:
+    check(model_of("deepseek_v2", key, fits))
+    with pytest.raises(ConfigError, match=rf"a multiple of {4 if fits == 32 else 2}.*={fits}, or") as error:
+        check(model_of("deepseek_v2", key, value))
     assert error.value.key == f"model.{key}"
 
 

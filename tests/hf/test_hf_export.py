@@ -44,7 +44,7 @@ def entries(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd", "gpt_oss", "qwen2_moe_odd", "glm4_moe_odd"]
-    + ["granitemoeshared_odd"]
+    + ["granitemoeshared_odd", "dsv2_odd", "ernie4_5_moe_odd"]
     + [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama_odd", "qwen3", "qwen3_next_odd")],
 )
 def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -> None:
@@ -390,6 +390,8 @@ OTHERS = (
     "minimax_m2",
     "olmoe",
     "granite",
+    "dsv2",
+    "ernie45",
     "dsv32",
     "glm_moe_dsa",
 )

@@ -231,7 +231,7 @@ def test_a_tied_head_with_numbers_of_its_own_stays_apart_as_in_transformers(chan
 
 
 @pytest.mark.parametrize(
-    ("model_type", "embedding"), [("ernie4_5_moe", "model.embed_tokens"), ("nemotron_h", "backbone.embeddings")]
+    ("model_type", "embedding"), [("dots1", "model.embed_tokens"), ("nemotron_h", "backbone.embeddings")]
 )
 def test_a_class_that_ties_a_head_with_numbers_of_its_own_says_to_untie_it(
     model_type: str, embedding: str, tmp_path: Path

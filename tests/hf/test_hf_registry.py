@@ -111,7 +111,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family",
     ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
-    + ["minimax_m2", "olmoe", "granite", "llama", "qwen3", "dsv32", "glm_moe_dsa"],
+    + ["minimax_m2", "olmoe", "granite", "dsv2", "ernie45", "llama", "qwen3", "dsv32", "glm_moe_dsa"],
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")
@@ -230,6 +230,9 @@ def test_model_that_the_family_cannot_express() -> None:
         ("mixtral", "logits_scaling", 2.0),
         ("granite", "final_logit_softcapping", 30.0),
         ("qwen3_moe", "hidden_act", "gelu"),
+        ("dsv2", "router.norm_topk_prob", True),
+        ("dsv2", "router.group_score_topk", 2),
+        ("ernie45", "rope.interleaved", False),
     ],
 )
 def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:

@@ -59,6 +59,8 @@ FAMILIES = [
     "minimax_m2",
     "olmoe",
     "granitemoeshared",
+    "dsv2",
+    "ernie4_5_moe",
 ]
 ALWAYS = FAMILIES[:5]
 FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe", "granitemoeshared")

@@ -188,6 +188,27 @@ MODELS["granite"] = ModelConfig(
 MODELS["granite-unshared"] = replace(
     MODELS["granite"], family="granitemoe", shared_intermediate_size=0, logits_scaling=0.5
 )
+# A softmax chooses in the groups with the best experts; a bias chooses, and pairs of dims turn in every head.
+MODELS["deepseek-v2"] = replace(
+    MODELS["deepseek"],
+    family="deepseek_v2",
+    router=RouterConfig(
+        norm_topk_prob=False, routed_scaling_factor=2.5, num_groups=4, topk_groups=2, group_score_topk=1
+    ),
+)
+MODELS["ernie"] = ModelConfig(
+    family="ernie4_5_moe",
+    num_layers=4,
+    first_k_dense=1,
+    intermediate_size=24,
+    num_experts_per_token=3,
+    num_shared_experts=2,
+    tie_embeddings=True,
+    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6),
+    rope=RopeConfig(theta=50.0, interleaved=True),
+    router=RouterConfig(expert_bias=True),
+    **SIZES,
+)
 # One and two modules for multi-token prediction; the last ones read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
 MODELS["deepseek-mtp-scaled"] = replace(MODELS["deepseek-mtp"], **MULTIPLIERS)

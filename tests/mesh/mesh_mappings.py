@@ -91,6 +91,9 @@ CORE = [
     # factors of embedding, residual, attention and logits, which are capped
     Case("granite", dict(cp=2, tp=2, ep=2), rows=4),
     Case("deepseek-mtp-scaled", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
+    # a softmax in groups, and one with a bias
+    Case("deepseek-v2", dict(pp=2, tp=2, ep=2), rows=2),
+    Case("ernie", dict(cp=2, tp=2, ep=2), rows=4),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
     # what is evaluated between steps counts nowhere; keys of their own are clipped too
@@ -167,6 +170,12 @@ MORE = [
     Case("granite", dict(dp_shard=2, tp=2, ep=2), rows=2, parallel=FULL, lora=LORA),
     Case("granite", dict(dp_replicate=2, cp=2, ep=2), rows=2, parallel=ULYSSES | PARTS),
     Case("deepseek-mtp-scaled", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED | FULL),
+    Case("deepseek-v2", dict(cp=2, tp=2, etp=2), rows=4, parallel=FULL),
+    Case("deepseek-v2", dict(dp_shard=2, tp=2, ep=2), rows=2, lora=LORA),
+    Case("deepseek-v2", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
+    Case("ernie", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV),
+    Case("ernie", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=PARTS, lora=LORA),
+    Case("ernie", dict(dp_replicate=2, cp=2, ep=2), rows=2, parallel=ULYSSES | FULL),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     # modules away from the head: on the rank of the embedding, on two stages, alone, beside a tied head's copy
     Case("deepseek-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|ttt|m|L")),

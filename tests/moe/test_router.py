@@ -105,8 +105,11 @@ def test_the_bias_selects_and_does_not_weigh() -> None:
     assert routing_probs(scores, ids, config).tolist() == pytest.approx([0.1, 0.9])
 
 
-def test_sigmoid_scores_that_all_vanish_give_weights_of_zero_and_not_nan() -> None:
-    weights = routing_probs(torch.zeros(E), torch.tensor([0, 1]), RouterConfig(score="sigmoid"))
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_chosen_scores_that_all_vanish_give_weights_of_zero_and_not_nan(score: str) -> None:
+    """A bias may choose experts of which a softmax leaves nothing."""
+    config = RouterConfig(score=score, expert_bias=score == "softmax")
+    weights = routing_probs(torch.zeros(E), torch.tensor([0, 1]), config)
     assert weights.tolist() == [0.0, 0.0]
 
 

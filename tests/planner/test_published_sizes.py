@@ -19,6 +19,8 @@ CONF = shipped_folder("conf") / "model"
 CHECKPOINTS = {
     "dsv3_671b": (671_026_419_200, 0, 0),
     "kimi_k2_1t_a32b": (1_026_408_232_448, 0, 0),
+    "dsv2_lite_16b_a2b": (15_706_484_224, 0, 0),
+    "dsv2_236b_a21b": (235_741_434_880, 0, 0),
     "qwen3_30b_a3b": (30_532_122_624, 0, 0),
     "qwen3_235b_a22b": (235_093_634_560, 0, 0),
     "qwen3_coder_30b_a3b": (30_532_122_624, 0, 0),
@@ -121,6 +123,12 @@ def test_olmoe_has_the_size_of_its_paper() -> None:
     """arXiv 2409.02060, table 1: 6.9 B and 1.3 B active."""
     count = count_params(preset("olmoe_7b_a1b"))
     assert (round(count.total / 1e9, 1), round(count.active / 1e9, 1)) == (6.9, 1.3)
+
+
+def test_ernie_has_the_numbers_of_its_checkpoint() -> None:
+    """Whose name rounds 21.6 B without the embedding down."""
+    model = preset("ernie45_21b_a3b")
+    assert count_params(model).total + selection_biases(model, model.num_moe_layers) == 21_825_437_888
 
 
 def numbers_of(name: str) -> tuple[float | None, float | None]:

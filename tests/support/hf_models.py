@@ -101,6 +101,17 @@ _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "logits_scaling": 1.5,
 }
+_ERNIE: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,  # its row of the embedding would get no gradient
+}
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -312,6 +323,23 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": 101, "hidden_size": 40, "shared_intermediate_size": 20, "num_experts_per_tok": 2}
         | {"tie_word_embeddings": True, "rope_scaling": _YARN, "logits_scaling": 0.7, "hidden_act": "relu2"},
     ),
+    "dsv2": ("deepseek_v2", _MLA | {"norm_topk_prob": False}),
+    "dsv2_odd": (
+        "deepseek_v2",
+        _MLA
+        | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 9, "q_lora_rank": None}
+        | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"first_k_dense_replace": 2, "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}}
+        | {"n_shared_experts": 2, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", _ERNIE),
+    "ernie4_5_moe_odd": (
+        "ernie4_5_moe",
+        _ERNIE
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 12, "num_key_value_heads": 1, "moe_num_experts": 5}
+        | {"moe_num_shared_experts": 0, "moe_layer_start_index": 2, "tie_word_embeddings": True, "rope_theta": 50.0}
+        | {"rope_scaling": _YARN, "moe_k": 2},
+    ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (
         "llama",
@@ -354,7 +382,7 @@ def small_hf_model(
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if key.endswith(".bias"):
+            if key.endswith(("_correction_bias", ".bias")):
                 parameter.copy_(0.2 * noise)
             elif key.endswith("norm.weight"):
                 parameter.add_(0.1 * noise)  # to one or, where norms are zero-centred, zero
@@ -375,7 +403,7 @@ def as_our_tensor(name: str, shape: torch.Size, theirs: dict[str, torch.Tensor],
     """Our tensor ``name`` of ``shape``, or its gradient, put together from transformers' tensors in memory."""
     whole = torch.empty(shape)
     for piece in family_of(config).keys.in_memory.pieces(name, tuple(shape)):
-        whole[piece.box] = piece.within(theirs[piece.key])
+        whole[piece.box] = piece.within(theirs[piece.key].view(piece.shape))
     return whole
 
 

@@ -411,6 +411,18 @@ def named(words: str) -> dict[str, Field | str]:
     return {ours: theirs or ours.rpartition(".")[2] for ours, _, theirs in pairs}
 
 
+def multiple(key: str, of: Callable[[ModelConfig], int]) -> dict[str, Field]:
+    """Return the field of the dotted ``key``, of which only multiples of ``of(config)`` are written."""
+
+    def write(size: int, config: ModelConfig) -> int:
+        if rest := size % of(config):
+            said = f"transformers computes a {config.family} model only with a multiple of {of(config)}"
+            raise _not_exported(config, key, said, size + of(config) - rest)
+        return size
+
+    return {key: Field(key.rpartition(".")[2], write=write)}
+
+
 KV_HEADS = Field("num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads)
 # Spelling of keys in most families, which declare their exceptions: first dense families, then MoE.
 DENSE_FIELDS = named("vocab_size hidden_size num_layers=num_hidden_layers intermediate_size") | {

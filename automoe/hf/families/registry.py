@@ -21,8 +21,10 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.codes import decodable, split
 from automoe.hf.families import (
+    deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    ernie4_5_moe,
     glm4_moe,
     gpt_oss,
     granite,
@@ -59,6 +61,8 @@ FAMILIES: dict[str, Family] = {
         olmoe.FAMILY,
         granite.FAMILY,
         granite.SHARED,
+        deepseek_v2.FAMILY,
+        ernie4_5_moe.FAMILY,
         llama.FAMILY,
         qwen.QWEN3,
     )
