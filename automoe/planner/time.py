@@ -471,10 +471,10 @@ def _optimizer(place: Place, stages: list[Stage]) -> float:
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)
-    return seconds + (_muon(place) if place.config.optim.algorithm == "muon" else 0.0)
+    return seconds + (muon_time(place) if place.config.optim.algorithm == "muon" else 0.0)
 
 
-def _muon(place: Place) -> float:
+def muon_time(place: Place) -> float:
     """Return the seconds of Muon's iterations, with the matrices divided evenly over ranks.
 
     All-to-alls before and after them are included. An iteration multiplies [m, n] x [n, m], [m, m]
