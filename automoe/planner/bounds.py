@@ -38,7 +38,7 @@ from automoe.planner.place import Pass, Passes, Place, key_of
 from automoe.planner.reserve import FRAGMENTATION
 from automoe.planner.schedule import GRAIN, HIDDEN
 from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
-from automoe.planner.time import host_times, muon_time
+from automoe.planner.time import host_times, optimizer_time
 
 Array = NDArray[Any]
 # Values of a layer: seconds of both passes and of its all-to-alls, bytes gathered over fsdp, numbers
@@ -210,22 +210,23 @@ class Space:
                 size = self._kept(layer, load, again, DENSE)
                 rows.append((*_seconds(passes, again), 0.0, 0.0, *fixed, size))
             made.append(rows)
-        made += [[row] * len(self.rungs[:rungs]) for row in self._ends(place)]
+        made += [[row] * len(rows) for row in self._ends(place)]
         return np.array(made).swapaxes(0, 1)
 
-    def _ends(self, place: Place) -> list[tuple[float, ...]]:
+    def _ends(self, place: Place) -> Array:
         """Return ``VALUES`` of the embedding, of the head, and of what a stage sends to the next one."""
-        config, tp, none = self.config, place.mesh.tp, (0.0,) * 4
+        config, tp = self.config, place.mesh.tp
         model, compute = config.model, DTYPE_BYTES[config.train.dtype][1]
-        numel = model.vocab_size * model.hidden_size / tp
-        embedding, head = (numel * trained for trained in ends_trained(config))
-        apart = not model.tie_embeddings  # a tied head has the embedding's weights
-        passes = head_time(place, 1 + model.num_mtp_layers)
-        return [
-            (0.0, 0.0, *none, compute * numel, embedding, embedding * tp, 0.0),
-            (*passes, *none, apart * compute * numel, apart * head, apart * head * tp, 0.0),
-            (*none, *none, 0.0, compute * place.tokens * model.hidden_size),
-        ]
+        # A tied head has the embedding's weights.
+        held = (
+            model.vocab_size * model.hidden_size / tp * np.array([1, not model.tie_embeddings, 0])
+        )
+        trained = held * [*ends_trained(config), 0]
+        ends = np.zeros((NUM_ENDS, len(VALUES)))
+        ends[1, :2] = head_time(place, 1 + model.num_mtp_layers)
+        ends[:, -4:-1] = np.transpose([compute * held, trained, trained * tp])
+        ends[2, -1] = compute * place.tokens * model.hidden_size
+        return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
         """Return ``VALUES`` of each kind of layer's routed experts and launches: [choices, kinds, values].
@@ -262,8 +263,7 @@ class Space:
                 size = self._kept(layer, load, again, EXPERTS)
                 rows[again] = *_seconds(timed[arrives], again), *launches, *fixed, size
             made.append([rows[again] for again in repeated])
-        made += [[(0.0,) * len(VALUES)] * len(made[0])] * NUM_ENDS
-        return np.array(made).swapaxes(0, 1)
+        return np.pad(np.array(made).swapaxes(0, 1), ((0, 0), (0, NUM_ENDS), (0, 0)))
 
     def _kept(
         self, layer: int, load: TokenLoad, again: frozenset[str], parts: Sequence[str]
@@ -301,12 +301,10 @@ def seconds_once(config: Config, ranks: int) -> float:
 
     They are the fixed time of a step, and the products of Muon's iterations. The run has ``ranks`` ranks.
     """
-    machine = Machine.of(config, Constants.load())
     alone = MeshShape(ranks, *[1] * 8)  # no rank shares a matrix, so none is sent
-    seconds = machine.constants.step
-    if config.optim.algorithm == "muon":
-        seconds += muon_time(Place(config, alone, machine, plan_batch(config, alone)))
-    return seconds
+    machine = Machine.of(config, Constants.load())
+    place = Place(config, alone, machine, plan_batch(config, alone))
+    return machine.constants.step + optimizer_time(place, [])
 
 
 class Layout:

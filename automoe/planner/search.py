@@ -53,8 +53,8 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 }
 # Meshes, columns, candidates and timed candidates that are looked at together: at most so many, and
 # none with a bound below this share of the highest. Timed ones are equally fast, but for rounding.
-BATCHES = (1000, 4000, 16, 1000)
-LEVELS = (0.98, 0.98, 0.98, 1 - 1e-9)
+BATCHES = (4000, 16_000, 16, 1000)
+LEVELS = (0.95, 0.95, 0.98, 1 - 1e-9)
 PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
 BALANCED = 3  # so many of the fastest candidates have layers moved between stages
 
@@ -189,7 +189,7 @@ class Queue:
         spread = _sorted(self._spread(families, 1, 1.0))
         self.left = [spread, spread[:0], *[np.empty(0, WAITING)] * 3]
         self.since = 0  # candidates since the last result
-        self.nearest = np.inf  # least bytes of a rank among the candidates that cannot fit
+        self.nearest = np.inf  # about the fewest bytes among candidates that cannot fit
 
     def highest(self) -> list[float]:
         """Return the highest upper bound of tokens/s among the waiting entries of each kind; 0: none waits.
@@ -297,7 +297,9 @@ class Queue:
                 fits = least <= limit
                 self.result.too_large += len(here) - int(fits.sum())
                 if not fits.any():
-                    self._miss(number, columns[here[least.argmin()]], least.min())
+                    # Activations tell those with equal weights apart.
+                    near = least + columns["kept"][here].sum(axis=1)
+                    self._miss(number, columns[here[near.argmin()]], near.min())
                     continue
                 here = here[fits]
                 waiting = np.empty(len(here), WAITING)
@@ -340,12 +342,12 @@ class Queue:
             family.of(_on(self.config, shape), **layout.settings, recompute=again), shape
         )
 
-    def _miss(self, number: int, column: Any, least: float) -> None:
-        """Add a candidate to ``result.missed`` if its ``least`` bytes are fewer than of those before it."""
-        if least < self.nearest and not self.result.num_timed:
+    def _miss(self, number: int, column: Any, near: float) -> None:
+        """Add a candidate to ``result.missed`` if its bytes ``near`` are fewer than of those before it."""
+        if near < self.nearest and not self.result.num_timed:
             miss = self._candidate(number, column["rung"], column["item"])
             if miss and self._legal(miss.config, miss.mesh):
-                self.nearest = least
+                self.nearest = near
                 self.result.missed.append(miss)
 
     def _found(self, waiting: Array) -> list[Array]:

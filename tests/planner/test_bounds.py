@@ -97,7 +97,7 @@ def test_of_equally_fast_candidates_the_plainest_wins() -> None:
     assert queue.result.found == [plain]
 
 
-def test_where_nothing_fits_the_nearest_miss_is_told() -> None:
+def test_where_nothing_fits_a_near_miss_is_told() -> None:
     """It is not timed: its memory alone says that it does not fit."""
     config: Config = replace(quick_config("mixtral_8x22b", ["launch.num_ranks=null"]), mesh=MeshConfig())
     result = search(config, 2, "cuda")
