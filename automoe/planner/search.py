@@ -181,7 +181,7 @@ class Queue:
         adds = config.moe.experts == "grouped_mm" and not config.lora.rank
         families = [
             Family(*axes, micro, fp8, "deepep", "auto", grad)
-            for axes in self.shapes
+            for axes in (self.shapes if made else ())
             for micro, fp8, grad in product(micros, *(tried(config, fixed, key) for key in keys))
             if grad == "autograd" or (adds and fp8 == "off")
         ]
