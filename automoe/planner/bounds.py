@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from automoe.config.batch import plan_batch
-from automoe.config.mesh_shape import MeshShape, stage_layers
+from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.pipeline import (
     ALL_FORWARDS_FIRST,
     Entry,
@@ -27,26 +27,27 @@ from automoe.config.pipeline import (
 from automoe.config.recompute import FULL
 from automoe.config.schema import Config
 from automoe.config.tier import tier_of
+from automoe.model.params import embedding_stages
 from automoe.planner.activations import UNEVEN, TokenLoad, at_load, layer_activation_bytes
 from automoe.planner.candidate import changed
 from automoe.planner.communication import NOTHING
 from automoe.planner.layer_time import add_experts, head_time, local_time, time_again
-from automoe.planner.layer_weights import layer_weights
+from automoe.planner.layer_weights import ends_trained, layer_weights
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.place import Pass, Passes, Place, key_of
 from automoe.planner.reserve import FRAGMENTATION
 from automoe.planner.schedule import GRAIN, HIDDEN
 from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
-from automoe.planner.time import host_times
+from automoe.planner.time import host_times, optimizer_time
 
 Array = NDArray[Any]
-# Values of a layer: seconds of both passes, of its all-to-alls and of the head, bytes gathered over
-# fsdp, numbers with gradients, numbers that the optimizer updates on all ranks of a pipeline rank,
-# and activations.
-LAYER = "forward backward sent head gathered trained state kept".split()
+# Values of a layer: seconds of both passes and of its all-to-alls, bytes gathered over fsdp, numbers
+# with gradients, numbers that the optimizer updates on all ranks of a pipeline rank, and activations.
+LAYER = "forward backward sent gathered trained state kept".split()
 # Values computed apart for a layer's routed experts and for the rest, then added: those of LAYER,
 # seconds of recomputation (again), and launch seconds of both passes.
-VALUES = "forward backward again sent forward_host backward_host head gathered trained state kept".split()
+VALUES = "forward backward again sent forward_host backward_host".split() + LAYER[3:]
+NUM_ENDS = 3  # more kinds of layers: the embedding, the head, and the output of a stage
 DENSE, EXPERTS = ("norms", "attention", "ffn"), ("experts", "router")  # of a layer's activations
 # Values of a column: rows of a micro-batch, cp * tp, and ep * etp.
 COLUMN = "micro ranks local".split()
@@ -130,6 +131,7 @@ class Space:
         self.kinds = {kind: layer for layer, kind in enumerate(kinds)}
         number = {kind: index for index, kind in enumerate(self.kinds)}
         self.kind_of = np.array([number[kind] for kind in kinds])
+        self.whole = [*np.bincount(self.kind_of), 1, 1, 0]  # the model: its layers and both ends
         # What many families share: settings, passes of a layer, and its values with and without experts.
         self._settings = cache(self._of_family)
         self._local = cache(lambda family, layer: local_time(self._place(family), layer))
@@ -146,18 +148,19 @@ class Space:
             Array with one record per family (``item``) and choice, family by family. Fields:
             ``rung``, index of the choice; ``micro``, rows of a micro-batch; ``ranks``, cp * tp;
             ``local``, ep * etp; ``bound``, ``bytes`` and ``layout``, which the search sets. Fields
-            with a value for each kind of layer: seconds of the ``forward`` and ``backward`` pass,
-            of all-to-alls (``sent``) and of the output ``head``; bytes that FSDP gathers
-            (``gathered``); trained elements on a rank before FSDP shards them (``trained``), and
-            summed over tp, or ep and etp (``state``); bytes of activations at twice the even
-            expert load (``kept``).
+            with a value for each kind of layer, and for embedding, head and a stage's output:
+            seconds of the ``forward`` and ``backward`` pass and of all-to-alls (``sent``); bytes
+            that FSDP gathers (``gathered``); trained elements on a rank before FSDP shards them
+            (``trained``), and summed over tp, or ep and etp (``state``); bytes of activations at
+            twice the even expert load (``kept``).
         """
         parts = (
             [self._plain(family.plain, rungs) for family in families],
             [self._experts(family.routed, rungs) for family in families],
         )
         count = len(self.rungs[:rungs])
-        shape = 2, len(families), count, len(self.kinds), len(VALUES)
+        num_kinds = len(self.kinds) + NUM_ENDS
+        shape = 2, len(families), count, num_kinds, len(VALUES)
         added = np.array(parts).reshape(shape).sum(axis=0)
         values = dict(zip(VALUES, np.moveaxis(added, -1, 0), strict=True))
         for name, again in (("forward", 0.0), ("backward", values["again"])):
@@ -167,7 +170,7 @@ class Space:
                 again = np.maximum(again - late, 0.0)
             values[name] = values[name] + late + again
         sizes = [(f.micro_batch_size, f.cp * f.tp, f.ep * f.etp) for f in families]
-        kinds = [(name, float, len(self.kinds)) for name in LAYER]
+        kinds = [(name, float, num_kinds) for name in LAYER]
         fields = [*WAITING.descr, *((name, float) for name in COLUMN), *kinds]
         columns = np.zeros((len(families), count), fields)
         columns["rung"] = np.arange(count)
@@ -196,19 +199,34 @@ class Space:
         """
         place = self._place(family)
         load = TokenLoad.of(place.config, place.mesh, place.batch)
-        head = sum(head_time(place, 1 + self.config.model.num_mtp_layers))
         made = list[list[tuple[float, ...]]]()
         for kinds, layer in self.kinds.items():
             weights = layer_weights(self.key, self.config, layer, family.tp)
             trained = weights.dense_trained
-            fixed = head, weights.dense_bytes, trained, trained * family.tp
+            fixed = weights.dense_bytes, trained, trained * family.tp
             passes = self._local(family, layer)
             rows = list[tuple[float, ...]]()
             for again in (kind.recomputed for kind in kinds[:rungs]):
                 size = self._kept(layer, load, again, DENSE)
                 rows.append((*_seconds(passes, again), 0.0, 0.0, *fixed, size))
             made.append(rows)
+        made += [[row] * len(rows) for row in self._ends(place)]
         return np.array(made).swapaxes(0, 1)
+
+    def _ends(self, place: Place) -> Array:
+        """Return ``VALUES`` of the embedding, of the head, and of what a stage sends to the next one."""
+        config, tp = self.config, place.mesh.tp
+        model, compute = config.model, DTYPE_BYTES[config.train.dtype][1]
+        # A tied head has the embedding's weights.
+        held = (
+            model.vocab_size * model.hidden_size / tp * np.array([1, not model.tie_embeddings, 0])
+        )
+        trained = held * [*ends_trained(config), 0]
+        ends = np.zeros((NUM_ENDS, len(VALUES)))
+        ends[1, :2] = head_time(place, 1 + model.num_mtp_layers)
+        ends[:, -4:-1] = np.transpose([compute * held, trained, trained * tp])
+        ends[2, -1] = compute * place.tokens * model.hidden_size
+        return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
         """Return ``VALUES`` of each kind of layer's routed experts and launches: [choices, kinds, values].
@@ -221,18 +239,20 @@ class Space:
         config, mesh = place.config, place.mesh
         load = TokenLoad.of(config, mesh, at_load(place.batch, UNEVEN, config, mesh))
         cut = family.ep * family.etp
+        # layers that differ in attention alone have equal experts
+        known = dict[Any, dict[frozenset[str], tuple[float, ...]]]()
         made = list[list[tuple[float, ...]]]()
         for kinds, layer in self.kinds.items():
             weights = layer_weights(self.key, config, layer, family.tp)
             trained = weights.expert_trained
-            fixed = 0.0, weights.expert_bytes / cut, trained / cut, trained
+            fixed = weights.expert_bytes / cut, trained / cut, trained
             launches = host_times(place, layer)
             shared = self._local(family.plain, layer).forward.parts.get("shared_experts", 0.0)
             timed = dict[bool, Passes]()
-            rows = dict[frozenset[str], tuple[float, ...]]()
             # no other module that is recomputed is a part of the experts
             repeated = [kind.recomputed & {FULL, "moe"} for kind in kinds[:rungs]]
-            for again in {*repeated}:
+            rows = known.setdefault((shared, *fixed), {})
+            for again in {*repeated} - rows.keys():
                 # only rows in 8 bits are encoded once more
                 arrives = family.dispatch_dtype == "fp8" and bool(again)
                 if arrives not in timed:
@@ -243,7 +263,7 @@ class Space:
                 size = self._kept(layer, load, again, EXPERTS)
                 rows[again] = *_seconds(timed[arrives], again), *launches, *fixed, size
             made.append([rows[again] for again in repeated])
-        return np.array(made).swapaxes(0, 1)
+        return np.pad(np.array(made).swapaxes(0, 1), ((0, 0), (0, NUM_ENDS), (0, 0)))
 
     def _kept(
         self, layer: int, load: TokenLoad, again: frozenset[str], parts: Sequence[str]
@@ -276,6 +296,17 @@ def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float
     return passes.forward.seconds, passes.backward.seconds, more, sum(sent)
 
 
+def seconds_once(config: Config, ranks: int) -> float:
+    """Return a lower bound of the seconds of a step of ``config`` besides its micro-batches, on any mesh.
+
+    They are the fixed time of a step, and the products of Muon's iterations. The run has ``ranks`` ranks.
+    """
+    alone = MeshShape(ranks, *[1] * 8)  # no rank shares a matrix, so none is sent
+    machine = Machine.of(config, Constants.load())
+    place = Place(config, alone, machine, plan_batch(config, alone))
+    return machine.constants.step + optimizer_time(place, [])
+
+
 class Layout:
     """A pipeline schedule on ``pp`` ranks with an FSDP policy; it bounds a step's time and memory.
 
@@ -296,11 +327,13 @@ class Layout:
         self.held = stages_of_ranks(pp, self.each, parallel.schedule)
         kinds = np.eye(len(space.kinds))
         split = stage_layers(self.config, MeshShape(pp, *[1] * 8))
-        self.sizes = np.array([kinds[space.kind_of[list(stage)]].sum(axis=0) for stage in split])
+        embedded, last = embedding_stages(self.config.model, split), len(split) - 1
+        ends = [(stage in embedded, stage == last, stage < last) for stage in range(len(split))]
+        layers = [kinds[space.kind_of[list(stage)]].sum(axis=0) for stage in split]
+        self.sizes = np.hstack([layers, ends])  # of each stage: layers of each kind, and ends
         self.own = np.array([self.sizes[stages].sum(axis=0) for stages in self.held])
         self.first = np.array([[min(stages)] for stages in self.held])
         self.before = np.array([self.sizes[:stage].sum(axis=0) for (stage,) in self.first])
-        self.has_head = np.array([[len(self.sizes) - 1 in stages] for stages in self.held])
 
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
@@ -331,11 +364,10 @@ class Layout:
             count: micro-batches of the step.
         """
         parallel = self.parallel
-        forward, head = columns["forward"][here].T, columns["head"][here, 0]
+        forward = columns["forward"][here].T
         whole = forward + columns["backward"][here].T
-        work = self.own @ whole + self.has_head * head
+        work = self.own @ whole
         stages = self.sizes @ whole
-        stages[-1] += head
         unit = stages.max(axis=0) / GRAIN  # the simulation rounds times of stages to it
         busy = count * work
         if parallel.overlap_all_to_all:
@@ -352,7 +384,7 @@ class Layout:
     def bytes(self, columns: Array, here: Array, count: int, ranks: int) -> Array:
         """Return a lower bound of the bytes on the fullest rank, for each record ``here`` of ``columns``.
 
-        Only one moment of the step is counted, the end of a forward pass.
+        Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
 
         Args:
             columns: records that ``Space.columns`` made.
@@ -363,17 +395,21 @@ class Layout:
         parallel, optim = self.parallel, self.config.optim
         wide, compute, reduced = DTYPE_BYTES[self.config.train.dtype]
         moment = compute if optim.moments == "bfloat16" else wide
-        stored = compute if optim.master_weights == "stochastic" else wide
-        stored += moment * (1 if optim.algorithm == "muon" else 2)
+        weights = compute if optim.master_weights == "stochastic" else wide
+        moments = moment * (1 if optim.algorithm == "muon" else 2)
         *_, held, done = self._order(count)
+        state = self.pp / ranks * (self.own @ columns["state"][here].T)
+        sharded = weights * state  # reduced gradients are as wide as weights
         moving = held @ columns["kept"][here].T
-        if self.pp > 1 or (parallel.reshard == parallel.grad_sync == "step" and ranks > 1):
-            moving += (
-                self.own @ columns["gathered"][here].T + reduced * done @ columns["trained"][here].T
-            )
-        standing = stored * self.pp / ranks * (self.own @ columns["state"][here].T)
-        least: Array = (standing + (1 + FRAGMENTATION) * moving).max(axis=0)
-        return least
+        if ranks > 1 and gathers_once(self.config, self.pp):
+            moving += self.own @ columns["gathered"][here].T
+        if self.pp == 1 and parallel.grad_sync == "micro_batch":
+            moving += sharded * (count > 1)
+        elif ranks > 1:
+            moving += reduced * done @ columns["trained"][here].T
+        spread = 1 + FRAGMENTATION * (self.config.cluster.gpu != "cpu")
+        least: Array = (moments + weights) * state + spread * np.maximum(moving, sharded)
+        return least.max(axis=0)
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
         """Return what the schedule overlaps and keeps, in a step of ``count`` micro-batches.

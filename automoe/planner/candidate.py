@@ -6,12 +6,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, split_layers
 from automoe.config.pipeline import stages_of_ranks
-from automoe.config.recompute import FULL, recompute_rows
+from automoe.config.recompute import FULL, recompute_rows, recomputed_names
 from automoe.config.schema import Config
 from automoe.config.validate import mesh_rows
 from automoe.planner.activations import UNEVEN, at_load
@@ -31,6 +32,11 @@ ONE_STAGE: dict[str, Any] = {
 }
 PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
 MOVES = 4  # most layers that ``balanced`` moves
+# Settings that a search tries and that have never run on GPUs with other values than the defaults.
+NEW = (
+    "moe.dispatcher moe.dispatch_dtype parallel.context parallel.overlap_all_to_all "
+    "parallel.schedule"
+).split()
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,11 @@ class Candidate:
         ranks = map(self._uneven, range(self.mesh.pp))  # the first one that is too large is enough
         return not limit or all(needed(self.config, self.mesh, [rank]) <= limit for rank in ranks)
 
+    @property
+    def plainness(self) -> tuple[int, int]:
+        """Number of settings that have only run on CPUs, and of recomputed modules: less is plainer."""
+        return len(levers(self.config)), len(recomputed_names(self.config.parallel))
+
     def changed(self, **sections: dict[str, Any]) -> Candidate:
         """Return the candidate with other settings: ``changed(train={"seq_len": 4096})``.
 
@@ -101,6 +112,21 @@ class Candidate:
     def with_recompute(self, names: list[str] | str) -> Candidate:
         """Return the candidate with ``names`` as ``parallel.recompute``: modules, or ``full``."""
         return self.changed(parallel={"recompute": names})
+
+
+def levers(config: Config) -> list[str]:
+    """Return ``key=value`` of settings that differ from their default and have only run on CPUs.
+
+    Args:
+        config: configuration of a candidate of the mesh search.
+    """
+    default = Config()
+    values = {key: attrgetter(key)(config) for key in NEW}
+    return [
+        f"{key}={value}".replace("True", "true")
+        for key, value in values.items()
+        if value != attrgetter(key)(default)
+    ]
 
 
 def changed(config: Config, **sections: dict[str, Any]) -> Config:

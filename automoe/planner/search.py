@@ -24,7 +24,7 @@ from automoe.config.pipeline import MERGES, V_SHAPED, misfit
 from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 from automoe.config.validate import mesh_rows
-from automoe.planner.bounds import WAITING, Array, Family, Layout, Space
+from automoe.planner.bounds import WAITING, Array, Family, Layout, Space, seconds_once
 from automoe.planner.candidate import (
     ONE_STAGE,
     PIPELINE_KEYS,
@@ -34,7 +34,6 @@ from automoe.planner.candidate import (
     changed,
     ladder,
 )
-from automoe.planner.machine import Constants
 from automoe.planner.reserve import standing_reserve
 from automoe.planner.schedule import GRAIN, HIDDEN
 
@@ -53,9 +52,9 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "train.fp8": ("off",),
 }
 # Meshes, columns, candidates and timed candidates that are looked at together: at most so many, and
-# none with a bound below this share of the highest.
-BATCHES = (1000, 4000, 16, 1)
-LEVEL = 0.98
+# none with a bound below this share of the highest. Timed ones are equally fast, but for rounding.
+BATCHES = (4000, 16_000, 16, 1000)
+LEVELS = (0.95, 0.95, 0.98, 1 - 1e-9)
 PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
 BALANCED = 3  # so many of the fastest candidates have layers moved between stages
 
@@ -69,7 +68,8 @@ class Search:
         found: best candidates that fit in memory, fastest first.
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
-        too_large: number of candidates that do not fit; ``missed``: those of them that were timed.
+        too_large: number of candidates that do not fit; ``missed``: those of them that were timed, or some with the
+            least bytes if none was.
         rest: upper bound of tokens/s of what the search left in its queue.
     """
 
@@ -78,7 +78,7 @@ class Search:
     num_timed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
-    missed: list[Candidate] = field(default_factory=list)  # those that need more than they have
+    missed: list[Candidate] = field(default_factory=list)
     rest: float = 0.0  # upper bound of the tokens/s of the candidates that were not timed
 
 
@@ -145,8 +145,8 @@ class Queue:
         self.fixed = fixed
         self.result = result
         self.world = result.world_size
-        # By axes and pp. At least one mesh of the same axes breaks no rule; the others are checked
-        # when a candidate needs them.
+        self.tokens = config.train.global_batch_size * config.train.seq_len  # of a step
+        self.once = seconds_once(config, self.world)
         self.shapes = dict[Axes, dict[int, MeshShape]]()
         self._mesh = cache(self._legal_mesh)
         # A mesh is held to the first value of each lever that is free: it has the fewest rules.
@@ -165,9 +165,6 @@ class Queue:
             for context in contexts[: None if shape.cp > 1 else 1]:
                 axes = shape.tp, shape.cp, shape.ep, shape.etp, context
                 self.shapes.setdefault(axes, {})[shape.pp] = shape
-        for axes in [*self.shapes]:
-            if not any(self._mesh(axes, pp) for pp in self.shapes[axes]):
-                del self.shapes[axes]
         made = [
             (pp, variant, ladder(changed(config, mesh={"pp": pp}, parallel=variant), fixed))
             for pp in sorted({pp for stage_counts in self.shapes.values() for pp in stage_counts})
@@ -184,7 +181,7 @@ class Queue:
         adds = config.moe.experts == "grouped_mm" and not config.lora.rank
         families = [
             Family(*axes, micro, fp8, "deepep", "auto", grad)
-            for axes in self.shapes
+            for axes in (self.shapes if made else ())
             for micro, fp8, grad in product(micros, *(tried(config, fixed, key) for key in keys))
             if grad == "autograd" or (adds and fp8 == "off")
         ]
@@ -192,6 +189,7 @@ class Queue:
         spread = _sorted(self._spread(families, 1, 1.0))
         self.left = [spread, spread[:0], *[np.empty(0, WAITING)] * 3]
         self.since = 0  # candidates since the last result
+        self.nearest = np.inf  # about the fewest bytes among candidates that cannot fit
 
     def highest(self) -> list[float]:
         """Return the highest upper bound of tokens/s among the waiting entries of each kind; 0: none waits.
@@ -216,7 +214,7 @@ class Queue:
         if not most:
             return False
         left = self.left[kind]
-        number = int((left["bound"][: BATCHES[kind]] >= LEVEL * most).sum())
+        number = int((left["bound"][: BATCHES[kind]] >= LEVELS[kind] * most).sum())
         self.left[kind] = left[number:]
         split = (self._columns, self._candidates, self._timed, self._found)[kind]
         self.left[kind + 1] = _sorted(self.left[kind + 1], *split(left[:number]))
@@ -252,15 +250,17 @@ class Queue:
         """
         columns = self.space.columns(families, rungs)
         times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
-        whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
+        whole = times @ self.space.whole
         share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
-        columns["bound"] = self.world * share / whole * (1 + 1 / GRAIN)
+        speed = self.world * share / whole * (1 + 1 / GRAIN)
+        columns["bound"] = self.tokens / (self.tokens / speed + self.once)
         return columns
 
     def _columns(self, meshes: Array) -> list[Array]:
         """Return [array]: the ``meshes`` with every dispatcher, dispatch dtype and recomputation.
 
-        Each record gets an upper bound of tokens/s. Settings that the user chose are not varied.
+        Each record gets an upper bound of tokens/s. Settings that the user chose are not varied. Meshes that
+        break a rule are left out.
 
         Args:
             meshes: records of meshes whose dispatcher is still open.
@@ -270,6 +270,7 @@ class Queue:
         families = [
             mesh._replace(dispatcher=name, dispatch_dtype=dtype)
             for mesh in meshes["item"]
+            if any(self._mesh(mesh[:5], pp) for pp in self.shapes[mesh[:5]])
             for name in names[: None if mesh.ep > 1 else 1]
             for dtype in dtypes[: None if mesh.ep * mesh.etp > 1 else 1]
         ]
@@ -286,7 +287,6 @@ class Queue:
         """
         config = self.config
         limit = config.cluster.memory_bytes or np.inf
-        tokens = config.train.global_batch_size * config.train.seq_len
         for number, (layout, rungs) in enumerate(self.layouts):
             counts = layout.counts(columns, self.world) * rungs[columns["rung"]]
             for count in map(int, np.unique(counts[counts > 0])):
@@ -297,6 +297,9 @@ class Queue:
                 fits = least <= limit
                 self.result.too_large += len(here) - int(fits.sum())
                 if not fits.any():
+                    # Activations tell those with equal weights apart.
+                    near = least + columns["kept"][here].sum(axis=1)
+                    self._miss(number, columns[here[near.argmin()]], near.min())
                     continue
                 here = here[fits]
                 waiting = np.empty(len(here), WAITING)
@@ -304,8 +307,8 @@ class Queue:
                     waiting[name] = columns[name][here]
                 waiting["bytes"] = least[fits]
                 waiting["layout"] = number
-                seconds = layout.seconds(columns, here, count) + Constants.load().step
-                waiting["bound"] = tokens / seconds
+                seconds = layout.seconds(columns, here, count) + self.once
+                waiting["bound"] = self.tokens / seconds
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
@@ -318,33 +321,50 @@ class Queue:
             waiting: records of candidates with bounds.
         """
         limit = self.config.cluster.memory_bytes or np.inf
-        for _, num_bytes, number, rung, family in waiting:
-            layout, _ = self.layouts[number]
-            shape = self._mesh(family[:5], layout.pp)
-            if shape and all(candidate.mesh != shape for candidate in self.result.found):
+        for _, num_bytes, *settings in waiting:
+            if candidate := self._candidate(*settings):
                 self.since += 1
-                again = self.space.rungs[rung]
-                config = family.of(_on(self.config, shape), **layout.settings, recompute=again)
+                config, shape = candidate.config, candidate.mesh
                 if num_bytes + standing_reserve(config, shape) > limit:
                     self.result.too_large += 1
                 elif self._legal(config, shape):
-                    candidate = Candidate(config, shape)
                     self.result.num_timed += 1
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
-    def _found(self, waiting: Array) -> list[Array]:
-        """Add the timed candidate to ``result.found``, once per mesh, or to ``result.missed`` if it does not fit.
+    def _candidate(self, number: int, rung: int, family: Family) -> Candidate | None:
+        """Return a candidate by its numbers; None if its mesh breaks a rule, or has a result already."""
+        layout, _ = self.layouts[number]
+        shape = self._mesh(family[:5], layout.pp)
+        if not shape or any(candidate.mesh == shape for candidate in self.result.found):
+            return None
+        again = self.space.rungs[rung]
+        return Candidate(
+            family.of(_on(self.config, shape), **layout.settings, recompute=again), shape
+        )
 
-        ``waiting`` is an array with the one candidate. The result is []: no new entries for the queue.
+    def _miss(self, number: int, column: Any, near: float) -> None:
+        """Add a candidate to ``result.missed`` if its bytes ``near`` are fewer than of those before it."""
+        if near < self.nearest and not self.result.num_timed:
+            miss = self._candidate(number, column["rung"], column["item"])
+            if miss and self._legal(miss.config, miss.mesh):
+                self.nearest = near
+                self.result.missed.append(miss)
+
+    def _found(self, waiting: Array) -> list[Array]:
+        """Add timed candidates to ``result.found``, once per mesh, or to ``result.missed`` if they do not fit.
+
+        Those of ``waiting`` are equally fast: the plainest come first. The result is []: no entries for the queue.
         """
         result = self.result
-        (item,) = waiting["item"]
-        if not item.fits:
-            result.too_large += 1
-            result.missed.append(item)
-        elif all(other.mesh != item.mesh for other in result.found):
-            result.found.append(item)
-            self.since = 0
+        for item in sorted(waiting["item"], key=attrgetter("plainness")):
+            if len(result.found) == TOP or any(other.mesh == item.mesh for other in result.found):
+                continue
+            if item.fits:
+                result.found.append(item)
+                self.since = 0
+            else:
+                result.too_large += 1
+                result.missed.append(item)
         return []
 
 

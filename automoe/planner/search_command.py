@@ -224,7 +224,7 @@ def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
     if result.missed:
         miss = min(result.missed, key=attrgetter("needed"))
         result = replace(result, found=[miss])
-        why = f"the nearest miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
+        why = f"a near miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
     else:
         why = "each mesh of these ranks breaks a rule, or its weights and moments alone exceed the memory"
     console.print(f"[bold red]nothing fits[/]: {why}")

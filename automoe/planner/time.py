@@ -193,7 +193,7 @@ def step_time(
 
     compute = count * sum(half.compute for stage in mine for half in stage.passes)
     idle = count * sum(sum(half.idle for half in stage.passes) for stage in mine)
-    other = idle + _optimizer(place, mine) + machine.constants.step
+    other = idle + optimizer_time(place, mine) + machine.constants.step
     seconds = compute + sum(communication.values()) + other + without_border - longest
     work = 0.0
     # A waiting rank leaves its core to other ranks, but the number of cores is limited.
@@ -253,15 +253,12 @@ def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> fl
     for stages in held:
         each = sum(stage.times.work + sum(stage.states) * border.seconds for stage in stages)
         once = sum(stage.once.seconds for stage in stages)
-        per_rank += count * each + once + _optimizer(place, stages)
+        per_rank += count * each + once + optimizer_time(place, stages)
     return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
 
 
 def hides_all_to_alls(config: Config) -> bool:
-    """Return True if all-to-alls overlap with computation: with ``parallel.overlap_all_to_all``.
-
-    It is False on a CPU, because the same cores compute and send.
-    """
+    """Return True with ``parallel.overlap_all_to_all``, but on a CPU, whose cores compute and send."""
     return config.parallel.overlap_all_to_all and config.cluster.gpu != "cpu"
 
 
@@ -467,7 +464,8 @@ def _fsdp(place: Place, stage: Stage) -> None:
     stage.each = (each, seen(back, backward))
 
 
-def _optimizer(place: Place, stages: list[Stage]) -> float:
+def optimizer_time(place: Place, stages: list[Stage]) -> float:
+    """Return seconds of the update of a rank with ``stages``; without any, Muon's share of all matrices is left."""
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)

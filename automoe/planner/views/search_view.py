@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,15 +10,10 @@ from rich.text import Text
 
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
-from automoe.planner.candidate import Candidate
+from automoe.planner.candidate import Candidate, levers
 from automoe.planner.plan import gib
 from automoe.planner.search import Search
 
-# Settings that a search tries and that have never run on GPUs with other values than the defaults.
-NEW = (
-    "moe.dispatcher moe.dispatch_dtype parallel.context parallel.overlap_all_to_all "
-    "parallel.schedule"
-).split()
 SEEN = 0.005  # Parts with a smaller share of a step's time are not listed.
 
 
@@ -64,21 +58,6 @@ def _lines(number: int, candidate: Candidate) -> Iterator[str]:
         yield f"never run on GPUs: {new}"
     shares = {name: seconds / time.seconds for name, seconds in time.parts.items()}
     yield ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > SEEN)
-
-
-def levers(config: Config) -> list[str]:
-    """Return ``key=value`` of settings that differ from their default and have only run on CPUs.
-
-    Args:
-        config: configuration of a candidate of the mesh search.
-    """
-    default = Config()
-    values = {key: attrgetter(key)(config) for key in NEW}
-    return [
-        f"{key}={value}".replace("True", "true")
-        for key, value in values.items()
-        if value != attrgetter(key)(default)
-    ]
 
 
 def _account(search: Search) -> Iterator[str]:
