@@ -12,8 +12,8 @@
 #   from_generator ['a', 'b'], map of helper.f [1, 2, 3], of a lambda [1, 2, 3], right would be ['c', 'd'] and [100, 101, 102]
 # consequence: Who corrects the chat template or the filter in data.py and starts train.py again trains on the tokens of
 #   the faulty one, and the experiment says that the correction makes no difference.
-# automoe: names its caches by the files, the tokenizer and the code of the reader
-#   (tests/data/test_cache_key.py::test_the_code_of_a_reader_from_outside).
+# automoe: names its caches by the data's files, the tokenizer and the whole file of a reader from outside, and states that
+#   what this file imports is not seen (docs/extend.md, tests/data/test_cache_key.py::test_the_code_of_a_reader_from_outside).
 set -euo pipefail
 
 folder=$(mktemp -d)
