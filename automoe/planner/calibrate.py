@@ -258,9 +258,7 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
     """Return a configuration of ``layers`` layers with negligible matmuls: its step time is the host's overhead.
 
-    Args:
-        bench: gives the dtype; its sizes are not read.
-        model: model whose kinds of layers and attention are used.
+    It has ``model``'s kinds of layers and attention, and the dtype of ``bench``.
     """
     from automoe.verify.proxy import make_proxy
 
