@@ -138,7 +138,7 @@ class AutomoeEngine(BaseEngine):
 
         Raises:
             ConfigError: ``device`` is of another type than the engine's, and ``model`` or
-                ``optimizer`` is True; ``grad`` is not read.
+                ``optimizer`` is True.
         """
         here = self.session.device.type
         if (model or optimizer) and device.partition(":")[0] != here:

@@ -129,13 +129,15 @@ def share_ranks() -> dict[str, Any]:
     from automoe.verify.pool import leave_world
 
     rounds = {name: [median(steps) for steps in all_rounds] for name, all_rounds in measured(SHARED).items()}
-    one, meshes = median(rounds["one"]), dict[str, Any]()
+    one, alone_one, meshes = median(rounds["one"]), 0.0, dict[str, Any]()
     for name, seconds in rounds.items():
         alone = 0.0
         for rank in range(world := validate(config_of(name), None).world_size):
             with fake_world(rank, world):  # completes collectives at once
                 alone += median(measure([name])[name])
             leave_world([])  # caches know groups by their names
+        alone_one = alone if name == "one" else alone_one  # a world that only seems to answer has a price of its own
+        alone *= one / alone_one
         meshes[name] = {
             "overrides": SHARED[name],
             "cpu_seconds": round(median(seconds), 4),

@@ -49,7 +49,7 @@ class ExpertParallel(ExpertStyle):
     Raises:
         BackendError: the dispatcher does not exist, is not available on this machine, or is a
             plugin's and gets ``in_8_bits``.
-        ConfigError: ``gpus_per_node`` is below 1; or, when the style is applied, the module or the
+        ConfigError: ``gpus_per_node`` is below 1; a maker comes with other arguments; or, when the style is applied, the module or the
             mesh cannot be sharded.
     """
 
@@ -61,8 +61,16 @@ class ExpertParallel(ExpertStyle):
         overlap: bool = False,
         in_8_bits: bool = False,
     ) -> None:
+        options = gpus_per_node, timeout, overlap, in_8_bits
         if isinstance(dispatcher, str):
-            dispatcher = Dispatchers(dispatcher, gpus_per_node, timeout, overlap, in_8_bits)
+            dispatcher = Dispatchers(dispatcher, *options)
+        elif options != (ClusterConfig.gpus_per_node, None, False, False):
+            rule = (
+                "a maker of dispatchers has its own gpus_per_node, timeout, overlap and in_8_bits"
+            )
+            raise ConfigError(
+                "dispatcher", type(dispatcher).__name__, rule, "Give them to the maker"
+            )
         self.dispatchers = dispatcher
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

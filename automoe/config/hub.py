@@ -265,7 +265,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
 
 
 def remedy_of(error: BaseException, path: str) -> str | None:
-    """Return advice on an error of a request to the Hub; None if there is none, as without any answer.
+    """Return advice on an error of a request to the Hub; None for errors without advice, such as no answer at all.
 
     Args:
         path: requested path of the Hub, such as ``OWNER/NAME``.

@@ -95,8 +95,8 @@ class Phase(Shown):
     """A phase of training (``optim.phases``), ``steps`` long.
 
     The learning rate goes along the curve ``decay`` from the previous phase's last rate (at first
-    ``optim.lr``) to ``lr_ratio * optim.lr``; ``constant`` has that from the first step on. The other keys
-    replace ``moe.bias_update_rate`` and ``train.mtp_loss_weight`` meanwhile; null keeps them.
+    ``optim.lr``) to ``lr_ratio * optim.lr``; ``constant`` is at that rate from the first step on. The
+    other keys replace ``moe.bias_update_rate`` and ``train.mtp_loss_weight`` meanwhile; null keeps them.
     """
 
     steps: int = 0  # optimizer steps of the phase

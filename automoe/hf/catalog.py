@@ -27,7 +27,7 @@ from automoe.hf.headers import (
 )
 from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_tensors, mtp_copies
 from automoe.hf.schemes import FLOAT_DTYPES
-from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of, text_config
+from automoe.hf.wrapper import ALONE, Names, is_of_layers, names_in, part_of, said_of, text_config
 from automoe.storage.foreign import is_there
 
 
@@ -190,7 +190,7 @@ def _without_codes(
         part_of(key): key for key, stored in beside.items() if stored.dtype not in FLOAT_DTYPES
     }  # fmt: skip
     for part, key in coded.items():
-        if part != "mtp." and "layers." not in part:
+        if not is_of_layers(part):
             raise CheckpointError(
                 f"{folder}: {key} is quantized ({beside[key].dtype}), and parts beside the text model are copied into "
                 "an export, which is quantized differently or not at all. Take the checkpoint in bfloat16"

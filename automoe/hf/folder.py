@@ -23,7 +23,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import COPY_AGAIN
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
-from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper, text_config, wrapped_config
+from automoe.hf.wrapper import TEXT, HFConfig, is_of_layers, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import explained, write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
@@ -176,7 +176,7 @@ def write_settings(
         dtype: dtype of the parameters.
         tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
             None: that of ``config.hf_path``.
-        quantization: its ``quantization_config``.
+        quantization: the ``quantization_config`` that config.json gets.
         chat: chat template of the training; it is written too, and the token that ends an answer is
             added to the ``eos_token_id`` of generation.
         source: checkpoint whose tensors outside the text model (a vision part) were copied, or
@@ -188,9 +188,7 @@ def write_settings(
     if source is not None and base is not None and is_wrapper(base):
         hf = wrapped_config(base, text)
         text = hf[TEXT]
-    if source is not None and any(
-        "mtp." in part or "layers." in part for part in source.parts_beside
-    ):
+    if source is not None and any(map(is_of_layers, source.parts_beside)):
         text |= {key: value for key, value in text_config(base or {}).items() if key in _MTP}
     fit = None
     if base is None or not _is_own(tokenizer, origin):

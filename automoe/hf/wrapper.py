@@ -154,6 +154,11 @@ def part_of(key: str) -> str:
     return match[0] if match else key
 
 
+def is_of_layers(part: str) -> bool:
+    """Return True if a part of a checkpoint (``part_of``) has layers or modules for multi-token prediction."""
+    return re.search(r"(^|\.)mtp[._]|layers\.", part) is not None
+
+
 def said_of(beside: Mapping[str, int]) -> list[str]:
     """Return a sentence that names the parts that an export copies unchanged; [] if there are none.
 

@@ -105,7 +105,7 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _trained_chunks(x_TH: Tensor, labels_T: Tensor) -> Sequence[slice | Tensor]:
-    """Return indices of trained tokens, a chunk at a time; on a GPU, whose host would wait, those of all tokens."""
+    """Return the places of trained tokens, in chunks; on a GPU, where the host would wait for them, of all tokens."""
     if x_TH.is_cuda:
         return [*_chunks(x_TH)]
     trained = (labels_T != IGNORE).nonzero().squeeze(1)
@@ -153,7 +153,9 @@ def _add_gradients(
         grad_x_TH, grad_weight_VH: gradients that change in place; None: not needed.
         chunk: range or indices of the tokens.
     """
-    if grad_x_TH is not None:
+    if grad_x_TH is not None and isinstance(chunk, slice):
+        torch.mm(grad_TV, weight_VH, out=grad_x_TH[chunk])
+    elif grad_x_TH is not None:
         grad_x_TH[chunk] = grad_TV @ weight_VH
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
         grad_weight_VH.addmm_(grad_TV.T, x_TH[chunk])
@@ -447,7 +449,7 @@ class LossInputs:
 
     Attributes:
         labels: [B, S]; ``IGNORE`` marks tokens that are not trained, whose loss is 0.
-        doc_ids: [B, S] index of the document within its packed sequence, -1 for padding; None: a sequence is one.
+        doc_ids: [B, S] index of the document within its packed sequence, -1: padding; None: each sequence is one document.
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained token.
         context: the ranks that hold the other positions of these sequences.
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head itself reads three:

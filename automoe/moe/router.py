@@ -148,9 +148,13 @@ def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig
     if config.softmax_after_topk:
         probs_BsK = probs_BsK.softmax(-1)
     elif config.norm_topk_prob:
-        # The epsilon is DeepSeek's, for scores that may all vanish; the largest of a softmax cannot.
-        tiny = 0.0 if config.score == "softmax" and not config.expert_bias else 1e-20
-        probs_BsK = probs_BsK / (probs_BsK.sum(-1, keepdim=True) + tiny)
+        total_Bs1 = probs_BsK.sum(-1, keepdim=True)
+        # Scores that a bias chose may all vanish. The bounds are DeepSeek's and ERNIE's.
+        if config.score != "softmax":
+            total_Bs1 = total_Bs1 + 1e-20
+        elif config.expert_bias:
+            total_Bs1 = total_Bs1.clamp_min(1e-12)
+        probs_BsK = probs_BsK / total_Bs1
     return probs_BsK * config.routed_scaling_factor
 
 

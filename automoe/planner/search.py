@@ -68,8 +68,8 @@ class Search:
         found: best candidates that fit in memory, fastest first.
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
-        too_large: number of candidates that do not fit; ``missed``: those of them that were timed, or some with the
-            least bytes if none was.
+        too_large: number of candidates that do not fit; ``missed``: those of them that were timed, and, from before
+            the first was timed, some with few bytes.
         rest: upper bound of tokens/s of what the search left in its queue.
     """
 
@@ -195,7 +195,7 @@ class Queue:
         """Return the highest upper bound of tokens/s among the waiting entries of each kind; 0: none waits.
 
         The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too,
-        timed candidates, and a fifth one of which none ever waits.
+        timed candidates, and timed ones for which the list of results has no room.
         """
         return [float(rows["bound"][:1].max(initial=0.0)) for rows in self.left]
 
@@ -299,7 +299,11 @@ class Queue:
                 if not fits.any():
                     # Activations tell those with equal weights apart.
                     near = least + columns["kept"][here].sum(axis=1)
-                    self._miss(number, columns[here[near.argmin()]], near.min())
+                    if near.min() < self.nearest and not self.result.num_timed:
+                        column = columns[here[near.argmin()]]
+                        self._miss(
+                            self._candidate(number, column["rung"], column["item"]), near.min()
+                        )
                     continue
                 here = here[fits]
                 waiting = np.empty(len(here), WAITING)
@@ -325,8 +329,10 @@ class Queue:
             if candidate := self._candidate(*settings):
                 self.since += 1
                 config, shape = candidate.config, candidate.mesh
-                if num_bytes + standing_reserve(config, shape) > limit:
+                num_bytes += standing_reserve(config, shape)
+                if num_bytes > limit:
                     self.result.too_large += 1
+                    self._miss(candidate, num_bytes)
                 elif self._legal(config, shape):
                     self.result.num_timed += 1
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
@@ -342,22 +348,27 @@ class Queue:
             family.of(_on(self.config, shape), **layout.settings, recompute=again), shape
         )
 
-    def _miss(self, number: int, column: Any, near: float) -> None:
-        """Add a candidate to ``result.missed`` if its bytes ``near`` are fewer than of those before it."""
-        if near < self.nearest and not self.result.num_timed:
-            miss = self._candidate(number, column["rung"], column["item"])
-            if miss and self._legal(miss.config, miss.mesh):
+    def _miss(self, candidate: Candidate | None, near: float) -> None:
+        """Add a legal candidate to ``result.missed`` if none was timed and it has the fewest bytes, about ``near``."""
+        if candidate and near < self.nearest and not self.result.num_timed:
+            if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near
-                self.result.missed.append(miss)
+                self.result.missed.append(candidate)
 
     def _found(self, waiting: Array) -> list[Array]:
         """Add timed candidates to ``result.found``, once per mesh, or to ``result.missed`` if they do not fit.
 
-        Those of ``waiting`` are equally fast: the plainest come first. The result is []: no entries for the queue.
+        Those of ``waiting`` are equally fast: the plainest come first. Returns an array with those left when the
+        results are complete.
         """
         result = self.result
-        for item in sorted(waiting["item"], key=attrgetter("plainness")):
-            if len(result.found) == TOP or any(other.mesh == item.mesh for other in result.found):
+        order = sorted(
+            range(len(waiting)), key=[item.plainness for item in waiting["item"]].__getitem__
+        )
+        for place, item in enumerate(waiting["item"][order]):
+            if len(result.found) == TOP:
+                return [waiting[order[place:]]]
+            if any(other.mesh == item.mesh for other in result.found):
                 continue
             if item.fits:
                 result.found.append(item)

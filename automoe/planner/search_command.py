@@ -226,7 +226,7 @@ def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
         result = replace(result, found=[miss])
         why = f"a near miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
     else:
-        why = "each mesh of these ranks breaks a rule, or its weights and moments alone exceed the memory"
+        why = "each mesh of these ranks breaks a rule, or needs more than the memory"
     console.print(f"[bold red]nothing fits[/]: {why}")
     print_search(config, result, console)
 

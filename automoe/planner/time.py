@@ -258,7 +258,7 @@ def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> fl
 
 
 def hides_all_to_alls(config: Config) -> bool:
-    """Return True with ``parallel.overlap_all_to_all``, but on a CPU, whose cores compute and send."""
+    """Return True with ``parallel.overlap_all_to_all``; always False on a CPU, whose cores compute and send."""
     return config.parallel.overlap_all_to_all and config.cluster.gpu != "cpu"
 
 
@@ -465,7 +465,7 @@ def _fsdp(place: Place, stage: Stage) -> None:
 
 
 def optimizer_time(place: Place, stages: list[Stage]) -> float:
-    """Return seconds of the update of a rank with ``stages``; without any, Muon's share of all matrices is left."""
+    """Return seconds of the update of a rank with ``stages``; of no stages, the time of Muon's products alone."""
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)

@@ -1,13 +1,13 @@
-"""What a loss for ``Session`` takes and reads, from the notes that are its attributes, and a loss without old numbers.
+"""Check a loss's options, name the samples' values that it reads, and wrap it for a first update (``on_policy``).
 
-``automoe.rl.losses.policy_loss`` writes the notes. Letters: B rows, S positions of this rank.
+All of it is read from attributes that ``automoe.rl.losses.policy_loss`` gives a loss. B rows, S positions of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +56,9 @@ def on_policy(loss: Callable[..., Tensor]) -> Any:
     leaves out. Samples need no ``old_log_probs``, and any that they have are not read. For later updates
     ``Outcome.log_probs`` has them.
     """
+
+    if isinstance(loss, partial):  # the attributes are those of the function
+        return partial(on_policy(loss.func), *loss.args, **loss.keywords)
 
     @wraps(loss)
     def own(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:

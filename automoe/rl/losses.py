@@ -434,7 +434,7 @@ def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation: mean over tokens of -r A', lowers the reverse KL to the teacher (reports ``teacher_kl``).
+    """On-policy distillation, which lowers the reverse KL to the teacher (reported: ``teacher_kl``): mean of -r A'.
 
     A' = A - strength sg[log pi - ``teacher_log_probs``]; A: ``advantages`` or 0, r = pi / pi_old, sg: stop-gradient.
     """

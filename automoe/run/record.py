@@ -26,7 +26,7 @@ from automoe.training.context import RunContext
 class RunRecord:
     """Console printer, ``metrics.jsonl`` writer and experiment trackers of one run.
 
-    Every rank makes one, by which rank 0 prints the banner; on other ranks all methods do nothing.
+    Every rank makes one. Rank 0 then prints the banner; on other ranks all methods do nothing.
 
     Args:
         step: last completed step; the run continues after it.

@@ -34,7 +34,7 @@ def open_data(config: Config, meshes: Meshes, pairs: bool = False) -> Loader:
 def open_store(
     config: Config, meshes: Meshes, context: RunContext, loader: Loader
 ) -> CheckpointStore:
-    """Return the store of the run's checkpoints. Collective. It is checked before weights are read.
+    """Return the store of the run's checkpoints, checked before weights are read. Collective.
 
     Raises:
         CheckpointError: the checkpoint to resume from is damaged or of another model, or saving

@@ -19,7 +19,7 @@ from automoe.hf.adapter import from_peft
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import WEIGHTS_FILE, to_peft
-from automoe.hf.wrapper import names_in
+from automoe.hf.wrapper import is_of_layers, names_in, part_of
 from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool
 from tests.support.class_models import save_class
@@ -248,6 +248,17 @@ def test_other_parts_that_are_quantized(source: Path) -> None:
     (source / "config.json").write_text(json.dumps(hf))
     with pytest.raises(CheckpointError, match=r"quantization_config of compressed-tensors has groups .* of \[\]"):
         check_catalog(source, model_config_from_hf(source))
+
+
+def test_modules_for_later_tokens_are_known_by_every_familys_names() -> None:
+    ours = [
+        "mtp.fc.weight",
+        "model.mtp_block.0.mlp.weight",
+        "model.mtp_emb_norm.0.weight",
+        "model.layers.61.eh_proj.weight",
+    ]
+    others = ["model.visual.patch_embed.weight", "audio_tower.conv.weight", "model.imtp_head.weight"]
+    assert [is_of_layers(part_of(key)) for key in ours + others] == [True] * 4 + [False] * 3
 
 
 def test_modules_behind_the_last_layer_are_copied(tmp_path: Path) -> None:

@@ -204,3 +204,12 @@ def test_padding_is_what_is_said_to_be_else_what_has_no_document() -> None:
     ids, count = expected.long(), B * S - 5
     for given, counted in ({}, B * S), ({"not_padding": expected}, count), ({"doc_ids": ids - 1}, count):
         assert MicroBatch(ids, **given).known_counts().non_padding == counted, "what balance losses are divided by"
+
+
+def test_a_softmax_with_a_bias_is_divided_by_no_less_than_transformers_divides_by() -> None:
+    """Experts that the bias chose may have almost no share: ERNIE's class divides by at least 1e-12."""
+    config = RouterConfig(score="softmax", norm_topk_prob=True, expert_bias=True)
+    shares = torch.tensor([3e-14, 7e-14, 1.0], dtype=torch.float64)
+    few = routing_probs(shares, torch.tensor([0, 1]), config)
+    assert few.tolist() == pytest.approx([0.03, 0.07], rel=1e-12)
+    assert routing_probs(shares, torch.tensor([1, 2]), config).sum().item() == pytest.approx(1, rel=1e-12)

@@ -227,6 +227,13 @@ def test_a_dispatcher_is_chosen_by_name() -> None:
             automoe.ExpertParallel("hierarchical", gpus_per_node=number)
 
 
+def test_a_maker_of_dispatchers_takes_no_other_arguments() -> None:
+    maker = dispatchers.Dispatchers("allgather")
+    assert automoe.ExpertParallel(maker).dispatchers is maker
+    with pytest.raises(ConfigError, match="Give them to the maker"):
+        automoe.ExpertParallel(maker, in_8_bits=True)
+
+
 def differences_of_our_layer(axes: dict[str, int]) -> list[float]:
     """Of results and gradients, between a MoE layer whose experts the style shards and the same layer whole."""
     sizes = dict(num_experts=8, num_experts_per_token=2, moe_intermediate_size=16, hidden_size=32, biased_experts=True)

@@ -10,6 +10,7 @@ import pytest
 
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
+from automoe.planner import search as search_module
 from automoe.planner.bounds import WAITING
 from automoe.planner.candidate import Candidate, changed
 from automoe.planner.reserve import standing_reserve
@@ -95,6 +96,25 @@ def test_of_equally_fast_candidates_the_plainest_wins() -> None:
     queue.left = [timed[:0], timed[:0], timed[:0], timed, timed[:0]]
     assert queue.look() and not queue.look()
     assert queue.result.found == [plain]
+
+
+def test_equally_fast_candidates_beyond_the_list_bound_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "TOP", 1)
+    config = replace(quick_config("config", ["cluster=h100_sxm", "launch.num_ranks=null"]), mesh=MeshConfig())
+    queue = Queue(config, mesh_shapes(config, 4, ["mesh.tp", "mesh.cp"]), "cuda", (), Search(4))
+    shapes = [shape for shapes in queue.shapes.values() for shape in shapes.values() if shape.pp == 1][:2]
+    candidates = [Candidate(changed(config, mesh=vars(shape)), shape) for shape in shapes]
+    timed = np.array([(7.0, 0.0, 0, 0, candidate) for candidate in candidates], WAITING)
+    queue.left = [timed[:0], timed[:0], timed[:0], timed, timed[:0]]
+    assert queue.look() and len(queue.result.found) == 1
+    assert queue.highest() == [0, 0, 0, 0, 7.0]
+
+
+def test_a_miss_by_what_the_driver_takes_is_told_too() -> None:
+    config = replace(quick_config("config", ["cluster=h100_sxm", "launch.num_ranks=null"]), mesh=MeshConfig())
+    config = replace(config, cluster=replace(config.cluster, memory_bytes=0.8 * 2**30))
+    result = search(config, 4, "cuda")
+    assert not result.found and not result.num_timed and result.missed
 
 
 def test_where_nothing_fits_a_near_miss_is_told() -> None:
