@@ -120,8 +120,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
         rows that exist; whether this rank holds that row.
     """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
-    # Under tensor parallelism this rank has some rows of the vocabulary, and another rank may have
-    # the label's row.
+    # Under tensor parallelism another rank may have the label's row of the vocabulary.
     target_T1 = (labels_T - first_id).unsqueeze(1)
     here_T1 = trained_T1 & (target_T1 >= 0) & (target_T1 < weight_VH.shape[0])
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
@@ -130,8 +129,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 def _zero_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
     """Return new gradients of x and of the weight, zeros; None for one not needed.
 
-    Many chunks are added to the weight's gradient, so it has the dtype ``wide`` for any weight.
-    ``ctx`` is that of an autograd function whose first two inputs are x and the weight.
+    The weight's has the dtype ``wide``, as chunks are added to it. ``ctx``: of a function of (x, weight, ...).
     """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = torch.zeros_like(x_TH) if needs_x else None
