@@ -185,6 +185,8 @@ def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
         for key in (*keys, *TENSORS)
         if then.get(key) != now.get(key)
     ]
+    if then.get("model.family") != now["model.family"]:  # all else follows from it
+        changed = [part for part in changed if part.startswith("model.family ")]
     if changed:
         raise CheckpointError(
             f"{step_dir} is of another model or optimizer: {'; '.join(changed)}. Set them back, or "

@@ -49,8 +49,8 @@ class ExpertParallel(ExpertStyle):
     Raises:
         BackendError: the dispatcher does not exist, is not available on this machine, or is a
             plugin's and gets ``in_8_bits``.
-        ConfigError: ``gpus_per_node`` is below 1; a maker comes with other arguments; or, when the style is applied, the module or the
-            mesh cannot be sharded.
+        ConfigError: ``gpus_per_node`` is below 1; a maker comes with other arguments; or, when the
+            style is applied, the module or the mesh cannot be sharded.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExpertParallel(ExpertStyle):
         in_8_bits: bool = False,
     ) -> None:
         options = gpus_per_node, timeout, overlap, in_8_bits
-        if isinstance(dispatcher, str):
+        if not isinstance(dispatcher, Dispatchers):
             dispatcher = Dispatchers(dispatcher, *options)
         elif options != (ClusterConfig.gpus_per_node, None, False, False):
             rule = (

@@ -140,29 +140,24 @@ def select_experts(
 def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig) -> Tensor:
     """Return the routing weights [B, s, K] of the chosen experts.
 
-    They are the experts' entries of ``choice_BsE`` (scores or logits, ``Scores.choice``) times
-    ``routed_scaling_factor``; before, with ``softmax_after_topk``, their softmax over the K, or
-    with ``norm_topk_prob`` divided by their sum.
+    They are their entries of ``choice_BsE`` (scores or logits, ``Scores.choice``), with ``softmax_after_topk`` their
+    softmax over the K, with ``norm_topk_prob`` divided by their sum; times ``routed_scaling_factor``.
     """
     probs_BsK = choice_BsE.gather(-1, topk_ids_BsK)
     if config.softmax_after_topk:
         probs_BsK = probs_BsK.softmax(-1)
     elif config.norm_topk_prob:
         total_Bs1 = probs_BsK.sum(-1, keepdim=True)
-        # Scores that a bias chose may all vanish. The bounds are DeepSeek's and ERNIE's.
         if config.score != "softmax":
-            total_Bs1 = total_Bs1 + 1e-20
+            total_Bs1 = total_Bs1 + 1e-20  # as DeepSeek: scores may all vanish
         elif config.expert_bias:
-            total_Bs1 = total_Bs1.clamp_min(1e-12)
+            total_Bs1 = total_Bs1.clamp_min(1e-12)  # as ERNIE: a bias may choose what vanishes
         probs_BsK = probs_BsK / total_Bs1
     return probs_BsK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
-    """Autograd function: x @ weight.T in the weight's wider dtype, saving x in its own dtype.
-
-    Other operations save x in its own dtype anyway, so the product adds no copy.
-    """
+    """Autograd function: x @ weight.T in the weight's wider dtype. It saves x in its own dtype, as others do: no copy."""
 
     @staticmethod
     def forward(ctx, x, weight):

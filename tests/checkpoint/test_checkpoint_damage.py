@@ -310,6 +310,8 @@ def test_another_model_is_refused_with_what_differs(ranks: RankPool, text: Path,
     )
     muon = replace(settings, optim=replace(settings.optim, algorithm="muon"))
     assert "optim.algorithm was adamw, is muon. Set them back" in ranks.run(refusal, 2, muon, run_dir)[0]
+    family = replace(other, model=replace(other.model, family="glm4_moe_lite"))
+    assert "optimizer: model.family was deepseek_v3, is glm4_moe_lite. Set" in ranks.run(refusal, 2, family, run_dir)[0]
     elsewhere = replace(settings, model=replace(settings.model, hf_path="elsewhere"))
     assert ranks.run(refusal, 2, elsewhere, run_dir, settings) == ["", ""]
 
