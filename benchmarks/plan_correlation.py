@@ -129,15 +129,15 @@ def share_ranks() -> dict[str, Any]:
     from automoe.verify.pool import leave_world
 
     rounds = {name: [median(steps) for steps in all_rounds] for name, all_rounds in measured(SHARED).items()}
-    one, alone_one, meshes = median(rounds["one"]), 0.0, dict[str, Any]()
-    for name, seconds in rounds.items():
-        alone = 0.0
+    apart = dict.fromkeys(SHARED, 0.0)  # of a mesh's ranks, one after the other
+    for name in SHARED:
         for rank in range(world := validate(config_of(name), None).world_size):
             with fake_world(rank, world):  # completes collectives at once
-                alone += median(measure([name])[name])
+                apart[name] += median(measure([name])[name])
             leave_world([])  # caches know groups by their names
-        alone_one = alone if name == "one" else alone_one  # a world that only seems to answer has a price of its own
-        alone *= one / alone_one
+    one, meshes = median(rounds["one"]), dict[str, Any]()
+    for name, seconds in rounds.items():
+        alone = apart[name] / apart["one"] * one  # such a world has a price of its own
         meshes[name] = {
             "overrides": SHARED[name],
             "cpu_seconds": round(median(seconds), 4),

@@ -55,7 +55,10 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def composed_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hydra composes each choice of groups once a process, except in tests of what it composes."""
+    """Hydra composes each choice of groups once a process, except in tests of what it composes (``quick_compose``).
+
+    Ranks of the pool always compose so.
+    """
     if "hydra" not in sys.modules or COMPOSED_BY_HYDRA & {*request.path.parts[-2:]}:
         yield
         return

@@ -12,7 +12,7 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
 
     Rows with the index ``num_sums`` are ignored. On CUDA ``index_add_`` would add with atomics, in
     any order, and round after each addition, so ``sum_in_order`` is used there. In float32 it has
-    the same bits on the CPU, and takes half the time.
+    the same bits on the CPU, and takes less time.
     """
     if rows_MH.device.type == "cpu" and rows_MH.dtype != torch.float32:
         out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])

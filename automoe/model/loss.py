@@ -126,13 +126,12 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
 
 
-def _zero_gradients(ctx, x_TH, weight_VH, wide: torch.dtype):
-    """Return new gradients of x and of the weight, zeros; None for one not needed.
+def _new_gradients(ctx, x_TH, weight_VH, wide: torch.dtype, new=torch.empty_like):
+    """Return gradients of x, made by ``new``, and of the weight, zeros of dtype ``wide``; None for one not needed.
 
-    The weight's has the dtype ``wide``, as chunks are added to it. ``ctx``: of a function of (x, weight, ...).
-    """
+    ``ctx`` is that of an autograd function whose first two inputs are x and the weight."""
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    grad_x_TH = torch.zeros_like(x_TH) if needs_x else None
+    grad_x_TH = new(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
 
 
@@ -194,7 +193,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
-        grad_x_TH, grad_weight_VH = _zero_gradients(ctx, x_TH, weight_VH, wide)
+        grad_x_TH, grad_weight_VH = _new_gradients(ctx, x_TH, weight_VH, wide)
         wanted = any(ctx.needs_input_grad[:2])
         for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
@@ -304,7 +303,8 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T, grad_entropy_T, grad_scored_TK):
         x_TH, weight_VH, labels_T, log_sum_T, scored_ids_TK, entropy_T = ctx.saved_tensors
-        grad_x_TH, grad_weight_VH = _zero_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype)
+        zeros = torch.zeros_like  # chunks leave out tokens that are not trained
+        grad_x_TH, grad_weight_VH = _new_gradients(ctx, x_TH, weight_VH, log_sum_T.dtype, zeros)
         temperature_T = ctx.sampled_by[0]
         for chunk in ctx.chunks:
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)

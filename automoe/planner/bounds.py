@@ -47,7 +47,8 @@ LAYER = "forward backward sent gathered trained state kept".split()
 # Values computed apart for a layer's routed experts and for the rest, then added: those of LAYER,
 # seconds of recomputation (again), and launch seconds of both passes.
 VALUES = "forward backward again sent forward_host backward_host".split() + LAYER[3:]
-NUM_ENDS = 3  # more kinds of layers: the embedding, the head, and the output of a stage
+# More kinds of layers: the embedding, the head, and what a stage sends to the next one.
+HEAD, OUTPUT, NUM_ENDS = 1, 2, 3
 DENSE, EXPERTS = ("norms", "attention", "ffn"), ("experts", "router")  # of a layer's activations
 # Values of a column: rows of a micro-batch, cp * tp, and ep * etp.
 COLUMN = "micro ranks local".split()
@@ -222,10 +223,11 @@ class Space:
             model.vocab_size * model.hidden_size / tp * np.array([1, not model.tie_embeddings, 0])
         )
         trained = held * [*ends_trained(config), 0]
-        ends = np.zeros((NUM_ENDS, len(VALUES)))
-        ends[1, :2] = head_time(place, 1 + model.num_mtp_layers)
-        ends[:, -4:-1] = np.transpose([compute * held, trained, trained * tp])
-        ends[2, -1] = compute * place.tokens * model.hidden_size
+        values = dict.fromkeys(VALUES, np.zeros(NUM_ENDS))
+        values |= {"gathered": compute * held, "trained": trained, "state": trained * tp}
+        ends = np.array([*values.values()]).T
+        ends[HEAD, :2] = head_time(place, 1 + model.num_mtp_layers)  # forward and backward
+        ends[OUTPUT, -1] = compute * place.tokens * model.hidden_size  # kept
         return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:

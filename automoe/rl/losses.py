@@ -23,7 +23,7 @@ from torch import Tensor
 from automoe.config.convert import converted, field_types
 from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
-from automoe.rl.loss_notes import on_policy as on_policy
+from automoe.rl.loss_options import on_policy as on_policy
 
 Mean = Literal["tokens", "samples", "length", "sum"]
 KL = Literal["k1", "k2", "k3", "k3_weighted", "k3_by_k2"]

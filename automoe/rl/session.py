@@ -42,7 +42,7 @@ from automoe.parallel.parallelize import build_parts
 from automoe.parallel.pipeline import build_runner
 from automoe.parallel.runner import StepRunner
 from automoe.rl.batch import Batch, Packed, check_batch, pack
-from automoe.rl.loss_notes import check_options, values_read
+from automoe.rl.loss_options import check_options, values_read
 from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import load_or_initialize

@@ -15,7 +15,7 @@ from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.errors import ConfigError
 from automoe.model.loss import LossInputs
 from automoe.rl import losses
-from automoe.rl.loss_notes import check_options
+from automoe.rl.loss_options import check_options
 from automoe.rl.losses import Correction
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_losses.json").read_text())

@@ -88,8 +88,7 @@ class Family(Tier):
         partial_rotary: True if rotary embeddings may apply to the first dims of a head only.
         dense: True if no layer has experts.
         known_as: other model_types of the same architecture.
-        whole_heads: True if transformers requires the number of heads to divide the hidden size,
-            even with head_dim set.
+        most: dotted keys of ``ModelConfig`` -> largest value with which transformers loads a model.
         least: dotted keys of ``ModelConfig`` -> smallest value with which transformers computes
             layers with experts.
     """
@@ -107,7 +106,7 @@ class Family(Tier):
     partial_rotary: bool = False
     dense: bool = False
     known_as: tuple[str, ...] = ()
-    whole_heads: bool = False
+    most: dict[str, float] = field(default_factory=dict)
     least: dict[str, int] = field(default_factory=dict)
 
     def of(self, model: ModelConfig) -> Family:
@@ -181,13 +180,9 @@ class Family(Tier):
             if config.num_moe_layers and value_of(config, ours) < least:
                 said = f"{least} or more"
                 raise _not_exported(config, ours, f"{loads} with {said}", said)
-        hidden = config.hidden_size
-        heads = config.attention.num_heads
-        if self.whole_heads and (rest := hidden % heads):
-            said = f"{loads} if model.attention.num_heads divides it: {hidden} % {heads} = {rest}"
-            raise _not_exported(config, "hidden_size", said, hidden - rest or heads)
-        if self.whole_heads and config.initializer_range > 1:
-            raise _not_exported(config, "initializer_range", f"{loads} with 1 or less", 0.02)
+        for ours, most in self.most.items():
+            if value_of(config, ours) > most:
+                raise _not_exported(config, ours, f"{loads} with {most} or less", most)
         unread, written = (
             {key: value(config) if callable(value) else value for key, value in stated.items()}
             for stated in (UNREAD | self.unread, self.written)
@@ -416,8 +411,12 @@ def multiple(key: str, of: Callable[[ModelConfig], int]) -> dict[str, Field]:
 
     def write(size: int, config: ModelConfig) -> int:
         if rest := size % of(config):
-            said = f"transformers computes a {config.family} model only with a multiple of {of(config)}"
-            raise _not_exported(config, key, said, size + of(config) - rest)
+            number = of(config)
+            only = (
+                f"transformers loads a {config.family} checkpoint only with a multiple of {number}"
+            )
+            said = f"{only}: {size} % {number} = {rest}"
+            raise _not_exported(config, key, said, size - rest or number)
         return size
 
     return {key: Field(key.rpartition(".")[2], write=write)}
