@@ -19,6 +19,7 @@ PARTS = (
     "routed_experts",
     "shared_experts",
     "router",
+    "residual",
     "norms",
     "head",
     "mtp",
@@ -78,6 +79,11 @@ class ParamSpec:
     def decays(self) -> bool:
         """Whether weight decay applies: not to biases, norms and similar vectors."""
         return self.kind in ("matrix", "conv")
+
+    @property
+    def wide(self) -> bool:
+        """Whether the tensor is stored and multiplied in at least float32, whatever ``train.dtype`` is."""
+        return self.part in ("router", "residual")
 
     @property
     def orthogonalized(self) -> bool:

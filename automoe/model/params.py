@@ -15,6 +15,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
     K  delta net: width of its convolution
     Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
+    U  streams of hyper-connections                A   experts that a token chooses
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from automoe.config.schema import ModelConfig, has_indexer, is_linear
+from automoe.config.schema import ModelConfig, has_indexer, has_token_table, is_linear
 from automoe.config.tier import tier_of
 from automoe.model.param_spec import PARTS, Param, ParamSpec
 
@@ -78,6 +79,11 @@ def _rows(table: str) -> tuple[ParamSpec, ...]:
 _NORMS = _rows("""
 input_layernorm.weight          | H | 0 | norm
 post_attention_layernorm.weight | H | 6 | norm
+""")
+_CONNECTION = _rows("""
+fn    | 2*U+U*U U*H | 0 | matrix
+base  | 2*U+U*U     | 0 | vector
+scale | 3           | 0 | vector
 """)
 # Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
 _GQA = _rows("""
@@ -135,9 +141,14 @@ up_proj.weight   | F H | 7 | colwise
 down_proj.weight | H F | 8 | rowwise
 """)
 _ROUTER = _rows("""
-weight      | E H | 7 | matrix hf=mlp.gate.weight
-expert_bias | E   | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
-bias        | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
+weight | E H | 7 | matrix hf=mlp.gate.weight
+bias   | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
+""")
+_BY_SCORES = _rows("""
+expert_bias | E | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
+""")
+_BY_TABLE = _rows("""
+tid2eid | V A | 7 | buffer hf=mlp.gate.tid2eid
 """)
 _EXPERTS = _rows("""
 gate_up_proj      | E 2 I H | 7 | experts fsdp=2 lora=gate_up_proj hf=EXPERT.gate_proj.weight,EXPERT.up_proj.weight
@@ -209,8 +220,18 @@ def _is_moe(model: ModelConfig, layer: int) -> bool:
     return layer >= model.first_k_dense
 
 
+def _selects_by_scores(model: ModelConfig, layer: int) -> bool:
+    return _is_moe(model, layer) and not has_token_table(model, layer)
+
+
+def _has_streams(model: ModelConfig, layer: int) -> bool:
+    return model.hc_mult > 0
+
+
 _MODULES = (
     _Module("", "mtp", _MTP, lambda model, layer: layer >= model.num_layers),
+    _Module("attn_hc", "residual", _CONNECTION, _has_streams),
+    _Module("ffn_hc", "residual", _CONNECTION, _has_streams),
     _Module("", "norms", _NORMS, lambda model, layer: True),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),
@@ -223,6 +244,8 @@ _MODULES = (
     ),
     _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not _is_moe(*where), "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
+    _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
+    _Module("mlp.router", "router", _BY_TABLE, has_token_table),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(
         "mlp.shared_experts",
@@ -233,6 +256,14 @@ _MODULES = (
     ),
 )
 _EMBEDDING = ParamSpec("embed_tokens.weight", "V H", tp=0, part="embedding")
+_STREAMS_END = tuple(
+    replace(spec, part="residual")
+    for spec in _rows("""
+hc_head.hc_fn    | U U*H | 0 | matrix
+hc_head.hc_base  | U     | 0 | vector
+hc_head.hc_scale | 1     | 0 | vector
+""")
+)
 _FINAL_NORM = ParamSpec("norm.weight", "H", kind="norm", part="norms")
 _HEAD = ParamSpec("lm_head.weight", "V H", tp=0, part="head")
 
@@ -271,7 +302,7 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
 
 # Rows by name within a layer or an end of the model. The q_proj and o_proj of both kinds of
 # attention differ only in shape and condition.
-SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
+SPECS = {spec.name: spec for spec in (_EMBEDDING, *_STREAMS_END, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
     SPECS |= {adapter.name: adapter for adapter in adapter_specs(_spec)} if _spec.lora else {}
@@ -285,6 +316,15 @@ EXPERT_SPECS = {  # rows of routed experts by their names within ``GroupedExpert
 def find_spec(name: str) -> ParamSpec | None:
     """Return the spec of the parameter ``name`` of a model; None if the table does not list it."""
     return SPECS.get(_LAYER.sub("", name, count=1))
+
+
+def is_wide(name: str) -> bool:
+    """Return True if the parameter ``name`` is stored in at least float32 (``ParamSpec.wide``).
+
+    Of a class of transformers these are the parameters of modules that are called ``router``.
+    """
+    spec = find_spec(name)
+    return ".router." in name if spec is None else spec.wide
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
@@ -305,6 +345,8 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "C": a.qk_nope_head_dim,
         "T": a.qk_rope_head_dim,
         "W": a.v_head_dim,
+        "U": model.hc_mult,
+        "A": model.num_experts_per_token,
         "Rq": a.q_lora_rank or 0,
         "Rkv": a.kv_lora_rank,
         "J": a.index_n_heads,
@@ -413,6 +455,9 @@ def stage_params(
     for layer in layers[stage]:
         params += layer_params(model, layer, buffers)
     if model.num_layers in layers[stage] or (last and not model.num_mtp_layers):
+        sizes = sizes_of(model)
+        for spec in _STREAMS_END if model.hc_mult else ():
+            params.append(Param(spec.name, _shape_of(spec, sizes), spec))
         params.append(Param("norm.weight", (model.hidden_size,), _FINAL_NORM))
     if last and not model.tie_embeddings:
         params.append(Param("lm_head.weight", table, _HEAD))
