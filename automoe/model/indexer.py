@@ -6,20 +6,18 @@ loss is the KL divergence of softmax(I_t) from attention's probabilities, summed
 normalised (equations 3 and 4). All other parameters get no gradient from it.
 
 Letters of dimensions: ``automoe.model``; here J heads of the indexer, D their width, L latent of
-queries, c queries of a chunk.
+queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import ModelConfig
+from automoe.kernels.index_scores import Divergence, attention_shares, in_chunks, index_scores
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
 from automoe.model.rows import gather_row
@@ -27,8 +25,6 @@ from automoe.passes.recompute import is_counted
 
 if TYPE_CHECKING:
     from automoe.model.attention import AttentionSetup
-
-CHUNK = 128  # queries whose scores by every head are in memory at once
 
 
 class IndexInputs(NamedTuple):
@@ -112,7 +108,7 @@ class Indexer(nn.Module):
             return setup.seen
         seen_BsR = self.ranks.local_shard(setup.seen)
         chosen_BsR = torch.zeros_like(seen_BsR)
-        for q, w, seen, chosen in _chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
+        for q, w, seen, chosen in in_chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
             scores = index_scores(q, inputs.k, w)[0].masked_fill(~seen, -torch.inf)
             top = scores.topk(min(self.topk, scores.shape[-1])).indices
             # A query that sees fewer than k keys has chosen unseen ones as well: drop these.
@@ -149,83 +145,7 @@ class Indexer(nn.Module):
         tokens = setup.tokens
         weight_Bs = self.ranks.local_shard(tokens.valid).to(target_BsR.dtype) / tokens.num_tokens
         chosen_BsR = self.ranks.local_shard(chosen_BSR)
-        loss = _Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
+        loss = Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
         if is_counted():
             self.loss_sum += loss.detach()
         return loss
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.split(CHUNK, dim=1) for x in tensors), strict=True)
-
-
-def index_scores(q_BcJD: Tensor, k_BRD: Tensor, w_BcJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index scores (DeepSeek-V3.2, eq. 1) of c queries for R keys, summed and by head.
-
-    Args:
-        q_BcJD, k_BRD: queries of J index heads of width D, and the keys that the heads share.
-        w_BcJ: weight of each head.
-
-    Returns:
-        [B, c, R] weighted sums over heads, and [B, c, J, R], relu(q . k) of each head.
-    """
-    # One product for all queries of a row; a product per query would copy the keys each time.
-    by_head_BcJR = F.relu(q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, q_BcJD.shape[1:3])
-    return (w_BcJ.unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
-
-
-@torch.no_grad()
-def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: float) -> Tensor:
-    """Return attention's probabilities summed over heads: [B, S, R] in at least float32.
-
-    Args:
-        mask_BSR: True where a query attends to a key.
-        scale: factor of the products of queries and keys.
-    """
-    wide = torch.promote_types(q_BSND.dtype, torch.float32)
-    k_BNRD = k_BRND.transpose(1, 2)
-    if len(k_BNRD) > 1:  # else the product of each chunk would copy the keys
-        k_BNRD = k_BNRD.contiguous()
-    shares = []
-    for q, mask in _chunks(q_BSND, mask_BSR):
-        logits_BNcR = (q.transpose(1, 2) @ k_BNRD.mT).to(wide) * scale
-        shares.append(logits_BNcR.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1).sum(1))
-    return torch.cat(shares, dim=1)
-
-
-class _Divergence(torch.autograd.Function):
-    """Autograd function: weighted sum over queries of KL(target || softmax of chosen keys' scores).
-
-    Its inputs are q, k and w (``IndexInputs``); the target [B, s, R], attention's probabilities;
-    the chosen keys [B, s, R] bool; and the weights [B, s], 1 / number of tokens of the global
-    batch, 0 for padding. The result is a scalar.
-
-    Gradients are made in the forward pass, one chunk of queries after the other: scores of every
-    head would take J numbers for each query and key. The gradient of a query's divergence by its
-    scores is softmax - target.
-    """
-
-    @staticmethod
-    def forward(ctx, q_BsJD, k_BRD, w_BsJ, target_BsR, chosen_BsR, weight_Bs):
-        total = weight_Bs.new_zeros(())
-        grads_q, grads_w = [], []
-        grad_k = torch.zeros_like(k_BRD)
-        for q, w, target, chosen, weight in _chunks(
-            q_BsJD, w_BsJ, target_BsR, chosen_BsR, weight_Bs
-        ):
-            scores, by_head = index_scores(q, k_BRD, w)
-            log_shares = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
-            divergence = F.kl_div(log_shares.masked_fill(~chosen, 0.0), target, reduction="none")
-            total += (divergence.sum(-1) * weight).sum()
-            grad_BcR = (log_shares.exp() - target) * weight.unsqueeze(-1)
-            grads_w.append((by_head @ grad_BcR.unsqueeze(-1)).squeeze(-1))
-            grad_BIR = (w.unsqueeze(-1) * grad_BcR.unsqueeze(-2) * (by_head > 0)).flatten(1, 2)
-            grads_q.append((grad_BIR @ k_BRD).view_as(q))
-            grad_k += grad_BIR.mT @ q.flatten(1, 2)
-        ctx.save_for_backward(torch.cat(grads_q, 1), grad_k, torch.cat(grads_w, 1))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return *(grad * saved for saved in ctx.saved_tensors), None, None, None

@@ -58,7 +58,7 @@ from automoe.config.schema import (
     window_of,
 )
 
-# Chunk length of automoe.model.delta_net, repeated here because the planner must not import torch.
+# Chunk length of automoe.kernels.delta_rule, repeated here because the planner must not import torch.
 DELTA_CHUNK = 64
 
 # Routers start at this multiple of the even expert load, and sometimes return to it.

@@ -36,7 +36,9 @@ from automoe.config.rules_kernels import chunk_tokens, score_dims
 from automoe.config.schema import ModelConfig
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
-INDEX_CHUNK = 128  # automoe.model.indexer.CHUNK, repeated because the planner imports no torch
+INDEX_CHUNK = (
+    128  # automoe.kernels.index_scores.CHUNK, repeated because the planner imports no torch
+)
 # Rows of the expert width that CUDA's backward keeps for each activation: silu(gate) for swiglu;
 # gate, its sigmoid, up and their product for clamped_swiglu. CPU operators process blocks of rows
 # and keep none of these whole.

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
+from automoe.kernels.delta_rule import CHUNK, UNIT_EPS, causal_conv, gated_delta_rule
 from automoe.model.decoder import Decoder
-from automoe.model.delta_net import CHUNK, UNIT_EPS, causal_conv, gated_delta_rule
 from automoe.model.init import default_dtype, initialize
 
 B, G, N, DK, DV = 2, 2, 6, 5, 7

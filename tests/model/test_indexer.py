@@ -11,7 +11,7 @@ import torch
 
 from automoe.comm.tokens import IGNORE, MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
-from automoe.model import indexer as module
+from automoe.kernels import index_scores as module
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.indexer import Indexer

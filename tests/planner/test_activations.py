@@ -20,10 +20,10 @@ from automoe.config.recompute import RERUN
 from automoe.config.rules_kernels import CHUNK_TOKENS
 from automoe.config.schema import Config, LoraConfig, MeshConfig
 from automoe.kernels.attention import AttentionFn, attend, attend_in_blocks
+from automoe.kernels.delta_rule import CHUNK
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
-from automoe.model.delta_net import CHUNK
 from automoe.model.lora import freeze_and_adapt
 from automoe.parallel.choices import layer_calls
 from automoe.parallel.fp8 import apply_fp8
