@@ -337,7 +337,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
                 Path(), {}, [piece.key for pieces in table.values() for piece in pieces]
             )
             named = _renamed(table, lambda key, plain=plain: plain.plain(key) or key)
-            of_ids = frozenset(piece.key for name in integers for piece in named[name])
+            of_ids = tuple(piece.key for name in integers for piece in named[name])
             layouts.append(KeyMap(table=named, unread=unread, integers=of_ids))
     return replace(layouts[0], layouts=tuple(layouts))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +21,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.model.params import SPECS, model_params
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (BLOCK, BLOCK)  # rows and columns under one scale
 GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes
@@ -212,7 +214,10 @@ class KeyMap:
         layouts: layouts that files may have, if they do not follow from ``rows``; the last one is
             that of transformers' parameters in memory.
         unread: regular expressions of stored tensors to skip.
-        integers: stored tensors of int64, such as a table of the experts of each token id.
+        integers: ends of the names of stored tensors of int64, such as a table of the experts of each
+            token id.
+        renames: (old, new) parts of names, which are replaced in this order in every name that the
+            other attributes give.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -222,7 +227,12 @@ class KeyMap:
     table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     layouts: tuple[KeyMap, ...] = ()
     unread: tuple[str, ...] = ()
-    integers: frozenset[str] = frozenset()
+    integers: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def renamed(self, key: str) -> str:
+        """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
+        return reduce(lambda key, pair: key.replace(*pair), self.renames, key)
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
@@ -258,6 +268,9 @@ class KeyMap:
             return self.in_memory
         if any(".switch_mlp." in key for key in keys):
             return self.stacked
+        for layout in self.layouts:
+            if layout.renames and layout.renamed(EMBEDDING) in keys:
+                return layout
         return self.per_expert if keys else self
 
     @property
@@ -301,6 +314,12 @@ class KeyMap:
         """
         if self.table:
             return self.table[name]
+        pieces = self._pieces(name, shape, experts)
+        if not self.renames:
+            return pieces
+        return [piece._replace(key=self.renamed(piece.key)) for piece in pieces]
+
+    def _pieces(self, name: str, shape: Shape, experts: range | None) -> Sequence[Piece]:
         match = _LAYER.fullmatch(name)
         if match is None:
             return [whole(name if name.startswith("lm_head.") else f"model.{name}", shape)]
@@ -371,7 +390,8 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     alike = {}  # names below a layer and shapes, which are made once for equal layers
     for name, shape in our_tensors(config):
         layer = None if keys.table else _LAYER.fullmatch(name)
-        prefix, kind = (f"model.{layer[1]}", (layer[2], shape)) if layer else ("", name)
+        prefix, kind = ("", name) if layer is None else (f"model.{layer[1]}", (layer[2], shape))
+        prefix = keys.renamed(prefix)
         if kind not in alike:
             pieces = keys.pieces(name, shape)
             alike[kind] = [
@@ -462,6 +482,13 @@ def quantization_config(
 
 def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     keys = keys.per_expert
+    if keys.renames:
+        raise ConfigError(
+            "model.family",
+            config.family,
+            "its block-FP8 files have a form of their own, which is not written",
+            "Export it in bfloat16",
+        )
     if keys.fused:
         raise ConfigError(
             "model.family",

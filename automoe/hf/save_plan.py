@@ -37,6 +37,7 @@ from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
 from automoe.hf.wrapper import ALONE
 from automoe.interop.torch_private import full_tensor, is_strided_shard
+from automoe.model.params import find_spec
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def unread_shards(config: ModelConfig) -> list[LocalShard]:
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
-        trained = not name.endswith(".expert_bias")
+        spec = find_spec(name)
+        trained = spec is None or spec.kind != "buffer"
         shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
     return shards
 
