@@ -405,6 +405,11 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
     return attention.linear_num_key_heads > 0 and not _full(attention, layer)
 
 
+def has_blocks(attention: AttentionConfig, layer: int) -> bool:
+    """Return True if a layer has softmax attention over blocks of queries, with masks made once for all layers."""
+    return not (attention.kind == "compressed" or is_linear(attention, layer))
+
+
 def has_indexer(attention: AttentionConfig, layer: int) -> bool:
     """Return True if layer number ``layer`` has an indexer, which selects its keys (DeepSeek-V3.2).
 

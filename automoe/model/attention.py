@@ -17,10 +17,11 @@ from automoe.comm.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.local_shard import local_shard
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
-from automoe.config.schema import ModelConfig, has_indexer, is_linear, window_of
+from automoe.config.schema import ModelConfig, has_blocks, has_indexer, window_of
 from automoe.kernels.attention import prepare_cuda
 from automoe.model.attention_masks import QueryBlock, document_ids, seen_keys
 from automoe.model.backend import BackendConfig
+from automoe.model.compressed_attention import Compression
 from automoe.model.indexer import Indexer, IndexInputs
 from automoe.model.linear import Features, Linear
 from automoe.model.norm import norm_over_ranks
@@ -56,9 +57,11 @@ class AttentionSetup:
             of keys that it reads and its mask}.
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
         chosen: [B, S, R] bool, the keys that the last indexer chose, for layers that share them.
+        compression: angles and windows of compressed attention; other kinds have none.
     """
 
     chosen: Tensor | None = None
+    compression: Compression
 
     def __init__(
         self,
@@ -87,11 +90,16 @@ class AttentionSetup:
         queries = exchanged if exchanges else tokens
         self.blocks = {
             window: backend.masks(queries, self.key_gather, window, backend.always_masked)
-            for window in {window_of(attention, n) for n in layers if not is_linear(attention, n)}
+            for window in {window_of(attention, n) for n in layers if has_blocks(attention, n)}
         }
         self.tokens = tokens
         self.seen = None
-        if attention.index_topk:
+        if attention.kind == "compressed":
+            angle_dtype = self.rope.angle_dtype or dtype
+            self.compression = Compression(
+                config, tokens.positions, self.doc_ids, angle_dtype, layers
+            )
+        elif attention.index_topk:
             docs_BS = document_ids(tokens, self.key_gather, backend.always_masked)
             self.seen = seen_keys(tokens, self.key_gather, docs_BS=docs_BS)
         self._kernel = backend.attention_kernel
@@ -305,7 +313,7 @@ class LatentAttention(nn.Module):
 
     def _choose(self, inputs: IndexInputs | None, setup: AttentionSetup) -> Tensor | None:
         if self.indexer is not None:
-            setup.chosen = self.indexer.choose(inputs, setup)
+            setup.chosen = self.indexer.choose(inputs, setup.seen)
         return setup.chosen
 
     def gathers_latents(self, latent: Tensor) -> bool:

@@ -60,18 +60,23 @@ class Indexer(nn.Module):
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
         attention = config.attention
-        assert attention.q_lora_rank is not None, "refused by the rules"
         self.ranks = backend.pg_collection.tp
         self.dim = attention.index_head_dim
         self.topk = attention.index_topk
         self.interleaved = attention.index_interleaved
         self.warmup = backend.indexer_warmup
-        self.wq_b = Linear(attention.q_lora_rank, attention.index_n_heads * self.dim)
-        self.wk = Linear(config.hidden_size, self.dim)
-        self.k_norm = LayerNorm(self.dim, eps=1e-6)
         self.weights_proj = Linear(config.hidden_size, attention.index_n_heads)
         self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
         self.reset_buffers()
+        self.make_projections(config, backend)
+
+    def make_projections(self, config: ModelConfig, backend: BackendConfig) -> None:
+        """Make the modules that ``project`` calls: a subclass has queries and keys of its own."""
+        attention = config.attention
+        assert attention.q_lora_rank is not None, "refused by the rules"
+        self.wq_b = Linear(attention.q_lora_rank, attention.index_n_heads * self.dim)
+        self.wk = Linear(config.hidden_size, self.dim)
+        self.k_norm = LayerNorm(self.dim, eps=1e-6)
 
     def reset_buffers(self) -> None:
         self.loss_sum.zero_()
@@ -84,29 +89,35 @@ class Indexer(nn.Module):
             latent_BsL: latents of the queries at the same positions.
             setup: rotation angles, and the ranks from which keys are gathered.
         """
-        x_BsH, latent_BsL = x_BsH.detach(), latent_BsL.detach()
+        x_BsH = x_BsH.detach()
+        q_BsJD, k_BRD = self.project(x_BsH, latent_BsL.detach(), setup)
+        wide = torch.promote_types(x_BsH.dtype, torch.float32)
+        q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
+        return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
+
+    def project(
+        self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries [B, s, J, D] and the keys [B, R, D] that J heads share, both rotated."""
         cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))
         q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
         k_Bs1D = self.k_norm(self.wk(x_BsH)).unsqueeze(2)
         q_BsJD, k_Bs1D = (
             setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
         )
-        k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.key_gather)
-        wide = torch.promote_types(x_BsH.dtype, torch.float32)
-        q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
-        return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
+        return q_BsJD, gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.key_gather)
 
     @torch.no_grad()
-    def choose(self, inputs: IndexInputs, setup: AttentionSetup) -> Tensor:
+    def choose(self, inputs: IndexInputs, seen_BSR: Tensor) -> Tensor:
         """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
 
-        ``inputs`` is the result of ``forward``, ``setup.seen`` says which keys a query may see. In
+        ``inputs`` is the result of ``forward``, ``seen_BSR`` says which keys a query may see. In
         the indexer's warm-up a query attends to all of these. Ties between keys are broken as
         ``torch.topk`` breaks them in whole sequences, whatever part of the queries this rank has.
         """
         if self.warmup:
-            return setup.seen
-        seen_BsR = self.ranks.local_shard(setup.seen)
+            return seen_BSR
+        seen_BsR = self.ranks.local_shard(seen_BSR)
         chosen_BsR = torch.zeros_like(seen_BsR)
         for q, w, seen, chosen in in_chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
             scores = index_scores(q, inputs.k, w)[0].masked_fill(~seen, -torch.inf)
@@ -128,7 +139,8 @@ class Indexer(nn.Module):
 
         The loss is KL(attention || indexer) over the chosen keys, as a mean over the tokens of the
         global batch: attention's probabilities, averaged over heads, and the softmax of the indexer's
-        scores. In a training pass the term is added to the buffer ``loss_sum``.
+        scores. A query without a key counts as zero. In a training pass the term is added to the
+        buffer ``loss_sum``.
 
         Args:
             inputs: result of ``forward``: queries, keys and head weights of the indexer.
@@ -139,11 +151,14 @@ class Indexer(nn.Module):
         learns = torch.is_grad_enabled() and self.training
         if not (learns and any(x.requires_grad for x in inputs)):
             return None
+        some_BS = chosen_BSR.any(-1)
+        chosen_BSR = chosen_BSR | ~some_BS.unsqueeze(-1)  # finite shares, which have no weight
         shares_BSR = attention_shares(q_BSND, k_BRND, chosen_BSR, scale)
         target_BsR = self.ranks.reduce_scatter(shares_BSR)
         target_BsR = target_BsR / target_BsR.sum(-1, keepdim=True)
         tokens = setup.tokens
-        weight_Bs = self.ranks.local_shard(tokens.valid).to(target_BsR.dtype) / tokens.num_tokens
+        weighs_Bs = self.ranks.local_shard(tokens.valid & some_BS)
+        weight_Bs = weighs_Bs.to(target_BsR.dtype) / tokens.num_tokens
         chosen_BsR = self.ranks.local_shard(chosen_BSR)
         loss = Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
         if is_counted():

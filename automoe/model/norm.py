@@ -87,6 +87,22 @@ class _TritonRMSNorm(torch.autograd.Function):
         return *norm_grads(grad_TD.contiguous(), x_TD, scales_T1, weight_D), None
 
 
+def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight_D`` over the last dim, in the dtype of ``x``.
+
+    The weight is at least float32; None: there is none.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if weight_D is None:
+        weight_D = torch.ones(x.shape[-1], dtype=wide, device=x.device)
+    if torch.compiler.is_compiling():
+        # Compiled code gets plain operations: the compiler fuses them and decides what is kept.
+        return F.rms_norm(x.to(wide), weight_D.shape, weight_D, eps).to(x.dtype)
+    in_kernels = x.is_cuda and wide == torch.float32
+    norm = _TritonRMSNorm if in_kernels else _RMSNorm
+    return norm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
+
+
 class RMSNorm(nn.Module):
     """RMSNorm ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in the dtype of ``x``.
 
@@ -107,12 +123,7 @@ class RMSNorm(nn.Module):
         weight = self.weight.to(wide)
         if self.zero_centered:
             weight = weight + 1
-        if torch.compiler.is_compiling():
-            # Compiled code gets plain operations: the compiler fuses them and decides what is kept.
-            return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
-        in_kernels = x.is_cuda and wide == torch.float32
-        norm = _TritonRMSNorm if in_kernels else _RMSNorm
-        return norm.apply(x.reshape(-1, x.shape[-1]), weight, self.eps).view(x.shape)
+        return rms_norm(x, weight, self.eps)
 
 
 class _NormOverRanks(torch.autograd.Function):

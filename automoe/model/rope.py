@@ -21,10 +21,10 @@ from automoe.errors import import_backend
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
-    """Return how many dims of a head rotate: MLA's rope dims, else ``partial_rotary_factor`` of all."""
-    if attention.kind == "mla":
-        return attention.qk_rope_head_dim
-    return int(attention.head_dim * rope.partial_rotary_factor)
+    """Return how many dims of a head rotate: ``partial_rotary_factor`` of all, or the kind's own number."""
+    if attention.kind == "gqa":
+        return int(attention.head_dim * rope.partial_rotary_factor)
+    return attention.qk_rope_head_dim
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -116,22 +116,19 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function: ``rotate`` of x [B, S, N, D]; its backward rotates back, to x's layout."""
+    """Autograd function: ``turn`` of x [B, S, N, D]; its backward turns the other way, to x's layout."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., Tensor]):
+    def forward(ctx, x, cos, sin, start: int, layouts: tuple[bool, bool], back: bool, turn):
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        ctx.start = start
         ctx.turn = turn
-        return turn(x, cos, sin, start, interleaved, False, back=False)
+        ctx.undo = start, *layouts[::-1], not back
+        return turn(x, cos, sin, start, *layouts, back)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        grad_x = ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True)
-        return grad_x, *(None,) * 5
+        return ctx.turn(grad, *ctx.saved_tensors, *ctx.undo), *(None,) * 6
 
 
 def turn_dims(
@@ -175,6 +172,7 @@ def rotate(
     sin: Tensor,
     interleaved: bool,
     start: int = 0,
+    back: bool = False,
     turn: Callable[..., Tensor] = turn_dims,
 ) -> Tensor:
     """Return a copy of x with R = 2 P of its D dims, from ``start`` on, rotated in P pairs.
@@ -185,16 +183,19 @@ def rotate(
     Args:
         cos, sin: [B, S, 1, P] of the angles.
         interleaved: pairs of the input are dims (2i, 2i+1); else (i, i + P).
+        back: undo a rotation: by minus the angles, from the pairs (i, i + P) to those that
+            ``interleaved`` says.
         turn: function that rotates, with the arguments of ``turn_dims``.
     """
     # the compiler fuses plain operations, and needs no hand-written backward
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not back:
         before, turned, behind = _thirds(x_BSND, start, cos)
         first, second = _pairs(turned, interleaved)
         return torch.cat(
             (before, first * cos - second * sin, second * cos + first * sin, behind), dim=-1
         )
-    return _Rotation.apply(x_BSND, cos, sin, interleaved, start, turn)
+    layouts = (False, interleaved) if back else (interleaved, False)
+    return _Rotation.apply(x_BSND, cos, sin, start, layouts, back, turn)
 
 
 def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
@@ -217,14 +218,14 @@ class Rope:
     """Functions that apply rotary embeddings, by default in plain torch.
 
     Attributes:
-        rotate: (x [B, S, N, D], cos, sin, interleaved, start) -> x with its rotary dims, from start
-            on, rotated; interleaved: pairs of x are dims (2i, 2i+1).
+        rotate: (x [B, S, N, D], cos, sin, interleaved, start, back) -> x with its rotary dims, from
+            start on, rotated; interleaved: pairs of x are dims (2i, 2i+1); back: rotated back.
         join_keys: for MLA: (kv [B, S, N, D], k_rope [B, S, R], nope_dim) -> (keys [B, S, N,
             nope_dim + R], values [B, S, N, D - nope_dim]).
         angle_dtype: dtype of cos and sin; None: the model's dtype.
     """
 
-    rotate: Callable[[Tensor, Tensor, Tensor, bool, int], Tensor] = rotate
+    rotate: Callable[..., Tensor] = rotate
     join_keys: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = join_keys
     angle_dtype: torch.dtype | None = None
 

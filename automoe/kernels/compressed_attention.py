@@ -1,0 +1,230 @@
+"""Compressed attention of DeepSeek-V4 (its report, section 2.3): entries of windows, and the softmax over them.
+
+A window is W successive positions of a document, counted from the document's start; its entry is a
+learned average of them. A query attends to the last positions of its document and to entries of
+windows that are complete at its own position.
+
+Letters: B rows, S positions, E entries, W positions of a window, D head dim, N query heads, c
+queries of a chunk, K keys that a chunk reads, r = c N rows of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 256  # queries whose scores are in memory at once
+
+
+class Windows(NamedTuple):
+    """The complete windows of rows, E = S // W for each; rows with fewer have unseen ones last.
+
+    Attributes:
+        places_BEW: int64, the positions of each window in its row.
+        first_BE: int64, index in its document of a window's first position; 0: no window before it.
+        seen_BSE: bool, True where a query sees an entry: the window is of its document and complete.
+    """
+
+    places_BEW: Tensor
+    first_BE: Tensor
+    seen_BSE: Tensor
+
+
+def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> Windows:
+    """Return the windows of ``width`` positions of each row.
+
+    A document's last positions, fewer than ``width``, are in no window.
+
+    Args:
+        positions_BS: index of each token in its document, from 0.
+        doc_ids_BS: document of each token; None: a query sees entries of all documents before it.
+    """
+    size = positions_BS.shape[1]
+    count = size // width
+    place_S = torch.arange(size, device=positions_BS.device)
+    ends_BS = (positions_BS + 1) % width == 0
+    # The n-th end of a window goes to column n, all other positions to a last column, which is
+    # dropped. A row with fewer windows keeps S, a position that no query reaches.
+    column_BS = torch.where(ends_BS, ends_BS.cumsum(1) - 1, count).clamp(max=count)
+    end_BE = positions_BS.new_full((len(positions_BS), count + 1), size)
+    end_BE = end_BE.scatter(1, column_BS, place_S.expand_as(positions_BS))[:, :count]
+    seen_BSE = end_BE.unsqueeze(1) <= place_S.unsqueeze(-1)
+    steps_W = torch.arange(1 - width, 1, device=positions_BS.device)
+    places_BEW = (end_BE.unsqueeze(-1) + steps_W).clamp(0, max(size - 1, 0))
+    if doc_ids_BS is not None:
+        docs_BE = doc_ids_BS.gather(1, places_BEW[..., -1])
+        seen_BSE = seen_BSE & (docs_BE.unsqueeze(1) == doc_ids_BS.unsqueeze(-1))
+    return Windows(places_BEW, positions_BS.gather(1, places_BEW[..., 0]), seen_BSE)
+
+
+def pool_windows(
+    kv: Tensor, gate: Tensor, bias: Tensor, windows: Windows, overlaps: bool
+) -> Tensor:
+    """Return the entries [B, E, D] of windows: averages of ``kv``, weighted by a softmax of ``gate``.
+
+    Each dim has weights of its own, softmax(gate + bias) over the window's W positions, in at least
+    float32. If windows overlap, 2 W positions have a part in an entry: with their first D numbers
+    those of the window before it, if the document has one, and with their last D the window's own.
+
+    Args:
+        kv, gate: [B, S, D], or [B, S, 2 D] if windows overlap.
+        bias: [W, D] or [W, 2 D], of a window's positions.
+    """
+    wide = torch.promote_types(kv.dtype, torch.float32)
+    here_BEW = windows.places_BEW
+
+    def cut(x: Tensor, places_BEW: Tensor) -> Tensor:
+        index = places_BEW.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
+        return x.gather(1, index).unflatten(1, places_BEW.shape[1:])
+
+    if not overlaps:
+        values, gates = cut(kv, here_BEW), cut(gate, here_BEW).to(wide) + bias
+    else:
+        before_BEW = (here_BEW - here_BEW.shape[-1]).clamp(min=0)
+        first_BE11 = windows.first_BE.eq(0)[..., None, None]
+        (kv_a, kv_b), (gate_a, gate_b), (bias_a, bias_b) = (
+            x.chunk(2, dim=-1) for x in (kv, gate, bias)
+        )
+        values = torch.cat((cut(kv_a, before_BEW), cut(kv_b, here_BEW)), dim=2)
+        gates_a = cut(gate_a, before_BEW).to(wide) + bias_a
+        gates_b = cut(gate_b, here_BEW).to(wide) + bias_b
+        gates = torch.cat((gates_a.masked_fill(first_BE11, -torch.inf), gates_b), dim=2)
+    return (values * gates.softmax(2)).sum(2).to(kv.dtype)
+
+
+def attend_entries(
+    q_BSND: Tensor,
+    kv_BSD: Tensor,
+    entries_BED: Tensor,
+    seen_BSE: Tensor | None,
+    sinks_N: Tensor | None,
+    doc_ids_BS: Tensor | None,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Return the output [B, S, N, D] of softmax attention over a sliding window and over entries.
+
+    One vector per position and per entry is key and value of all heads. Scores are computed a chunk
+    of queries at a time, in at least float32, and again in the backward pass: the memory of scores
+    and masks of positions does not grow with S, that of the mask of entries is S x E bytes.
+
+    Args:
+        q_BSND, kv_BSD, entries_BED: queries, and keys that are values too.
+        seen_BSE: True where a query sees an entry; None: there are none (E = 0). Entries are in the order of their windows, which
+            are equally long and E as many as fit in a row.
+        sinks_N: per head a logit that takes probability and has no value; None: no sinks.
+        doc_ids_BS: document of each position; None: a row is one document.
+        window: positions that a query sees, its own included.
+        scale: factor of the products of queries and keys.
+    """
+    return _Attention.apply(
+        q_BSND, kv_BSD, entries_BED, sinks_N, seen_BSE, doc_ids_BS, window, scale
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd function of ``attend_entries``; it saves its inputs, the output and each query's logsumexp."""
+
+    @staticmethod
+    def forward(ctx, q_BSND, kv_BSD, entries_BED, sinks_N, *settings):
+        ctx.settings = settings
+        out_BSND = torch.empty_like(q_BSND)
+        wide = torch.promote_types(q_BSND.dtype, torch.float32)
+        lse_BSN = q_BSND.new_empty(q_BSND.shape[:3], dtype=wide)
+        for queries, _, _, keys_BKD, scores_BcNK in _chunks(q_BSND, kv_BSD, entries_BED, *settings):
+            lse_BcN = scores_BcNK.logsumexp(-1)
+            if sinks_N is not None:
+                lse_BcN = lse_BcN.logaddexp(sinks_N.to(wide))
+            lse_BSN[:, queries] = lse_BcN
+            shares_BcNK = scores_BcNK.sub_(lse_BcN.unsqueeze(-1)).exp_()
+            out_BrD = _product(shares_BcNK.flatten(1, 2).to(kv_BSD.dtype), keys_BKD)
+            out_BSND[:, queries] = out_BrD.view(out_BSND[:, queries].shape)
+        ctx.save_for_backward(q_BSND, kv_BSD, entries_BED, sinks_N, out_BSND, lse_BSN)
+        return out_BSND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BSND):
+        q_BSND, kv_BSD, entries_BED, sinks_N, out_BSND, lse_BSN = ctx.saved_tensors
+        dtype, wide, scale = q_BSND.dtype, lse_BSN.dtype, ctx.settings[-1]
+        grad_q_BSND = torch.empty_like(q_BSND)
+        grad_kv_BSD, grad_entries_BED = (
+            torch.zeros_like(x, dtype=wide) for x in (kv_BSD, entries_BED)
+        )
+        grad_sinks_N = None if sinks_N is None else torch.zeros_like(sinks_N, dtype=wide)
+        inputs = q_BSND, kv_BSD, entries_BED
+        for queries, near, far, keys_BKD, scores_BcNK in _chunks(*inputs, *ctx.settings):
+            q_BcND, grad_BcND, lse_BcN = (x[:, queries] for x in (q_BSND, grad_BSND, lse_BSN))
+            # the gradient of a score is share * (gradient of the share - delta)
+            delta_BcN = (grad_BcND.to(wide) * out_BSND[:, queries]).sum(-1)
+            shares_BcNK = scores_BcNK.sub_(lse_BcN.unsqueeze(-1)).exp_()
+            grad_BrD = grad_BcND.flatten(1, 2)
+            grad_BcNK = _product(grad_BrD, keys_BKD.mT).view(shares_BcNK.shape)
+            grad_BcNK.sub_(delta_BcN.unsqueeze(-1)).mul_(shares_BcNK).mul_(scale)
+            shares_BrK, grad_BrK = (x.flatten(1, 2).to(dtype) for x in (shares_BcNK, grad_BcNK))
+            grad_q_BSND[:, queries] = _product(grad_BrK, keys_BKD).view(q_BcND.shape)
+            grad_BKD = _product(grad_BrK.mT, q_BcND.flatten(1, 2))
+            grad_BKD += _product(shares_BrK.mT, grad_BrD)
+            split = near.stop - near.start
+            grad_kv_BSD[:, near] += grad_BKD[:, :split]
+            grad_entries_BED[:, far] += grad_BKD[:, split:]
+            if sinks_N is not None:
+                grad_sinks_N -= ((sinks_N.to(wide) - lse_BcN).exp() * delta_BcN).sum((0, 1))
+        narrow = (
+            None if sum_ is None else sum_.to(x.dtype)
+            for sum_, x in (
+                (grad_kv_BSD, kv_BSD),
+                (grad_entries_BED, entries_BED),
+                (grad_sinks_N, sinks_N),
+            )
+        )
+        return grad_q_BSND, *narrow, *(None,) * 4
+
+
+def _chunks(
+    q_BSND: Tensor,
+    kv_BSD: Tensor,
+    entries_BED: Tensor,
+    seen_BSE: Tensor | None,
+    doc_ids_BS: Tensor | None,
+    window: int,
+    scale: float,
+) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor]]:
+    """Yield for each chunk its queries, positions and entries, their keys [B, K, D], and scores.
+
+    The scores [B, c, N, K] are at least float32, -inf where a query does not see a key.
+    """
+    size, count = q_BSND.shape[1], entries_BED.shape[1]
+    place_S = torch.arange(size, device=q_BSND.device)
+    for start in range(0, size, CHUNK):
+        queries = slice(start, min(start + CHUNK, size))
+        near = slice(max(start - window + 1, 0), queries.stop)
+        far = slice(0, -(-queries.stop * count // size))  # later windows end behind the queries
+        keys_BKD = torch.cat((kv_BSD[:, near], entries_BED[:, far]), dim=1)
+        back_cK = place_S[queries].unsqueeze(1) - place_S[near]
+        seen_BcK = ((back_cK >= 0) & (back_cK < window)).expand(len(q_BSND), -1, -1)
+        if doc_ids_BS is not None:
+            seen_BcK = seen_BcK & (doc_ids_BS[:, queries, None] == doc_ids_BS[:, None, near])
+        if seen_BSE is not None:
+            seen_BcK = torch.cat((seen_BcK, seen_BSE[:, queries, far]), dim=-1)
+        scores_BrK = _product(q_BSND[:, queries].flatten(1, 2), keys_BKD.mT)
+        scores_BcNK = scores_BrK.view(*q_BSND[:, queries].shape[:3], -1).mul_(scale)
+        yield (
+            queries,
+            near,
+            far,
+            keys_BKD,
+            scores_BcNK.masked_fill_(~seen_BcK.unsqueeze(2), -torch.inf),
+        )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in at least float32."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.is_cuda and a.dtype != wide:
+        return torch.bmm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
