@@ -15,7 +15,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
     K  delta net: width of its convolution
     Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
-    U  streams of hyper-connections                A   experts that a token chooses
+    U  streams of hyper-connections                Ek  experts that a token chooses
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _BY_SCORES = _rows("""
 expert_bias | E | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
 """)
 _BY_TABLE = _rows("""
-tid2eid | V A | 7 | buffer hf=mlp.gate.tid2eid
+tid2eid | V Ek | 7 | buffer hf=mlp.gate.tid2eid
 """)
 _EXPERTS = _rows("""
 gate_up_proj      | E 2 I H | 7 | experts fsdp=2 lora=gate_up_proj hf=EXPERT.gate_proj.weight,EXPERT.up_proj.weight
@@ -346,7 +346,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "T": a.qk_rope_head_dim,
         "W": a.v_head_dim,
         "U": model.hc_mult,
-        "A": model.num_experts_per_token,
+        "Ek": model.num_experts_per_token,
         "Rq": a.q_lora_rank or 0,
         "Rkv": a.kv_lora_rank,
         "J": a.index_n_heads,
