@@ -66,6 +66,7 @@ _SDPA = "Set kernels.attention=sdpa"
 _HAS_EXPERTS = "model.num_moe_layers > 0"
 _ATTENTION = table("""
 kernels.attention != sdpa | RING | ring attention (parallel.context=ring) calls its own kernels
+kernels.attention != sdpa | model.attention.kind == compressed | compressed attention has products of its own
 kernels.attention == te|flash|flex | model.attention.index_topk > 0 and train.indexer == sparse
     | a query sees the keys that an indexer chooses, and {kernels.attention} has no such mask
 kernels.attention == flex | launch.device == cpu
@@ -153,6 +154,8 @@ train.compile | kernels.attention == flex
     | WHOLE FlexAttention with its blocks (kernels.attention=flex) cannot be part of that
 train.compile | kernels.rope == triton | WHOLE the kernels of kernels.rope=triton cannot be part of that
 train.compile | model.attention.index_topk > 0 | WHOLE an indexer with its choice cannot be part of that
+train.compile | model.attention.kind == compressed | WHOLE compressed attention cannot be part of that
+train.compile | model.hc_mult > 0 | WHOLE hyper-connections with their weights in float32 cannot be part of that
 train.compile | kernels.norm == te | WHOLE the modules of kernels.norm=te cannot be part of that
 train.compile | train.fp8 != off | WHOLE the products of train.fp8={train.fp8} cannot be part of that
 train.compile | parallel.recompute has DROPPED
@@ -271,6 +274,9 @@ def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
         yield "the output projection (num_heads * v_head_dim)", heads * value
         return
     yield "heads (num_heads * head_dim)", a.num_heads * a.head_dim // tp
+    if a.kind == "compressed":
+        yield "outputs of groups of heads (o_groups * o_lora_rank)", a.o_groups * a.o_lora_rank // tp
+        return
     # With more tp ranks than kv heads, several ranks use the same head: a rank has at least one.
     yield "keys and values (num_kv_heads * head_dim)", max(a.num_kv_heads // tp, 1) * a.head_dim
     if any(is_linear(a, layer) for layer in range(model.num_layers)):

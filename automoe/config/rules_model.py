@@ -95,13 +95,39 @@ model.attention.multiplier != null and model.attention.multiplier <= 0 |
 _MLA = table("""
 model.attention.kv_lora_rank < 1; model.attention.qk_nope_head_dim < 1; model.attention.qk_rope_head_dim < 1;
     model.attention.v_head_dim < 1 | | attention kind mla needs this size
+model.attention.sinks; model.attention.sliding_window > 0 | model.attention.kind == mla
+    | attention kind mla does not have it
+""")
+_OTHERS = table("""
 model.attention.qkv_bias; model.attention.qk_norm_over_heads; model.attention.clip_qkv != null;
     model.attention.multiplier != null;
-    model.rope.partial_rotary_factor != 1; model.attention.sinks; model.attention.sliding_window > 0;
+    model.rope.partial_rotary_factor != 1;
     model.attention.linear_num_key_heads > 0; model.attention.o_bias; model.attention.output_gate
     | model.attention.kind != gqa | only attention kind gqa has it
 model.attention.qk_rope_head_dim % 2 | | PAIRS
 """, PAIRS=_PAIRS)
+_COMPRESSED = table("""
+model.attention.q_lora_rank == null | | queries are projected from a latent | Set model.attention.q_lora_rank=1 or more
+model.attention.qk_rope_head_dim < 1; model.attention.sliding_window < 1; model.attention.o_groups < 1;
+    model.attention.o_lora_rank < 1; model.attention.sparse_ratio < 1
+    | model.attention.kind == compressed | attention kind compressed needs this size
+model.attention.qk_rope_head_dim > model.attention.head_dim |
+    | the last dims of a head rotate, and it has {model.attention.head_dim} (model.attention.head_dim)
+model.attention.compress_rope_theta <= 1 | | YaRN divides by its logarithm, so it must be larger than 1
+model.attention.num_heads % model.attention.o_groups | | groups have equal numbers of heads (model.attention.o_groups)
+model.attention.compress_ratios: facts.ratios != facts.layers |
+    | it has {facts.ratios} ratios, and the model {facts.layers} layers | Set one for each layer, 0 for a layer without entries
+model.attention.compress_ratios: facts.least < 0 | | an entry stands for {facts.least} positions | Set 0 for no entries
+model.attention.index_topk == 0 | model.attention.compress_ratios has model.attention.sparse_ratio
+    | in layers of model.attention.sparse_ratio={model.attention.sparse_ratio} an indexer chooses entries | Set 1 or more
+model.attention.qk_norm; model.attention.full_attention_interval > 1; model.attention.index_interleaved;
+    model.attention.index_shared_layers | model.attention.kind == compressed
+    | attention kind compressed does not have it
+mesh.cp > 1 | model.attention.kind == compressed
+    | compressed attention pools windows that would lie on several cp ranks
+mesh.tp: model.attention.o_groups % mesh.tp |
+    | tp ranks hold equal numbers of groups of heads (model.attention.o_groups)
+""")
 _LAYERS = table("""
 model.attention.full_attention_interval < 1 | | must be at least 1
 model.attention.sliding_window < 0 | | must be at least 0
@@ -112,8 +138,8 @@ model.attention.full_attention_interval: model.attention.sliding_window > 0
     | model.attention.linear_num_key_heads > 0 | OTHERS
     | Set model.attention.sliding_window=0, or model.attention.linear_num_key_heads=0
 model.attention.full_attention_interval == 1
-    | model.attention.sliding_window > 0; model.attention.linear_num_key_heads > 0 | OTHERS
-    | Set model.attention.full_attention_interval=2
+    | model.attention.sliding_window > 0 and model.attention.kind == gqa; model.attention.linear_num_key_heads > 0
+    | OTHERS | Set model.attention.full_attention_interval=2
 model.attention.linear_num_value_heads < 1; model.attention.linear_key_head_dim < 1;
     model.attention.linear_value_head_dim < 1; model.attention.linear_conv_kernel_dim < 1
     | model.attention.linear_num_key_heads > 0 | a delta net needs this size
@@ -123,7 +149,7 @@ mesh.tp: model.attention.linear_num_key_heads % mesh.tp |
     | tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads)
 """, OTHERS="layers without full attention have a window or are delta nets, and there are none at an interval of 1")
 _INDEXER = table("""
-INDEXER | model.attention.kind != mla | only attention kind mla has it
+INDEXER | model.attention.kind == gqa | only the attention kinds mla and compressed have it
 model.attention.index_topk == 0 | model.family == deepseek_v32|glm_moe_dsa
     | models of family {model.family} have indexers | Set 1 or more, or model.family=deepseek_v3
 train.indexer != sparse; model.attention.index_shared_layers | model.attention.index_topk == 0
@@ -133,7 +159,7 @@ model.attention.q_lora_rank == null | INDEXER
     | Set model.attention.q_lora_rank=1 or more
 model.attention.index_n_heads < 1 | INDEXER | an indexer needs 1 or more
 model.attention.index_head_dim < model.attention.qk_rope_head_dim | INDEXER
-    | an indexer needs {model.attention.qk_rope_head_dim} or more: the first
+    | an indexer needs {model.attention.qk_rope_head_dim} or more:
     model.attention.qk_rope_head_dim={model.attention.qk_rope_head_dim} dims of its heads are rotated
 parallel.context != gather | mesh.cp > 1 and INDEXER
     | {parallel.context} takes no mask that differs between ranks, and a query sees only chosen keys
@@ -141,6 +167,16 @@ parallel.context != gather | mesh.cp > 1 and INDEXER
 _SIZES = table("""
 model.swiglu_alpha <= 0; model.swiglu_limit <= 0 | model.expert_activation == clamped_swiglu
     | must be a number larger than 0
+model.hc_mult > 0 | model.num_mtp_layers > 0
+    | modules for multi-token prediction here read one stream of the residual, not several
+    | Set model.num_mtp_layers=0
+model.hc_mult > 0 | model.residual_multiplier != 1 | hyper-connections weight what a block adds themselves
+    | Set model.residual_multiplier=1.0
+model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
+model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
+    | there are {model.num_moe_layers} layers with experts
+model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn
+    | transformers multiplies rotated dims of a {model.family} by 1 | Set model.rope.attention_factor=1.0
 model.final_logit_softcapping != null and model.final_logit_softcapping <= 0 | | it bounds the absolute values of logits
     | Set model.final_logit_softcapping=null
 """)
@@ -222,7 +258,9 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         share = max(rotary // 2 * 2, 2) / model.attention.head_dim
         yield from refused(see.knowing(rotary=rotary, odd=rotary % 2 or not rotary, share=share), _ROTARY)
     else:
-        yield from refused(see, _MLA)
+        ratios = model.attention.compress_ratios
+        see_ratios = see.knowing(ratios=len(ratios), layers=len(model.all_layers), least=min(ratios, default=0))
+        yield from refused(see_ratios, _MLA if model.attention.kind == "mla" else _COMPRESSED, _OTHERS)
     yield from refused(see, _LAYERS, _INDEXER, _SIZES)
     ranks, nodes = shape.etp * shape.ep_shard, config.cluster.gpus_per_node
     last = model.num_layers - 1

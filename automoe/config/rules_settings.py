@@ -27,6 +27,7 @@ optim.qk_clip > 0 | lora.rank > 0 | LoRA freezes the projections that QK-clip sc
 optim.qk_clip > 0 | train.freeze | train.freeze may freeze projections that QK-clip scales
 optim.qk_clip > 0 | optim.master_weights == stochastic | a scale near 1 would round away
 optim.qk_clip > 0 | train.compile | compiled attention does not record its logits
+optim.qk_clip > 0 | model.attention.kind == compressed | all heads share a key, which is their value too
 optim.qk_clip > 0 | kernels.attention == flex | QK-clip needs a dense mask; flex has none
 optim.qk_clip > 0 | parallel.context == ring and mesh.cp > 1 | no rank of a ring has all keys of a row
 optim.ema_decay outside 0|1 | | the share of an average that a step keeps, in [0, 1)

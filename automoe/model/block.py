@@ -15,11 +15,14 @@ from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.kernels.activation import SWIGLU, Activation, activation_of
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
+from automoe.model.compressed_attention import CompressedAttention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
 from automoe.model.residual import HyperConnection, Residual
 from automoe.moe.layer import MoE
 from automoe.passes.calls import Wrap, as_it_is, bind, call_module
+
+SOFTMAX = {"gqa": GroupedQueryAttention, "mla": LatentAttention, "compressed": CompressedAttention}
 
 
 class MLP(nn.Module):
@@ -86,10 +89,8 @@ class Block(nn.Module):
         self.input_layernorm = norm()
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, layer, backend)
-        elif config.attention.kind == "mla":
-            self.self_attn = LatentAttention(config, layer, backend)
         else:
-            self.self_attn = GroupedQueryAttention(config, layer, backend)
+            self.self_attn = SOFTMAX[config.attention.kind](config, layer, backend)
         self.post_attention_layernorm = norm()
         self.mlp: nn.Module
         if layer < config.first_k_dense:

@@ -10,7 +10,9 @@ Sizes (``sizes_of``) that the table writes shapes in:
     N  query heads             G   key and value heads         D   dim of a head
     Q  rows of queries: N, or 2 N with an output gate          r   rank of an adapter
     P  MLA: dim of a query     C, T  of it from the latent, and rotary     W  dim of a value
-    Rq MLA: rank of queries    Rkv MLA: rank of keys and values
+    Rq rank of queries         Rkv MLA: rank of keys and values
+    Og, Or  compressed: groups of heads, and the rank of their outputs     Dg  width of a group
+    A, O  compressed: positions of a layer's windows, and 2 if they overlap, else 1
     J, Dj  indexer: heads and their dim
     Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
     K  delta net: width of its convolution
@@ -28,7 +30,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from automoe.config.schema import ModelConfig, has_indexer, has_token_table, is_linear
+from automoe.config.schema import ModelConfig, has_indexer, has_token_table, is_linear, ratio_of
 from automoe.config.tier import tier_of
 from automoe.model.param_spec import PARTS, Param, ParamSpec
 
@@ -109,6 +111,22 @@ kv_a_layernorm.weight     | Rkv         | 2 | norm
 kv_b_proj.weight          | N*C+N*W Rkv | 3 | colwise
 o_proj.weight             | H N*W       | 5 | rowwise
 """)
+_COMPRESSED = _rows("""
+q_a_proj.weight | Rq H     | 1 | linear
+q_a_norm.weight | Rq       | 2 | norm
+q_b_proj.weight | N*D Rq   | 3 | colwise
+kv_proj.weight  | D H      | 1 | linear
+kv_norm.weight  | D        | 2 | norm
+sinks           | N        | 3 | vector tp=0 when=attention.sinks
+o_a_proj.weight | Og*Or Dg | 4 | matrix tp=0
+o_b_proj.weight | H Og*Or  | 5 | rowwise
+""")
+_COMPRESSOR = _rows("""
+kv_proj.weight   | O*D H | 1 | matrix
+gate_proj.weight | O*D H | 1 | matrix
+position_bias    | A O*D | 2 | vector
+kv_norm.weight   | D     | 3 | norm
+""")
 # Replicated over tp: each rank computes its own positions. They have neither adapters nor 8 bits.
 _INDEXER = tuple(
     replace(spec, detached=True)
@@ -118,6 +136,17 @@ wk.weight           | Dj H    | 1 | matrix
 k_norm.weight       | Dj      | 2 | norm
 k_norm.bias         | Dj      | 2 | vector
 weights_proj.weight | J H     | 1 | matrix
+""")
+)
+_ENTRY_INDEXER = tuple(
+    replace(spec, detached=True)
+    for spec in _rows("""
+q_b_proj.weight     | J*Dj Rq | 3 | matrix
+weights_proj.weight | J H     | 1 | matrix hf=self_attn.compressor.indexer.scorer.weights_proj.weight
+kv_proj.weight      | O*Dj H  | 1 | matrix
+gate_proj.weight    | O*Dj H  | 1 | matrix
+position_bias       | A O*Dj  | 2 | vector
+kv_norm.weight      | Dj      | 3 | norm
 """)
 )
 # A row of in_proj_ba is one number per head: neither an adapter nor 8 bits. Rows of a tp rank's heads
@@ -216,6 +245,14 @@ def _has_softmax(kind: str) -> Callable[[ModelConfig, int], bool]:
     return lambda model, layer: model.attention.kind == kind and not _has_delta_net(model, layer)
 
 
+def _has_entries(model: ModelConfig, layer: int) -> bool:
+    return ratio_of(model.attention, layer) > 0
+
+
+def _indexes(kind: str) -> Callable[[ModelConfig, int], bool]:
+    return lambda model, layer: model.attention.kind == kind and has_indexer(model.attention, layer)
+
+
 def _is_moe(model: ModelConfig, layer: int) -> bool:
     return layer >= model.first_k_dense
 
@@ -236,12 +273,10 @@ _MODULES = (
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),
     _Module("self_attn", "attention", _MLA, _has_softmax("mla"), "attention"),
-    _Module(
-        "self_attn.indexer",
-        "attention",
-        _INDEXER,
-        lambda model, layer: has_indexer(model.attention, layer),
-    ),
+    _Module("self_attn.indexer", "attention", _INDEXER, _indexes("mla")),
+    _Module("self_attn", "attention", _COMPRESSED, _has_softmax("compressed"), "attention"),
+    _Module("self_attn.compressor", "attention", _COMPRESSOR, _has_entries),
+    _Module("self_attn.compressor.indexer", "attention", _ENTRY_INDEXER, _indexes("compressed")),
     _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not _is_moe(*where), "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
@@ -300,8 +335,8 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     return as_row(a, name=f"{path}.{a.name}"), as_row(b, name=f"{path}.{b.name}")
 
 
-# Rows by name within a layer or an end of the model. The q_proj and o_proj of both kinds of
-# attention differ only in shape and condition.
+# Rows by name within a layer or an end of the model. Rows of several kinds of attention with one name
+# differ only in shape and condition.
 SPECS = {spec.name: spec for spec in (_EMBEDDING, *_STREAMS_END, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
@@ -349,6 +384,9 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "Ek": model.num_experts_per_token,
         "Rq": a.q_lora_rank or 0,
         "Rkv": a.kv_lora_rank,
+        "Og": a.o_groups,
+        "Or": a.o_lora_rank,
+        "Dg": a.num_heads * a.head_dim // (a.o_groups or 1),
         "J": a.index_n_heads,
         "Dj": a.index_head_dim,
         "Nk": a.linear_num_key_heads,
@@ -387,7 +425,9 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
     """Return the parameters of decoder layer ``layer``; with ``buffers`` also the expert bias."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return [param for param in other if param.layer == layer]
-    sizes = sizes_of(model)
+    ratio = ratio_of(model.attention, layer)
+    overlap = 1 + (ratio == model.attention.sparse_ratio)
+    sizes = sizes_of(model) | {"A": ratio, "O": overlap}
     params = []
     for is_there, specs in _ROWS:
         for spec in specs if is_there(model, layer) else ():

@@ -54,6 +54,17 @@ MAX_ATTENTION = {
         linear_key_head_dim=8,
         linear_value_head_dim=8,
     ),
+    "compressed": dict(
+        head_dim=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        sliding_window=MAX_WINDOW,
+        o_groups=MAX_AXIS,
+        o_lora_rank=16,
+        index_topk=4,
+        index_n_heads=4,
+        index_head_dim=16,
+    ),
 }
 HEAD_WIDTHS = (
     "head_dim index_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim"
@@ -154,6 +165,12 @@ def _cut_model(
         group_score_topk=min(router.group_score_topk, num_experts // groups),
     )
     allowed = num_experts // router.num_groups * router.topk_groups
+    attention = (
+        _cut_blocked(model.attention, small.tp) if blocked else _cut_attention(model.attention)
+    )
+    # Windows are so short that a row has several of each kind.
+    longest, held = 2 * attention.sparse_ratio, num_layers + model.num_mtp_layers
+    ratios = [min(ratio, longest) for ratio in attention.compress_ratios[:held]]
     return replace(
         model,
         vocab_size=min(model.vocab_size, _multiple(num_token_ids + 7, 8)),
@@ -168,9 +185,7 @@ def _cut_model(
         moe_intermediate_size=_multiple(min(model.moe_intermediate_size, widest), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
         shared_intermediate_size=min(model.shared_intermediate_size, widest),
-        attention=_cut_blocked(model.attention, small.tp)
-        if blocked
-        else _cut_attention(model.attention),
+        attention=replace(attention, compress_ratios=ratios),
         router=router,
     )
 
