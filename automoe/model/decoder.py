@@ -117,7 +117,8 @@ class Decoder(CausalLM):
             yield x_BsH
 
     def _setup(self, tokens: Tokens, dtype: torch.dtype) -> AttentionSetup:
-        return AttentionSetup(self.config, tokens, self.backend, dtype, map(int, self.layers))
+        layers = [int(name) for name in self.layers]
+        return AttentionSetup(self.config, tokens, self.backend, dtype, layers)
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
