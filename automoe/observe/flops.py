@@ -6,7 +6,7 @@ costs 6 FLOPs per token; of a frozen weight 4, or 2 if no earlier parameter is t
 delta net counts as its recurrence: reading a head's state with a key, updating it, and reading it
 with a query are three products of Dk x Dv numbers per token. With an indexer (sparse attention),
 attention is counted over the selected keys; the indexer scores all keys and is trained on the
-selected ones. Router, norms, biases, softmax and recomputation are not counted.
+selected ones. Compressed attention is counted over its window and its entries. Router, norms, biases, softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from automoe.config.schema import (
     ModelConfig,
     has_indexer,
     is_linear,
+    ratio_of,
     window_of,
 )
 from automoe.model.param_spec import NUM_PLACES, SCORES, Param
@@ -97,15 +98,16 @@ def train_flops_per_token(
                 state = attention.linear_key_head_dim * attention.linear_value_head_dim
                 scores += passes * attention.linear_num_value_heads * state * 3
                 continue
-            # A window leaves a band of the attention matrix, whose first rows are cut by the
-            # matrix's border.
-            keys = min(window_of(attention, layer) or attention.index_topk or seq_len, seq_len)
-            attended = np.array([keys * (1 - keys / (2 * seq_len)), keys])
+            window, ratio = window_of(attention, layer), ratio_of(attention, layer)
+            length = seq_len / (ratio or 1)  # keys or entries to choose from
+            topk = has_indexer(attention, layer) or not ratio and attention.index_topk
+            chosen = _band(attention.index_topk if topk else length, length)
+            attended = _band(window, seq_len) + bool(ratio) * chosen if window else chosen
             scores += passes * _score_dims(attention) * attended
             if has_indexer(attention, layer):
                 learns = any(param.trained and param.spec.detached for param in by_layer[layer])
                 dims = attention.index_n_heads * attention.index_head_dim
-                scores += dims * (np.array([seq_len, 2 * seq_len]) + 4 * learns * attended)
+                scores += dims * (np.array([length, 2 * length]) + 4 * learns * chosen)
                 # The indexer's loss is attached to attention's output.
                 needs_grad = needs_grad or learns
     needs_grad = needs_grad or tail[0].trained
@@ -152,9 +154,18 @@ def _active(model: ModelConfig, param: Param) -> int:
     return param.numel if param.part in counted else 0
 
 
+def _band(keys: float, length: float) -> np.ndarray:
+    """Return the mean number of keys of a query that sees ``keys`` of ``length``: causally, and of the whole matrix.
+
+    They are a band of the attention matrix, whose first rows are cut by the matrix's border.
+    """
+    keys = min(keys, length)
+    return np.array([keys * (1 - keys / (2 * length)), keys])
+
+
 def _score_dims(attention: AttentionConfig) -> int:
     """Return heads x (query-key dim + value dim): multiply-adds of attention per query and key."""
-    if attention.kind == "gqa":
+    if attention.kind != "mla":
         return attention.num_heads * 2 * attention.head_dim
     qk = attention.qk_nope_head_dim + attention.qk_rope_head_dim
     return attention.num_heads * (qk + attention.v_head_dim)

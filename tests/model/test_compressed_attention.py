@@ -177,6 +177,23 @@ def test_rows_of_one_document_are_those_of_transformers(layer: int, size: int, m
     compare_gradients(ours, theirs)
 
 
+def test_scores_of_an_indexer_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scale counts too: the loss of an indexer depends on it, unlike its choice."""
+    ours, theirs = modules(1)
+    scores: list[torch.Tensor] = []
+    theirs.compressor.indexer.scorer.register_forward_hook(lambda module, given, result: scores.append(result))
+    indexer = ours.compressor.indexer
+    given: list[Any] = []
+    choose = indexer.choose
+    monkeypatch.setattr(indexer, "choose", lambda inputs, seen: given.append(inputs) or choose(inputs, seen))
+    x, _ = random_states(23)
+    with AllInFloat64(), torch.no_grad():
+        their_output(theirs, x)
+        ours(x, setup_of(MODEL, None, 23))
+    q, k, w = given[0]
+    assert relative(index_scores.index_scores(q, k, w)[0], scores[0]) < 1e-12
+
+
 @pytest.mark.parametrize("layer", range(3), ids=KINDS)
 @pytest.mark.parametrize("chunk", [7, 256])
 def test_packed_documents_are_each_alone(layer: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +302,8 @@ def test_an_indexer_learns_the_shares_of_the_entries(
             target = target / target.sum()
             shares = torch.stack([score[n] for n in kept]).softmax(0)
             total = total + sum(t * (log(float(t)) - s.log()) for t, s in zip(target, shares, strict=True)) / count
-    assert float(total) > 1e-3 and abs(float(indexer.loss_sum) - float(total)) < 1e-12 * float(total)
+    value = float(total.detach())
+    assert value > 1e-3 and abs(float(indexer.loss_sum) - value) < 1e-12 * value
     names, own = zip(*indexer.named_parameters(), strict=True)
     for name, parameter, wanted in zip(names, own, torch.autograd.grad(total, own), strict=True):
         assert wanted.norm() > 1e-6, name
