@@ -138,7 +138,8 @@ FAMILY = Family(
         "tie_word_embeddings": False,
     },
     written={
-        "compress_ratios": attrgetter("attention.compress_ratios"),
+        # one more, for the module for multi-token prediction
+        "compress_ratios": lambda config: [*config.attention.compress_ratios, 0],
         "num_hash_layers": attrgetter("router.num_hash_layers"),
     },
     unread=BALANCED | {"num_nextn_predict_layers": 0, "topk_method": "noaux_tc"},
