@@ -57,8 +57,10 @@ from automoe.config.schema import (
     ModelConfig,
     has_indexer,
     is_linear,
+    ratio_of,
     window_of,
 )
+from automoe.planner import compressed
 
 # Chunk length of automoe.kernels.delta_rule, repeated here because the planner must not import torch.
 DELTA_CHUNK = 64
@@ -216,7 +218,8 @@ def layer_activation_bytes(
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
         by_part = {"norms": float(size * tokens * (model.residual_width + hidden * mtp))}
         if has_indexer(model.attention, layer):
-            by_part["attention"] = float(load.window_numbers)  # the chosen keys, a byte each
+            # the chosen keys or entries, a byte each
+            by_part["attention"] = load.window_numbers / (ratio_of(model.attention, layer) or 1.0)
         return by_part | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
     # Inputs of tp-sharded weights are kept gathered over tp. Routers and MLA's down projections
     # read only the rank's own tokens.
@@ -274,6 +277,8 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
         for layer, modules in recompute.items()
         if modules & {FULL, "core_attn"} and not is_linear(attention, layer)
     ]
+    if attention.kind == "compressed":
+        return compressed.shared_bytes(attention, recompute, load, bool(again))
     masks = sum(map(load.mask, {window_of(attention, layer) for layer in again}))
     return float(load.number_bytes * load.tp * load.tokens * dims + masks)
 
@@ -311,6 +316,8 @@ def _attention_bytes(
     again = "core_attn" in recompute
     if is_linear(attention, layer):
         return _delta_net_bytes(attention, load, again)
+    if attention.kind == "compressed":
+        return compressed.kept_bytes(attention, layer, load, again)
     size = load.number_bytes
     heads = attention.num_heads
     tokens = load.tokens

@@ -27,7 +27,8 @@ from automoe.config.context import exchange_widths, expanded_width, mean_keys
 from automoe.config.mesh_shape import uses_ulysses
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import head_dims, score_dims, wire_row_bytes
-from automoe.config.schema import has_indexer, is_linear, window_of
+from automoe.config.schema import has_indexer, is_linear, ratio_of, window_of
+from automoe.planner import compressed
 from automoe.planner.communication import (
     NOTHING,
     Cost,
@@ -187,21 +188,19 @@ def _products(place: Place, layer: int, passes: Passes, experts: bool) -> None:
 
 
 def _attention(place: Place, layer: int, passes: Passes) -> None:
-    config = place.config
-    mesh = place.mesh
-    machine = place.machine
+    config, mesh, machine = place.config, place.mesh, place.machine
     attention = config.model.attention
     seq = config.train.seq_len
     size = machine.number_bytes
     tp = mesh.tp
     tokens = place.tokens * tp
     if is_linear(attention, layer):
-        state = (
-            attention.linear_num_value_heads
-            * attention.linear_key_head_dim
-            * attention.linear_value_head_dim
-        )
+        state = attention.linear_key_head_dim * attention.linear_value_head_dim
+        state *= attention.linear_num_value_heads
         seconds = machine.attention(6.0 * state / tp * tokens) / DELTA_NET
+    elif attention.kind == "compressed":
+        flops = compressed.score_flops(attention, layer, seq)
+        seconds = machine.attention(flops / tp * tokens)
     else:
         window = window_of(attention, layer)
         # With a mask, every layer reads the mask and computes all scores, except those in chunks of
@@ -230,9 +229,8 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
     keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
     heads = attention.num_heads + keys
     times = 1 + attention.qk_norm + (attention.clip_qkv is not None)
-    turned = machine.pass_over(
-        1.0 * size * tokens / tp * heads * sum(score_dims(attention)) * times
-    )
+    moved = 1.0 * size * tokens / tp * heads * sum(score_dims(attention)) * times
+    turned = machine.pass_over(moved)
     passes.add("attention", turned, 2 * turned)
     if mesh.cp > 1 and (uses_ulysses(config, mesh) or is_linear(attention, layer)):
         _exchange_heads(place, layer, passes)
@@ -255,7 +253,7 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
     a = config.model.attention
     weights = layer_weights(place.key, config, layer, mesh.tp).weights
     learns = any(param.spec.detached and param.trained for param, _ in weights)
-    pairs = 1.0 * place.tokens * config.train.seq_len
+    pairs = 1.0 * place.tokens * config.train.seq_len / (ratio_of(a, layer) or 1)
     times = a.index_n_heads * ((config.train.indexer == "sparse") + 3 * learns)
     heads = a.num_heads * learns  # a tp rank has a part of them, at the positions of all ranks
     flops = 2 * pairs * (times * a.index_head_dim + heads * head_dims(a)[0])
@@ -343,6 +341,8 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
     inwards = model.hidden_size
     if attention.kind == "mla" and attention.q_lora_rank is not None:
         inwards = attention.q_lora_rank + attention.kv_lora_rank + attention.qk_rope_head_dim
+    elif attention.kind == "compressed":
+        inwards = compressed.gathered_width(attention, layer)
     widths = [inwards, model.hidden_size]
     if layer < model.first_k_dense or model.shared_width:
         widths += [model.hidden_size] * 2

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
-from automoe.config.schema import Config, has_indexer, is_linear, window_of
+from automoe.config.schema import Config, has_indexer, is_linear, ratio_of, window_of
 from automoe.config.tier import tier_of
 from automoe.model.params import Param, layer_params
 from automoe.model.trainable import is_target
@@ -74,13 +74,11 @@ class RankMemory:
     gathered_weights: float = 0.0
     unsharded_gradients: float = 0.0  # unsharded gradients that wait for their reduction
     inputs: int = 0  # all rows of a step: ids, labels, positions, documents
-    # Pipeline buffers, besides the stage inputs that micro-batches in flight keep.
     receive_buffers: float = 0.0
     activations: float = 0.0  # activations of all micro-batches in flight
     head: float = 0.0  # workspace of the cross-entropy, only on the last stage
     recompute: float = 0.0  # activations of one recomputed region during its backward pass
     widened: int = 0  # largest packed matrix (lora.base) after widening
-    # Scratch of the layer part in its backward pass, of a reduction, or of the update.
     temporaries: float = 0.0
     micro_batches_in_flight: list[int] = field(default_factory=list)  # for each stage of the rank
 
@@ -103,6 +101,7 @@ class LayerKind(NamedTuple):
         window: sliding window in tokens; 0: full attention.
         recomputed: modules that the backward pass recomputes.
         indexed: it has an indexer for sparse attention.
+        ratio: positions that an entry of its attention stands for; 0: it has no entries.
         mtp: it is a module for multi-token prediction.
     """
 
@@ -112,6 +111,7 @@ class LayerKind(NamedTuple):
     recomputed: frozenset[str]
     indexed: bool = False  # an indexer of its own
     mtp: bool = False  # a module for multi-token prediction
+    ratio: int = 0
 
 
 def layer_kind(config: Config, layer: int) -> LayerKind:
@@ -123,6 +123,7 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
         recomputed_modules(config.parallel, layer),
         has_indexer(model.attention, layer),
         layer >= model.num_layers,
+        ratio_of(model.attention, layer),
     )
 
 

@@ -34,11 +34,9 @@ from dataclasses import dataclass
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
 from automoe.config.rules_kernels import chunk_tokens, score_dims
 from automoe.config.schema import ModelConfig
+from automoe.planner import compressed
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
-INDEX_CHUNK = (
-    128  # automoe.kernels.index_scores.CHUNK, repeated because the planner imports no torch
-)
 # Rows of the expert width that CUDA's backward keeps for each activation: silu(gate) for swiglu;
 # gate, its sigmoid, up and their product for clamped_swiglu. CPU operators process blocks of rows
 # and keep none of these whole.
@@ -109,7 +107,7 @@ def layer_workspaces(
         + kept_now["norms"] / 2
     )
     again = dropped.get("core_attn", 0.0)
-    attention = _attention_temporaries(model, load) + residual
+    attention = _attention_temporaries(model, layer, load) + residual
     parts.append((gone, read + again, attention))
     if all_again:  # what is freed was recomputed, not kept
         return [Workspace(0.0, again + all_again - gone, work) for gone, again, work in parts]
@@ -136,8 +134,10 @@ def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: in
     return load.number_bytes * numbers
 
 
-def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
+def _attention_temporaries(model: ModelConfig, layer: int, load: TokenLoad) -> float:
     attention = model.attention
+    if attention.kind == "compressed":
+        return compressed.temporary_bytes(attention, layer, load)
     scores = 0.0
     if load.scores:  # gradient of the scores, before and after the softmax
         scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
@@ -153,7 +153,7 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     # probabilities of each head exist three times, for a chunk of queries of each row; the sums
     # exist twice when they are concatenated. The keys of several rows are copied.
     by_head = max(attention.num_heads, attention.index_n_heads)
-    chunk = min(1.0, INDEX_CHUNK * load.rows / (load.tokens * load.tp))
+    chunk = min(1.0, compressed.INDEX_CHUNK * load.rows / (load.tokens * load.tp))
     held = max(2.0, 1 + 3 * chunk * by_head)
     copied = load.number_bytes * attention.num_heads * dims * load.kv_tokens * (load.rows > 1)
     return max(num_bytes, max(4, load.number_bytes) * load.window_numbers * held + copied)

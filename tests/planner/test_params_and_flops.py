@@ -148,6 +148,40 @@ def test_a_window_costs_the_band_that_it_leaves() -> None:
     assert without.full_attention - with_window.full_attention == pytest.approx(score * (10 - 3))
 
 
+def test_compressed_attention_costs_its_window_and_its_entries() -> None:
+    """Rows of 24: a window of 4; six entries of four positions, of which an indexer chooses two, and three of eight."""
+    attention = AttentionConfig(
+        kind="compressed",
+        num_heads=4,
+        head_dim=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        sliding_window=4,
+        o_groups=2,
+        o_lora_rank=8,
+        index_topk=2,
+        index_n_heads=2,
+        index_head_dim=8,
+        compress_ratios=[0, 4, 8],
+    )
+    model = replace(preset("small_dsv3"), attention=attention, num_layers=3)
+    found = train_flops_per_token(model, seq_len=24)
+    matrices = 6 * sum(
+        param.numel * (model.num_experts_per_token / model.num_experts if param.expert else 1)
+        for param in model_params(model)
+        if param.multiplies and param.part not in ("embedding", "router") and not param.spec.detached
+    )
+    indexer = 4 * sum(p.numel for p in model_params(model) if p.multiplies and p.spec.detached)  # no gradient of inputs
+    assert indexer > 0
+    score = 6 * attention.num_heads * 2 * attention.head_dim
+    index = attention.index_n_heads * attention.index_head_dim
+    window, chosen = 4 - 4 * 4 / 48, 2 - 2 * 2 / 12
+    causal = score * (3 * window + chosen + 3 / 2) + index * (2 * 6 / 2 + 4 * chosen)
+    assert found.causal == pytest.approx(matrices + indexer + causal)
+    full = score * (3 * 4 + 2 + 3) + index * (2 * 6 + 4 * 2)
+    assert found.full_attention == pytest.approx(matrices + indexer + full)
+
+
 def test_a_delta_net_costs_its_state_whatever_the_row() -> None:
     """Three layers of four: three products of Dk x Dv numbers a value head, 2 FLOPs each and thrice for training."""
     model = preset("small_qwen3_next")
