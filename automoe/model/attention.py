@@ -19,6 +19,7 @@ from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, has_blocks, has_indexer, window_of
 from automoe.kernels.attention import prepare_cuda
+from automoe.kernels.rotation import rotary_cos_sin, softmax_scale
 from automoe.model.attention_masks import QueryBlock, document_ids, seen_keys
 from automoe.model.backend import BackendConfig
 from automoe.model.compressed_attention import Compression
@@ -26,7 +27,7 @@ from automoe.model.indexer import Indexer, IndexInputs
 from automoe.model.linear import Features, Linear
 from automoe.model.norm import norm_over_ranks
 from automoe.model.params import sizes_of
-from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
+from automoe.model.rope import rotary_dim
 from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
 from automoe.moe.balance import attach_loss
 from automoe.passes.calls import bind

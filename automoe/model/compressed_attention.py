@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from automoe.comm.local_shard import local_shard
 from automoe.config.schema import ModelConfig, has_indexer, ratio_of, window_of
 from automoe.kernels.compressed_attention import attend_entries, pool_windows, windows_of
+from automoe.kernels.rms_norm import rms_norm
+from automoe.kernels.rotation import rotary_cos_sin
 from automoe.model.backend import BackendConfig
 from automoe.model.indexer import Indexer
 from automoe.model.linear import Linear
-from automoe.model.norm import rms_norm
-from automoe.model.rope import rotary_cos_sin
 from automoe.moe.balance import attach_loss
 from automoe.passes.recompute import save_for_recompute
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from device_models import relative
 
-from automoe.model.norm import _TritonRMSNorm
+from automoe.kernels.rms_norm import _TritonRMSNorm
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # one rounding of the result

@@ -6,7 +6,7 @@ import pytest
 import torch
 from device_models import relative
 
-from automoe.model import rope
+from automoe.kernels import rotation
 from automoe.model.rope import rope_fns
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # one rounding of the result
@@ -36,8 +36,8 @@ def test_heads_and_keys_of_mla(device: torch.device, dtype: torch.dtype) -> None
     angles = torch.rand(rows, positions, 1, TURN // 2, generator=generator).mul(6).to(device)
     kernels = rope_fns("triton")
     for fused, reference, args in (
-        (kernels.rotate, rope.rotate, [q, angles.cos(), angles.sin(), True, NOPE]),
-        (kernels.join_keys, rope.join_keys, [kv, k_rope, NOPE]),
+        (kernels.rotate, rotation.rotate, [q, angles.cos(), angles.sin(), True, NOPE]),
+        (kernels.join_keys, rotation.join_keys, [kv, k_rope, NOPE]),
     ):
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         others = args[len(tensors) :]

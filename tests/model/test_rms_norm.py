@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from automoe.kernels import activation
-from automoe.model.norm import RMSNorm, _RMSNorm, _TritonRMSNorm
+from automoe.kernels.rms_norm import _RMSNorm, _TritonRMSNorm
+from automoe.model.norm import RMSNorm
 
 
 def norm_with_weight(dim: int, dtype: torch.dtype) -> RMSNorm:

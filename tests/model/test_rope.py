@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automoe.config.schema import RopeConfig
-from automoe.model.rope import inverse_frequencies, rotary_cos_sin, rotate, softmax_scale, yarn_mscale
+from automoe.kernels.rotation import inverse_frequencies, rotary_cos_sin, rotate, softmax_scale, yarn_mscale
 
 D = 16
 PLAIN = RopeConfig(theta=10000.0)

@@ -27,7 +27,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.errors import BackendError, ConfigError
-from automoe.model import rope
+from automoe.kernels import rotation
 from automoe.model.init import initialize, reset_buffers
 from automoe.model.rope import Rope, rope_fns
 from automoe.parallel.choices import build_backend
@@ -102,7 +102,7 @@ def test_rotation_equals_torchs(dtype, half, before, behind, heads, interleaved)
     def by(rotate):
         return lambda x, cos, sin: rotate(x, cos, sin, interleaved, before)
 
-    check(by(rope_fns("triton").rotate), by(rope.rotate), [x, angles.cos(), angles.sin()], upstream)
+    check(by(rope_fns("triton").rotate), by(rotation.rotate), [x, angles.cos(), angles.sin()], upstream)
 
 
 @settings(max_examples=8)
@@ -121,7 +121,7 @@ def test_joined_keys_equal_torchs(dtype, dims, heads) -> None:
     upstream = [normal(generator, 2, heads, 3, size).transpose(1, 2) for size in (nope + turn, values)]
     check(
         lambda kv, k_rope: rope_fns("triton").join_keys(kv, k_rope, nope),
-        lambda kv, k_rope: rope.join_keys(kv, k_rope, nope),
+        lambda kv, k_rope: rotation.join_keys(kv, k_rope, nope),
         [kv, k_rope],
         upstream,
     )

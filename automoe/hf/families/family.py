@@ -259,7 +259,7 @@ class Family(Tier):
             if not self.mscale:  # both numbers then scale only cos and sin: one factor is enough
                 both = numbers.pop("mscale"), numbers.pop("mscale_all_dim")
                 if factor_stated is None and all(both):
-                    from automoe.model.rope import yarn_mscale
+                    from automoe.kernels.rotation import yarn_mscale
 
                     over, under = (yarn_mscale(numbers["factor"], scale) for scale in both)
                     numbers["attention_factor"] = over / under

@@ -1,0 +1,99 @@
+"""RMSNorm (arXiv 1910.07467) of rows, in plain torch or in the kernels of ``automoe.kernels.norm``.
+
+Letters: T rows (tokens, or tokens times heads), D width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from automoe.interop.torch_private import AsyncTensor
+from automoe.kernels.activation import row_blocks
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Autograd function: RMSNorm in plain torch operations, for the CPU and float64.
+
+    x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
+    and saves x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
+    = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_D, eps: float):
+        out_TD = torch.empty_like(x_TD)
+        scales_T1 = weight_D.new_empty(x_TD.shape[0], 1)
+        for block in row_blocks(*x_TD.shape, x_TD.device):
+            rows = x_TD[block].to(weight_D.dtype)
+            into = out_TD[block]
+            result = into if into.dtype == rows.dtype else torch.empty_like(rows)
+            mean_square = torch.mul(rows, rows, out=result).mean(-1, keepdim=True)
+            torch.rsqrt(mean_square.add_(eps), out=scales_T1[block])
+            torch.mul(rows, scales_T1[block], out=result).mul_(weight_D)
+            if result is not into:
+                into.copy_(result)
+        ctx.save_for_backward(x_TD, weight_D, scales_T1)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD):
+        x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        grad_x_TD = torch.empty_like(x_TD)
+        grad_weight_D = torch.zeros_like(weight_D)
+        for block in row_blocks(*x_TD.shape, x_TD.device):
+            rows = x_TD[block].to(weight_D.dtype)
+            grad = grad_TD[block].to(weight_D.dtype)
+            scale = scales_T1[block]
+            into = grad_x_TD[block]
+            result = into if into.dtype == rows.dtype else torch.empty_like(rows)
+            products = torch.mul(grad, rows, out=result)  # scratch until dx is computed
+            grad_weight_D.addmv_(products.T, scale.squeeze(1))
+            shrink = (products @ weight_D).unsqueeze(1) * scale.pow(3) / x_TD.shape[1]
+            torch.mul(grad, weight_D, out=result).mul_(scale).addcmul_(rows, shrink, value=-1)
+            if result is not into:
+                into.copy_(result)
+        return grad_x_TD, grad_weight_D, None
+
+
+class _TritonRMSNorm(torch.autograd.Function):
+    """Autograd function: RMSNorm of x [T, D] by weight [D], in CUDA kernels that read and write each number once."""
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_D, eps: float):
+        from automoe.kernels.norm import norm_rows
+
+        if isinstance(x_TD, AsyncTensor):  # a kernel reads by pointer, so it must have arrived
+            x_TD = x_TD.trigger_wait()
+        if x_TD.stride(-1) != 1:
+            x_TD = x_TD.contiguous()
+        out_TD, scales_T1 = norm_rows(x_TD, weight_D, eps)
+        ctx.save_for_backward(x_TD, weight_D, scales_T1)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD):
+        from automoe.kernels.norm import norm_grads
+
+        x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        return *norm_grads(grad_TD.contiguous(), x_TD, scales_T1, weight_D), None
+
+
+def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight_D`` over the last dim, in the dtype of ``x``.
+
+    The weight is at least float32; None: there is none.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if weight_D is None:
+        weight_D = torch.ones(x.shape[-1], dtype=wide, device=x.device)
+    if torch.compiler.is_compiling():
+        # Compiled code gets plain operations: the compiler fuses them and decides what is kept.
+        return F.rms_norm(x.to(wide), weight_D.shape, weight_D, eps).to(x.dtype)
+    in_kernels = x.is_cuda and wide == torch.float32
+    norm = _TritonRMSNorm if in_kernels else _RMSNorm
+    return norm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
