@@ -209,15 +209,12 @@ class KeyMap:
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in such
             a mixture.
-        table: slices by our name, which replace ``rows`` for a class of transformers without a
-            family.
+        table: slices by our name, which replace ``rows`` for a class without a native family.
         layouts: layouts that files may have, if they do not follow from ``rows``; the last one is
             that of transformers' parameters in memory.
         unread: regular expressions of stored tensors to skip.
-        integers: ends of the names of stored tensors of int64, such as a table of the experts of each
-            token id.
-        renames: (old, new) parts of names, which are replaced in this order in every name that the
-            other attributes give.
+        integers: ends of the names of stored tensors of int64, such as tables of token ids.
+        renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -290,8 +287,7 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Layout of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves a model in this layout even if the family's published files have
-        fused experts. Block-FP8 is always stored in it.
+        ``transformers`` saves a model so even if published files have fused experts; block-FP8 is always so.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)
@@ -314,10 +310,10 @@ class KeyMap:
         """
         if self.table:
             return self.table[name]
-        pieces = self._pieces(name, shape, experts)
-        if not self.renames:
-            return pieces
-        return [piece._replace(key=self.renamed(piece.key)) for piece in pieces]
+        found = self._pieces(name, shape, experts)
+        if self.renames:
+            found = [piece._replace(key=self.renamed(piece.key)) for piece in found]
+        return found
 
     def _pieces(self, name: str, shape: Shape, experts: range | None) -> Sequence[Piece]:
         match = _LAYER.fullmatch(name)
@@ -425,8 +421,7 @@ def quantization_config(
 ) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of a checkpoint in ``encoding``; None for ``plain``.
 
-    It has the form of DeepSeek-V3's (``fp8``), GPT-OSS' (``mxfp4``) or Kimi-K2-Thinking's
-    (``int4``).
+    It has the form of DeepSeek-V3's (``fp8``), GPT-OSS' (``mxfp4``) or Kimi-K2-Thinking's (``int4``).
 
     Raises:
         ConfigError: the family has no checkpoints in ``encoding``, ``mxfp4`` or ``int4`` finds no experts, or
@@ -460,13 +455,8 @@ def quantization_config(
                 "Export it in bfloat16",
             )
     if encoding == "mxfp4":
-        plain = [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ]
-        return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+        plain = "model.layers.*.self_attn model.layers.*.mlp.router model.embed_tokens lm_head"
+        return {"quant_method": "mxfp4", "modules_to_not_convert": plain.split()}
     kinds = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
     kinds += [*_MTP_KEPT] if config.num_mtp_layers else []
     group = {"targets": ["Linear"], "weights": INT4 | {"actorder": None, "dynamic": False}}
@@ -482,18 +472,14 @@ def quantization_config(
 
 def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     keys = keys.per_expert
-    if keys.renames:
-        raise ConfigError(
-            "model.family",
-            config.family,
-            "its block-FP8 files have a form of their own, which is not written",
-            "Export it in bfloat16",
+    if keys.fused or keys.renames:
+        form = (
+            "all experts of a layer in one tensor" if keys.fused else "codes in a form of its own"
         )
-    if keys.fused:
         raise ConfigError(
             "model.family",
             config.family,
-            "block-FP8 stores matrices, and this family stores all experts of a layer in one tensor",
+            f"block-FP8 stores matrices, and this family stores {form}",
             "Export it in bfloat16",
         )
     plain = [

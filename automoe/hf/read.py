@@ -118,8 +118,9 @@ def load_hf(
         shards = [shard for shard in everything if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
-        rows = config_of(parts).vocab_size
-        grown = [key for key in (EMBEDDING, HEAD) if 0 < reader.num_rows(key) < rows]
+        keys, rows = reader.catalog.keys, config_of(parts).vocab_size
+        there = ((key, reader.catalog.sources.get(keys.renamed(key))) for key in (EMBEDDING, HEAD))
+        grown = [key for key, stored in there if stored and stored.shape[0] < rows]
         means = ranks.lead(lambda: dict(map(reader.mean_row, grown))) if grown else {}
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
@@ -345,18 +346,13 @@ class Reader:
                     items.append(item)
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
-    def num_rows(self, key: str) -> int:
-        """Return the rows of the stored embedding or head, ``key`` being EMBEDDING or HEAD; 0: none is stored."""
-        stored = self.catalog.sources.get(self.catalog.keys.renamed(key))
-        return 0 if stored is None else stored.shape[0]
-
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of ``key`` (EMBEDDING or HEAD), and (mean row, number of rows) of what is stored.
+        """Return our name of ``key`` (EMBEDDING or HEAD), and (mean row, number of rows) of the file's.
 
         The mean [H] is float64. Rows are added in order: the result does not depend on threads.
         """
-        stored = self.catalog.sources[self.catalog.keys.renamed(key)]
-        name, (rows, columns) = key.removeprefix("model."), stored.shape
+        rows, columns = self.catalog.sources[self.catalog.keys.renamed(key)].shape
+        name = key.removeprefix("model.")
         whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
 
         def add(_item: ReadItem, numbers: Tensor, _place: Tensor) -> None:

@@ -50,8 +50,9 @@ def apply_data_parallel(
     """Wrap with ``fully_shard``: of each layer the experts and the layer; then the model.
 
     If parameters are multiplied in a narrower dtype than they are stored in, modules that multiply
-    in the stored one (``ParamSpec.wide``: routers, hyper-connections) are units too. The root is wrapped too, so that a pipeline stage is an
-    ``FSDPModule`` and torch defers gradient reduction and resharding over its micro-batches.
+    in the stored one (``ParamSpec.wide``: routers, hyper-connections) are units too. So is the root,
+    which makes a pipeline stage an ``FSDPModule``: torch then defers gradient reduction and
+    resharding over its micro-batches.
 
     Args:
         dtype: ``train.dtype``, in which unsharded parameters are multiplied.

@@ -284,13 +284,10 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
 
 
 def _connection_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that one hyper-connection keeps; 0 without.
+    """Return the bytes per token that a hyper-connection keeps, with ``size`` bytes per element; 0 without.
 
     Beside the streams and the block's output these are, in at least float32, the logits before and
     after the norm, their sigmoids and the mixing matrix.
-
-    Args:
-        size: bytes per element.
     """
     if not (streams := model.hc_mult):
         return 0.0
