@@ -55,6 +55,20 @@ def test_pairs_are_halves_of_permuted_dims(q_and_k: torch.Tensor) -> None:
     assert torch.equal(rotated(x, 9, RopeConfig(interleaved=True)), rotated(halves, 9))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotating_back_undoes_a_rotation_of_some_dims(interleaved: bool) -> None:
+    """The layout comes back too, and gradients turn the other way."""
+    x, upstream = torch.randn(2, 1, 3, 2, D + 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    cos, sin = rotary_cos_sin(PLAIN, D, torch.tensor([[4, 9, 2]]), torch.float64)
+    there = rotate(x, cos, sin, interleaved, 3)
+    again = rotate(there, cos, sin, interleaved, 3, back=True)
+    assert not torch.equal(there, x)
+    torch.testing.assert_close(again, x, rtol=0, atol=1e-6)  # angles are float32
+    (gradient,) = torch.autograd.grad(again, x, upstream)
+    torch.testing.assert_close(gradient, upstream, rtol=0, atol=1e-6)
+
+
 def test_yarn_keeps_fast_dims_stretches_slow_ones_and_blends_between() -> None:
     """Arithmetic of the paper in double precision: rotations over the original context decide (eq. 17-19)."""
     dim = 64

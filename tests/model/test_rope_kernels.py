@@ -91,8 +91,9 @@ def check(function, reference, args: list[torch.Tensor], upstream: list[torch.Te
     behind=st.sampled_from([0, 3]),
     heads=st.sampled_from([1, 3, 17]),
     interleaved=st.booleans(),
+    back=st.booleans(),
 )
-def test_rotation_equals_torchs(dtype, half, before, behind, heads, interleaved) -> None:
+def test_rotation_equals_torchs(dtype, half, before, behind, heads, interleaved, back) -> None:
     generator = torch.Generator().manual_seed(half)
     dim, shape = before + 2 * half + behind, (2, 3, heads)
     x = normal(generator, *shape, dim).to(dtype).requires_grad_()
@@ -100,7 +101,7 @@ def test_rotation_equals_torchs(dtype, half, before, behind, heads, interleaved)
     upstream = [normal(generator, *shape, dim)]
 
     def by(rotate):
-        return lambda x, cos, sin: rotate(x, cos, sin, interleaved, before)
+        return lambda x, cos, sin: rotate(x, cos, sin, interleaved, before, back)
 
     check(by(rope_fns("triton").rotate), by(rotation.rotate), [x, angles.cos(), angles.sin()], upstream)
 
