@@ -125,7 +125,9 @@ def plan_writes(
             # transformers' pattern is for the names of its class
             elif dtype is None or (
                 stored == torch.float32
-                and kept_in_float32(architecture).search(shard.name if keys.table else key)
+                and kept_in_float32(architecture).search(
+                    shard.name if keys.table or keys.renames else key
+                )
             ):
                 out = stored
             else:
