@@ -45,7 +45,8 @@ def expand(x_BsW: Tensor, out_BsH: Tensor, post_Bsn: Tensor, comb_Bsnn: Tensor) 
     """
     post_Bsn1, comb_Bsnn = post_Bsn.to(x_BsW.dtype).unsqueeze(-1), comb_Bsnn.to(x_BsW.dtype)
     mixed_BsnH = comb_Bsnn.mT @ x_BsW.unflatten(-1, (comb_Bsnn.shape[-1], -1))
-    return mixed_BsnH.addcmul(post_Bsn1, out_BsH.unsqueeze(-2)).flatten(-2)
+    # The sum is no view of another tensor, which could lose the hooks that FSDP sets on outputs.
+    return mixed_BsnH.flatten(-2) + (post_Bsn1 * out_BsH.unsqueeze(-2)).flatten(-2)
 
 
 def doubly_stochastic(logits_Bsnn: Tensor, iterations: int, eps: float) -> Tensor:

@@ -238,7 +238,8 @@ MODELS["glm-sparse"] = replace(
         index_shared_layers=[1, 3],
     ),
 )
-# Three streams of the residual, a table of token ids in the first layer, windows of two and three positions.
+# Three streams of the residual, a table of token ids in the first layer, windows of two and three positions. Before the
+# first layer all streams are equal, and mixing them by columns that sum to one would have no gradient but rounding.
 MODELS["deepseek-v4"] = ModelConfig(
     family="deepseek_v4",
     num_layers=4,
@@ -249,7 +250,8 @@ MODELS["deepseek-v4"] = ModelConfig(
     swiglu_offset=0.0,
     swiglu_limit=0.5,
     hc_mult=3,
-    hc_sinkhorn_iters=4,
+    hc_sinkhorn_iters=2,
+    hc_eps=0.05,
     attention=AttentionConfig(
         kind="compressed",
         num_heads=4,
