@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,6 @@ mesh.pp > 1; mesh.cp > 1; mesh.tp > 1; mesh.etp > 1; moe.gate != default; moe.di
 """)
 _OWN_CODE = rule_engine.table("""
 parallel.expert_wgrad != autograd | | the experts of a class of transformers use its own products
-data.document_mask | model.architecture == DeepseekV4ForCausalLM | its compressors cut windows from the start of a row,
-    so the documents of a row would not be apart
-    | Set data.document_mask=false; for conversations data.chat.pack=false, too. Pairs and sessions need another model
 """)
 
 
@@ -174,8 +171,6 @@ class ClassFamily(Family):
             base = text.to_dict()
         settings = {key: value for key, value in base.items() if key not in _OF_FILES}
         tied = {"tie_word_embeddings": config.tie_embeddings}
-        if release := _RELEASES.get(text.model_type):
-            settings = release.keys(text) | settings
         return settings | {"architectures": [config.architecture]} | tied
 
     # fmt: off
@@ -213,49 +208,6 @@ class ClassFamily(Family):
         from automoe.classes.activations import class_layers  # takes long to import
 
         return class_layers(config, ep, expert_rows)
-
-
-class _Release(NamedTuple):
-    """Changes to what transformers writes for a class that give its files the published form.
-
-    Attributes:
-        names: (regular expression, replacement) pairs that turn the tensor names that transformers
-            writes into the published ones.
-        keys: function of the text model's transformers configuration that returns further
-            ``config.json`` keys.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    keys: Callable[[Any], HFConfig]
-
-    def name(self, key: str) -> str:
-        """Return the published name of a tensor that transformers writes as ``key``."""
-        for pattern, name in self.names:
-            key = re.sub(pattern, name, key)
-        return key
-
-
-def _deepseek_v4_keys(text: Any) -> HFConfig:
-    keys = {
-        key: getattr(text, key) for key in ("layer_types", "mlp_layer_types", "qk_rope_head_dim")
-    }
-    keys["compress_ratios"] = [text.compress_rates.get(kind, 0) for kind in text.layer_types]
-    if sorted(kinds := text.mlp_layer_types) == kinds:  # hash_moe first
-        keys["num_hash_layers"] = kinds.count("hash_moe")
-    return keys
-
-
-_RELEASES = {
-    "deepseek_v4": _Release(
-        (
-            (r"^model\.", ""),
-            ("^embed_tokens", "embed"),
-            (r"^hc_head\.hc", "hc_head"),
-            (r"attn\.norm", "attn.kv_norm"),
-        ),
-        _deepseek_v4_keys,
-    )
-}
 
 
 class _View(Tensor):
@@ -316,8 +268,6 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         if with_prefixes:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
-    if (release := _RELEASES.get(model.config.model_type)) and tables[0]:
-        tables.insert(0, _renamed(tables[0], release.name))
     by_name = {name: (whole(name, tuple(tensor.shape)),) for name, tensor in tensors.items()}
     keys = [
         piece.key
@@ -337,7 +287,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
                 Path(), {}, [piece.key for pieces in table.values() for piece in pieces]
             )
             named = _renamed(table, lambda key, plain=plain: plain.plain(key) or key)
-            of_ids = frozenset(piece.key for name in integers for piece in named[name])
+            of_ids = tuple(piece.key for name in integers for piece in named[name])
             layouts.append(KeyMap(table=named, unread=unread, integers=of_ids))
     return replace(layouts[0], layouts=tuple(layouts))
 

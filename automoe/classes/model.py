@@ -392,7 +392,7 @@ class TransformersModel(CausalLM):
     def units(self) -> Iterator[Unit]:
         for number, layer in enumerate(self._layers):
             experts = [module for module in layer.modules() if module in self._moe]
-            yield Unit(number, layer, None, *experts)
+            yield Unit(number, layer, *experts)
 
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
         self._tokens = tokens

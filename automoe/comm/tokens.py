@@ -81,6 +81,7 @@ class Tokens:
             and recorded routing.
         not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is
             padding.
+        ids: [B, S] token ids, for experts that a table selects.
     """
 
     positions: Tensor
@@ -90,6 +91,7 @@ class Tokens:
     forced_ids: Tensor | None = None
     row_ids: Tensor | None = None
     not_padding: Tensor | None = None
+    ids: Tensor | None = None
 
     def local_shard(self, tp: Communicator) -> Tokens:
         """Return these tensors for this rank's shard [B, S / ranks of ``tp``] of the positions."""
@@ -198,7 +200,7 @@ class MicroBatch:
             row_ids = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
             row_ids = row_ids.expand_as(tokens)
         positions = index if self.positions is None else self.positions
-        rest = self.forced_ids, row_ids, self.not_padding
+        rest = self.forced_ids, row_ids, self.not_padding, tokens
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:

@@ -155,6 +155,7 @@ train.compile | kernels.attention == flex
 train.compile | kernels.rope == triton | WHOLE the kernels of kernels.rope=triton cannot be part of that
 train.compile | model.attention.index_topk > 0 | WHOLE an indexer with its choice cannot be part of that
 train.compile | model.attention.kind == compressed | WHOLE compressed attention cannot be part of that
+train.compile | model.hc_mult > 0 | WHOLE hyper-connections with their weights in float32 cannot be part of that
 train.compile | kernels.norm == te | WHOLE the modules of kernels.norm=te cannot be part of that
 train.compile | train.fp8 != off | WHOLE the products of train.fp8={train.fp8} cannot be part of that
 train.compile | parallel.recompute has DROPPED

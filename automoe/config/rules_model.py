@@ -167,6 +167,16 @@ parallel.context != gather | mesh.cp > 1 and INDEXER
 _SIZES = table("""
 model.swiglu_alpha <= 0; model.swiglu_limit <= 0 | model.expert_activation == clamped_swiglu
     | must be a number larger than 0
+model.hc_mult > 0 | model.num_mtp_layers > 0
+    | modules for multi-token prediction here read one stream of the residual, not several
+    | Set model.num_mtp_layers=0
+model.hc_mult > 0 | model.residual_multiplier != 1 | hyper-connections weight what a block adds themselves
+    | Set model.residual_multiplier=1.0
+model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
+model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
+    | there are {model.num_moe_layers} layers with experts
+model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn
+    | transformers multiplies rotated dims of a {model.family} by 1 | Set model.rope.attention_factor=1.0
 model.final_logit_softcapping != null and model.final_logit_softcapping <= 0 | | it bounds the absolute values of logits
     | Set model.final_logit_softcapping=null
 """)

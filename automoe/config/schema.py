@@ -47,7 +47,8 @@ class RouterConfig:
     With ``num_groups`` > 1 it selects from the ``topk_groups`` groups of experts with the highest
     sums of their ``group_score_topk`` best scores. ``expert_bias`` adds to the scores, for the
     selection alone, a bias that balances the load; ``logit_bias`` is a trained one. Of equal scores
-    ``exact_ties`` selects the expert with the lowest index.
+    ``exact_ties`` selects the expert with the lowest index. In the first ``num_hash_layers`` a
+    table of token ids selects.
     """
 
     # function that turns the router's logits into scores (docs/routing.md)
@@ -67,6 +68,9 @@ class RouterConfig:
     logit_bias: bool = False  # a trained bias in the router's projection
     # of equal scores, select the expert with the lowest index; costs a sort of all E scores
     exact_ties: bool = False
+    # first layers with experts in which a table of token ids, not the scores, selects the experts
+    # (DeepSeek-V4); scores weight them
+    num_hash_layers: int = 0
 
 
 @dataclass
@@ -96,6 +100,7 @@ class ModelConfig:
         "granitemoeshared",
         "deepseek_v2",
         "ernie4_5_moe",
+        "deepseek_v4",
         "llama",
         "qwen3",
         "transformers",
@@ -134,10 +139,11 @@ class ModelConfig:
     biased_experts: bool = False  # trained biases in both projections of routed experts
     # f in every FFN and expert: down(f(gate) * up); relu2 is relu squared
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
-    # swiglu: f as hidden_act says. clamped_swiglu, of GPT-OSS: clamp gate and up to swiglu_limit, then
-    # (up + 1) * gate * sigmoid(swiglu_alpha * gate)
+    # swiglu: f as hidden_act says. clamped_swiglu, of GPT-OSS and DeepSeek-V4: clamp gate and up to
+    # swiglu_limit, then (up + swiglu_offset) * gate * sigmoid(swiglu_alpha * gate)
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     swiglu_alpha: float = 1.702  # clamped_swiglu: factor inside the sigmoid
+    swiglu_offset: float = 1.0  # clamped_swiglu: added to up
     swiglu_limit: float = 7.0  # clamped_swiglu: largest gate and largest absolute up
     norm_eps: float = 1e-6
     # RMS norms multiply by 1 + weight, except those inside delta nets (Qwen3-Next)
@@ -146,6 +152,12 @@ class ModelConfig:
     embedding_multiplier: float = 1.0  # factor of the embedding's rows (Granite)
     residual_multiplier: float = 1.0  # factor of what a block adds to the residual stream (Granite)
     logits_scaling: float = 1.0  # logits are divided by it (Granite)
+    # streams of the residual, which hyper-connections mix (DeepSeek-V4, arXiv 2512.24880); 0: one
+    # stream, to which a block adds
+    hc_mult: int = 0
+    # hyper-connections: times that rows and columns of the mixing matrix are normalised
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6  # hyper-connections: added to weights and to divisors
     # logits are c * tanh(logits / c) for this c (Gemma); null: as they are
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02  # standard deviation of random initial weights
@@ -165,6 +177,11 @@ class ModelConfig:
     def all_layers(self) -> range:
         """Numbers of all decoder layers, and of the modules for multi-token prediction last."""
         return range(self.num_layers + self.num_mtp_layers)
+
+    @property
+    def residual_width(self) -> int:
+        """Width of the hidden states between layers: that of all streams of the residual."""
+        return max(self.hc_mult, 1) * self.hidden_size
 
     @property
     def shared_width(self) -> int:
@@ -376,6 +393,11 @@ def export_name(config: Config) -> str | None:
 def window_of(attention: AttentionConfig, layer: int) -> int:
     """Return a layer's sliding window in tokens, including the query's own; 0: full attention."""
     return 0 if _full(attention, layer) else attention.sliding_window
+
+
+def has_token_table(model: ModelConfig, layer: int) -> bool:
+    """Return True if a table of token ids selects the experts of layer number ``layer``."""
+    return 0 <= layer - model.first_k_dense < model.router.num_hash_layers
 
 
 def is_linear(attention: AttentionConfig, layer: int) -> bool:

@@ -16,8 +16,6 @@ from automoe.errors import CheckpointError, listed
 from automoe.hf.codes import INTEGERS, decodable, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
-    EMBEDDING,
-    HEAD,
     NONE,
     Contents,
     StoredTensor,
@@ -25,7 +23,7 @@ from automoe.hf.headers import (
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_tensors, mtp_copies
+from automoe.hf.keys import EMBEDDING, FP8_BLOCK, HEAD, Encoding, KeyMap, hf_tensors, mtp_copies
 from automoe.hf.schemes import FLOAT_DTYPES
 from automoe.hf.wrapper import ALONE, Names, is_of_layers, names_in, part_of, said_of, text_config
 from automoe.storage.foreign import is_there
@@ -150,7 +148,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     mistyped = [
         f"{key} is {sources[key].dtype}"
         for key in wanted
-        if key in sources and (sources[key].dtype == INTEGERS) != (key in keys.integers)
+        if key in sources and (sources[key].dtype == INTEGERS) != key.endswith(keys.integers)
     ]
     kinds = {
         "tensors are missing": missing,

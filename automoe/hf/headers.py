@@ -20,7 +20,7 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.families.as_transformers import damaged
-from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
+from automoe.hf.keys import EMBEDDING, FP8_BLOCK, GROUP, HEAD, INDEX_FILE, Encoding, Shape
 from automoe.hf.schemes import FORMATS
 from automoe.model.params import count_params
 from automoe.storage.files import explained, named
@@ -35,8 +35,6 @@ from automoe.storage.foreign import (
 
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 ADAPTER = "adapter_config.json"
 # Options that keep ``from_pretrained`` from loading an adapter: this subfolder cannot exist.
 NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +21,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.model.params import SPECS, model_params
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (BLOCK, BLOCK)  # rows and columns under one scale
 GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes
@@ -207,12 +209,12 @@ class KeyMap:
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in such
             a mixture.
-        table: slices by our name, which replace ``rows`` for a class of transformers without a
-            family.
+        table: slices by our name, which replace ``rows`` for a class without a native family.
         layouts: layouts that files may have, if they do not follow from ``rows``; the last one is
             that of transformers' parameters in memory.
         unread: regular expressions of stored tensors to skip.
-        integers: stored tensors of int64, such as a table of the experts of each token id.
+        integers: ends of the names of stored tensors of int64, such as tables of token ids.
+        renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -222,7 +224,12 @@ class KeyMap:
     table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     layouts: tuple[KeyMap, ...] = ()
     unread: tuple[str, ...] = ()
-    integers: frozenset[str] = frozenset()
+    integers: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def renamed(self, key: str) -> str:
+        """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
+        return reduce(lambda key, pair: key.replace(*pair), self.renames, key)
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
@@ -258,6 +265,9 @@ class KeyMap:
             return self.in_memory
         if any(".switch_mlp." in key for key in keys):
             return self.stacked
+        for layout in self.layouts:
+            if layout.renames and layout.renamed(EMBEDDING) in keys:
+                return layout
         return self.per_expert if keys else self
 
     @property
@@ -277,8 +287,7 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Layout of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves a model in this layout even if the family's published files have
-        fused experts. Block-FP8 is always stored in it.
+        ``transformers`` saves a model so even if published files have fused experts; block-FP8 is always so.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)
@@ -301,6 +310,12 @@ class KeyMap:
         """
         if self.table:
             return self.table[name]
+        found = self._pieces(name, shape, experts)
+        if self.renames:
+            found = [piece._replace(key=self.renamed(piece.key)) for piece in found]
+        return found
+
+    def _pieces(self, name: str, shape: Shape, experts: range | None) -> Sequence[Piece]:
         match = _LAYER.fullmatch(name)
         if match is None:
             return [whole(name if name.startswith("lm_head.") else f"model.{name}", shape)]
@@ -371,7 +386,8 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     alike = {}  # names below a layer and shapes, which are made once for equal layers
     for name, shape in our_tensors(config):
         layer = None if keys.table else _LAYER.fullmatch(name)
-        prefix, kind = (f"model.{layer[1]}", (layer[2], shape)) if layer else ("", name)
+        prefix, kind = ("", name) if layer is None else (f"model.{layer[1]}", (layer[2], shape))
+        prefix = keys.renamed(prefix)
         if kind not in alike:
             pieces = keys.pieces(name, shape)
             alike[kind] = [
@@ -405,8 +421,7 @@ def quantization_config(
 ) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of a checkpoint in ``encoding``; None for ``plain``.
 
-    It has the form of DeepSeek-V3's (``fp8``), GPT-OSS' (``mxfp4``) or Kimi-K2-Thinking's
-    (``int4``).
+    It has the form of DeepSeek-V3's (``fp8``), GPT-OSS' (``mxfp4``) or Kimi-K2-Thinking's (``int4``).
 
     Raises:
         ConfigError: the family has no checkpoints in ``encoding``, ``mxfp4`` or ``int4`` finds no experts, or
@@ -440,13 +455,8 @@ def quantization_config(
                 "Export it in bfloat16",
             )
     if encoding == "mxfp4":
-        plain = [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ]
-        return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+        plain = "model.layers.*.self_attn model.layers.*.mlp.router model.embed_tokens lm_head"
+        return {"quant_method": "mxfp4", "modules_to_not_convert": plain.split()}
     kinds = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
     kinds += [*_MTP_KEPT] if config.num_mtp_layers else []
     group = {"targets": ["Linear"], "weights": INT4 | {"actorder": None, "dynamic": False}}
@@ -462,11 +472,14 @@ def quantization_config(
 
 def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     keys = keys.per_expert
-    if keys.fused:
+    if keys.fused or keys.renames:
+        form = (
+            "all experts of a layer in one tensor" if keys.fused else "codes in a form of its own"
+        )
         raise ConfigError(
             "model.family",
             config.family,
-            "block-FP8 stores matrices, and this family stores all experts of a layer in one tensor",
+            f"block-FP8 stores matrices, and this family stores {form}",
             "Export it in bfloat16",
         )
     plain = [

@@ -27,8 +27,8 @@ from automoe.config.convert import written
 from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
-from automoe.hf.headers import EMBEDDING, HEAD, StoredTensor, without_collection
-from automoe.hf.keys import KeyMap, Piece
+from automoe.hf.headers import StoredTensor, without_collection
+from automoe.hf.keys import EMBEDDING, HEAD, KeyMap, Piece
 from automoe.hf.quantized import dequantize, unpack_integers
 from automoe.hf.schemes import FORMATS
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
@@ -118,10 +118,9 @@ def load_hf(
         shards = [shard for shard in everything if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
-        sources, rows = reader.catalog.sources, config_of(parts).vocab_size
-        grown = [
-            key for key in (EMBEDDING, HEAD) if key in sources and sources[key].shape[0] < rows
-        ]
+        keys, rows = reader.catalog.keys, config_of(parts).vocab_size
+        there = ((key, reader.catalog.sources.get(keys.renamed(key))) for key in (EMBEDDING, HEAD))
+        grown = [key for key, stored in there if stored and stored.shape[0] < rows]
         means = ranks.lead(lambda: dict(map(reader.mean_row, grown))) if grown else {}
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
@@ -348,11 +347,12 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of ``key``, the stored embedding or head, and (mean row, number of rows).
+        """Return our name of ``key`` (EMBEDDING or HEAD), and (mean row, number of rows) of the file's.
 
         The mean [H] is float64. Rows are added in order: the result does not depend on threads.
         """
-        name, (rows, columns) = key.removeprefix("model."), self.catalog.sources[key].shape
+        rows, columns = self.catalog.sources[self.catalog.keys.renamed(key)].shape
+        name = key.removeprefix("model.")
         whole, total = torch.empty(rows, columns, device="meta"), torch.zeros(columns).double()
 
         def add(_item: ReadItem, numbers: Tensor, _place: Tensor) -> None:

@@ -37,6 +37,7 @@ from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
 from automoe.hf.wrapper import ALONE
 from automoe.interop.torch_private import full_tensor, is_strided_shard
+from automoe.model.params import find_spec
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def plan_writes(
             # transformers' pattern is for the names of its class
             elif dtype is None or (
                 stored == torch.float32
-                and kept_in_float32(architecture).search(shard.name if keys.table else key)
+                and kept_in_float32(architecture).search(
+                    shard.name if keys.table or keys.renames else key
+                )
             ):
                 out = stored
             else:
@@ -145,7 +148,8 @@ def unread_shards(config: ModelConfig) -> list[LocalShard]:
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
-        trained = not name.endswith(".expert_bias")
+        spec = find_spec(name)
+        trained = spec is None or spec.kind != "buffer"
         shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
     return shards
 

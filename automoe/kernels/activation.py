@@ -1,4 +1,4 @@
-"""Gated activations of an FFN or expert: a table of functions, and the clamped form of GPT-OSS.
+"""Gated activations of an FFN or expert: a table of functions, and the clamped SwiGLU.
 
 Each activation is a small object. Autograd can differentiate a call; ``backward`` computes the
 gradients explicitly, for expert backends that implement their own backward pass. Shapes: R rows, I
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from automoe.config.schema import ModelConfig
 
 
 class GateFunction(NamedTuple):
@@ -90,22 +92,25 @@ class GLU:
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """Clamped SwiGLU of GPT-OSS: (up' + 1) * gate' * sigmoid(alpha * gate').
+    """Clamped SwiGLU: (up' + offset) * gate' * sigmoid(alpha * gate').
 
-    gate' is gate clamped to at most ``limit``, up' is up clamped to [-``limit``, ``limit``] (arXiv
-    2508.10925, section 2.2). At exactly the limit the gradient still passes, as with torch's clamp.
+    gate' is gate clamped to at most ``limit``, up' is up clamped to [-``limit``, ``limit``]. At
+    exactly the limit the gradient still passes, as with torch's clamp. GPT-OSS (arXiv 2508.10925,
+    section 2.2) has alpha 1.702 and offset 1, DeepSeek-V4 1 and 0.
 
     Attributes:
         alpha: factor within the sigmoid.
         limit: bound of gate and up.
+        offset: number added to up'.
     """
 
     alpha: float
     limit: float
+    offset: float = 1.0
 
     def __call__(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
         low_RI = gate_RI.clamp(max=self.limit)
-        return (up_RI.clamp(-self.limit, self.limit) + 1) * (
+        return (up_RI.clamp(-self.limit, self.limit) + self.offset) * (
             low_RI * torch.sigmoid(self.alpha * low_RI)
         )
 
@@ -114,7 +119,7 @@ class ClampedSwiGLU:
     ) -> None:
         low_RI = gate_RI.clamp(max=self.limit)
         sigmoid_RI = torch.sigmoid(self.alpha * low_RI)
-        raised_RI = up_RI.clamp(-self.limit, self.limit).add_(1)
+        raised_RI = up_RI.clamp(-self.limit, self.limit).add_(self.offset)
         swish_RI = low_RI * sigmoid_RI
         torch.mul(raised_RI, swish_RI, out=act_RI)
         _scale(act_RI, scale_R1, grad_RI, grad_up_RI, grad_scale_R)
@@ -142,6 +147,14 @@ def _scale(act_RI, scale_R1, grad_RI, scratch_RI, grad_scale_R) -> None:
 
 Activation = GLU | ClampedSwiGLU
 SWIGLU = GLU()
+
+
+def activation_of(model: ModelConfig) -> Activation:
+    """Return the gated activation of every FFN and expert of ``model``."""
+    if model.expert_activation == "clamped_swiglu":
+        return ClampedSwiGLU(model.swiglu_alpha, model.swiglu_limit, model.swiglu_offset)
+    return GLU(model.hidden_act)
+
 
 # 512 KiB of float32 fit in L2, so the next operation finds the result of the last one in cache.
 BLOCK_ELEMENTS = 1 << 17

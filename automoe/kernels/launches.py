@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from automoe.kernels import products
 from automoe.kernels.tiling import Blocks, RowTiles, blocks_of, precision
 
-Clamp = tuple[float, float] | None  # alpha and limit of the clamped SwiGLU; None: plain SwiGLU
+# alpha, limit and offset of the clamped SwiGLU; None: plain SwiGLU
+Clamp = tuple[float, float, float] | None
 _SUM_COLUMNS = 1024
 
 
@@ -43,7 +44,7 @@ def gather_up_activate(
         gate_up_proj_bias: [E, 2, I], added to gate and up; None: no bias.
         probs: [R] routing weight of each row.
         tiles: the rows cut into tiles of one expert.
-        clamp: alpha and limit of the clamped SwiGLU; None: plain SwiGLU.
+        clamp: alpha, limit and offset of the clamped SwiGLU; None: plain SwiGLU.
 
     Returns:
         Gate and up [R, 2I] before the activation, and probs * activation [R, I].
@@ -58,7 +59,7 @@ def gather_up_activate(
     _over_rows(
         products.gather_up_activate, tiles, width, blocks, step, x.dtype,
         x, gather_idx, weights, gate_up_proj_bias, probs, pre, act,
-        sizes=(hidden, width, *(clamp or (1.0, 0.0))),
+        sizes=(hidden, width, *(clamp or (1.0, 0.0, 0.0))),
         CLAMPED=clamp is not None,
     )  # fmt: skip
     return pre, act
@@ -109,7 +110,7 @@ def grad_down_activate(
         probs: [R] routing weight of each row.
         pre: gate and up [R, 2I] before the activation.
         tiles: the rows cut into tiles of one expert.
-        clamp: alpha and limit of the clamped SwiGLU; None: plain SwiGLU.
+        clamp: alpha, limit and offset of the clamped SwiGLU; None: plain SwiGLU.
 
     Returns:
         The gradient of gate and up [R, 2I]; probs * activation [R, I]; and partial sums of the
@@ -126,7 +127,7 @@ def grad_down_activate(
     _over_rows(
         products.grad_down_activate, tiles, width, blocks, step, pre.dtype,
         grad_out, down_proj, probs, pre, grad_pre, act, shares,
-        sizes=(hidden, width, *(clamp or (1.0, 0.0))),
+        sizes=(hidden, width, *(clamp or (1.0, 0.0, 0.0))),
         CLAMPED=clamp is not None, COLUMNS_AT_ONCE=blocks.columns_at_once,
     )  # fmt: skip
     return grad_pre, act, shares

@@ -111,14 +111,11 @@ def _block(at, rows, columns):
 
 
 @triton.jit
-def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """Triton function: return an activation and its derivatives with respect to gate and up.
-
-    With CLAMPED it is the clamped SwiGLU of GPT-OSS with ``alpha`` and ``limit``, else SwiGLU.
-    """
+def _activate(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr):
+    """Triton function: return SwiGLU (CLAMPED: clamped) and its derivatives by gate and up."""
     if CLAMPED:
         low = tl.minimum(gate, limit)
-        raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        raised = tl.minimum(tl.maximum(up, -limit), limit) + offset
         sigmoid = tl.sigmoid(alpha * low)
         swish = low * sigmoid
         by_gate = tl.where(gate <= limit, raised * (sigmoid + alpha * swish * (1.0 - sigmoid)), 0.0)
@@ -146,6 +143,7 @@ def gather_up_activate(
     width,
     alpha,
     limit,
+    offset,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
     STEP: tl.constexpr,
@@ -158,7 +156,7 @@ def gather_up_activate(
 
     Each program reads its tokens from ``x`` [tokens, hidden] through ``gather_idx`` [R], so no permuted copy of x is
     made. Outputs are ``pre`` (gate and up, [R, 2 ``width``]) and ``act`` (routing weight ``probs`` * activation, which
-    is SwiGLU, or with CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``). ``tile_expert`` and ``tile_row`` are
+    is SwiGLU, with CLAMPED clamped, by ``alpha``, ``limit`` and ``offset``). ``tile_expert`` and ``tile_row`` are
     expert and first row of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides
     all row lengths. ``gate_up_proj`` is [E, 2, width, hidden] (with TMA a tensor descriptor), and its bias [E, 2,
     width] or None. PRECISION is ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results.
@@ -199,7 +197,7 @@ def gather_up_activate(
     up = _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
-    value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
+    value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, offset, CLAMPED)
     value *= _load(probs + first + row, real)[:, None]
     to = act + first * width + row[:, None] * width + cols[None, :]
     _store(to, value, mask, PRECISION)
@@ -335,6 +333,7 @@ def grad_down_activate(
     width,
     alpha,
     limit,
+    offset,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
     STEP: tl.constexpr,
@@ -349,8 +348,8 @@ def grad_down_activate(
     The gradient of the activation stays in registers; its product with the activation, summed over columns, is the
     gradient of the routing weights ``probs`` [R]. Outputs are ``grad_pre`` (of gate and up), ``act`` [R, width]
     (routing weight * activation) and ``grad_probs`` [R, blocks] (a partial sum per block of columns). ``grad_out`` is
-    [R, hidden], ``down_proj`` [E, hidden, width], ``pre`` gate and up [R, 2 width]; the activation is SwiGLU, or with
-    CLAMPED the clamped SwiGLU with ``alpha`` and ``limit``. ``tile_expert`` and ``tile_row`` are expert and first row
+    [R, hidden], ``down_proj`` [E, hidden, width], ``pre`` gate and up [R, 2 width]; the activation is SwiGLU, with
+    CLAMPED clamped, by ``alpha``, ``limit`` and ``offset``. ``tile_expert`` and ``tile_row`` are expert and first row
     of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths. With
     TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. The
     activation's gradients are computed for at most COLUMNS_AT_ONCE of a program's BLOCK_M x BLOCK_N results at a time.
@@ -377,18 +376,18 @@ def grad_down_activate(
         )  # fmt: skip
     share = _grad_activation(
         grad, row, real, column * BLOCK_N, probs + first, pre + first * 2 * width, grad_pre + first * 2 * width,
-        act + first * width, width, alpha, limit, CLAMPED, PRECISION, BLOCK_M, BLOCK_N, COLUMNS_AT_ONCE,
+        act + first * width, width, alpha, limit, offset, CLAMPED, PRECISION, BLOCK_M, BLOCK_N, COLUMNS_AT_ONCE,
     )  # fmt: skip
     tl.store(grad_probs + (first + row) * num_columns + column, share, mask=real)
 
 
 @triton.jit
 def _grad_activation(
-    grad, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit,
+    grad, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit, offset,
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: run the backward pass of SwiGLU (CLAMPED: by ``alpha``, ``limit``) for COLUMNS columns.
+    """Triton function: run the backward pass of SwiGLU (CLAMPED: clamped) for COLUMNS columns.
 
     ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns, from ``first_col``
     on; ``row`` are the rows' numbers and ``real`` is the mask of those that exist. The function reads gate and up from
@@ -402,11 +401,11 @@ def _grad_activation(
     if COLUMNS > COLUMNS_AT_ONCE:
         left, right = _halves(grad, BLOCK_M, COLUMNS)
         share = _grad_activation(
-            left, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit,
+            left, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit, offset,
             CLAMPED, PRECISION, BLOCK_M, COLUMNS // 2, COLUMNS_AT_ONCE,
         )  # fmt: skip
         return share + _grad_activation(
-            right, row, real, first_col + COLUMNS // 2, probs, pre, grad_pre, act, width, alpha, limit,
+            right, row, real, first_col + COLUMNS // 2, probs, pre, grad_pre, act, width, alpha, limit, offset,
             CLAMPED, PRECISION, BLOCK_M, COLUMNS // 2, COLUMNS_AT_ONCE,
         )  # fmt: skip
     cols = first_col + tl.arange(0, COLUMNS)
@@ -414,7 +413,7 @@ def _grad_activation(
     at = row[:, None] * (2 * width) + cols[None, :]
     gate = _load(pre + at, mask)
     up = _load(pre + width + at, mask)
-    value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
+    value, by_gate, by_up = _activate(gate, up, alpha, limit, offset, CLAMPED)
     share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
     weight = _load(probs + row, real)[:, None]
     _store(act + row[:, None] * width + cols[None, :], value * weight, mask, PRECISION)

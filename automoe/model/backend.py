@@ -30,7 +30,8 @@ class BackendConfig:
         make_expert_backend: function that takes a layer's ``GroupedExperts`` and returns its expert
             backend, which multiplies by their weights; None: the backend that ``moe.experts`` names.
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
-        router_dtype: dtype in which routers are stored; None: that of the other parameters.
+        router_dtype: dtype in which routers and hyper-connections are stored; None: that of the other
+            parameters.
         attention_kernel: function that computes softmax attention.
         masks: function that makes the masks that ``attention_kernel`` takes.
         rope: functions that apply rotary embeddings.

@@ -1,4 +1,4 @@
-"""One decoder layer: attention and feed-forward, each after a norm and added to the residual.
+"""One decoder layer: attention and feed-forward, each after a norm and joined to the residual.
 
 Letters of dimensions: ``automoe.model``; here F width of the feed-forward.
 """
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
-from automoe.kernels.activation import GATE_FUNCTIONS
+from automoe.kernels.activation import SWIGLU, Activation, activation_of
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
 from automoe.model.compressed_attention import CompressedAttention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
+from automoe.model.residual import HyperConnection, Residual
 from automoe.moe.layer import MoE
 from automoe.passes.calls import Wrap, as_it_is, bind, call_module
 
@@ -25,7 +26,7 @@ SOFTMAX = {"gqa": GroupedQueryAttention, "mla": LatentAttention, "compressed": C
 
 
 class MLP(nn.Module):
-    """Gated feed-forward (arXiv 2002.05202, eq. 5): down(f(gate(x)) * up(x)), f being ``hidden_act``.
+    """Gated feed-forward (arXiv 2002.05202, eq. 5): down(``activation``(gate(x), up(x))).
 
     Input and output are [B, s, H]. With ``gated_output`` (Qwen2-MoE's shared expert) the result is
     multiplied by sigmoid(x @ w), one number per token.
@@ -44,10 +45,10 @@ class MLP(nn.Module):
         gated_output: bool = False,
         tp: Communicator = SINGLE_RANK,
         gather: Wrap = as_it_is,
-        hidden_act: str = "silu",
+        activation: Activation = SWIGLU,
     ) -> None:
         super().__init__()
-        self.function = GATE_FUNCTIONS[hidden_act].function
+        self.activation = activation
         self.gate_proj = Linear(hidden_size, intermediate_size)
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
@@ -57,7 +58,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = self.gather(x_BsH)
-        activation_BSF = self.function(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)
+        activation_BSF = self.activation(self.gate_proj(x_BSH), self.up_proj(x_BSH))
         out_BsH = self.down_proj.project_and_scatter(activation_BSF, self.tp)
         # The gate sees only this rank's positions, since the result holds no others.
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
@@ -75,10 +76,14 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        mlp_args = backend.pg_collection.tp, calls.gather, config.hidden_act
+        mlp_args = backend.pg_collection.tp, calls.gather, activation_of(config)
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.run_attention, self.run_attention)
-        self.multiplier = config.residual_multiplier
+        self.attn_hc: Residual | HyperConnection = Residual(config.residual_multiplier)
+        self.ffn_hc = self.attn_hc
+        if config.hc_mult:
+            self.attn_hc = HyperConnection(config, backend.router_dtype)
+            self.ffn_hc = HyperConnection(config, backend.router_dtype)
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
         self.input_layernorm = norm()
@@ -105,10 +110,11 @@ class Block(nn.Module):
     def forward(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
     ) -> Tensor:
-        """Return the layer's output [B, s, H], computed by ``run`` under the layer's wrappers.
+        """Return the layer's output, computed by ``run`` under the layer's wrappers.
 
         Args:
-            x_BsH: hidden states at the s positions of this tp rank.
+            x_BsH: hidden states at the s positions of this tp rank; with hyper-connections all their
+                streams, side by side.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
             embedded_BsH: in a module for multi-token prediction, the embeddings of the later tokens
@@ -117,23 +123,25 @@ class Block(nn.Module):
         return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return x + m * attention + m * feed-forward [B, s, H], m being ``residual_multiplier``.
+        """Return the residual after attention and feed-forward, in the form of ``x_BsH``.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
         """
-        x_BsH, h_BsH = self.wrapped_run_attention(x_BsH, setup)
+        x_BsH, h_BsH, *weights = self.wrapped_run_attention(x_BsH, setup)
         moe = isinstance(self.mlp, MoE)
         out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
-        return x_BsH.add(out_BsH, alpha=self.multiplier)
+        return self.ffn_hc.join(x_BsH, out_BsH, *weights)
 
-    def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, Tensor]:
-        """Return x + ``residual_multiplier`` * attention, and the norm of this sum.
+    def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:
+        """Return the residual after attention, the norm that the feed-forward reads, and what ``join`` takes.
 
-        Both are [B, s, H], s positions of this tp rank; the feed-forward reads the norm.
+        All are at the s positions of this tp rank.
         """
-        out_BsH = self.attention(self.call_norm(self.input_layernorm, x_BsH), setup)
-        x_BsH = x_BsH.add(out_BsH, alpha=self.multiplier)
-        return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)
+        h_BsH, *weights = self.attn_hc(x_BsH)
+        out_BsH = self.attention(self.call_norm(self.input_layernorm, h_BsH), setup)
+        x_BsH = self.attn_hc.join(x_BsH, out_BsH, *weights)
+        h_BsH, *weights = self.ffn_hc(x_BsH)
+        return x_BsH, self.call_norm(self.post_attention_layernorm, h_BsH), *weights

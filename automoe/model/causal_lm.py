@@ -54,13 +54,11 @@ class Unit(NamedTuple):
 
     Attributes:
         number: index of the layer in the full model.
-        router: module whose parameters stay in full precision; None: a dense layer.
         experts: module whose parameters are on the moe mesh; None: a dense layer.
     """
 
     number: int
     layer: nn.Module
-    router: nn.Module | None = None
     experts: nn.Module | None = None
 
 

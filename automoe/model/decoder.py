@@ -20,6 +20,7 @@ from automoe.model.block import Block
 from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
+from automoe.model.residual import HyperHead
 from automoe.moe.layer import MoE
 from automoe.passes.calls import call_module
 
@@ -64,6 +65,8 @@ class Decoder(CausalLM):
         )
         norm = self.backend.norm
         norms = config.num_layers in layers if config.num_mtp_layers else predicts
+        dtype = self.backend.router_dtype
+        self.hc_head = HyperHead(config, dtype) if norms and config.hc_mult else None
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if norms else None
         self.call_norm = self.backend.last_norm(call_module)
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
@@ -75,12 +78,13 @@ class Decoder(CausalLM):
 
     def units(self) -> Iterator[Unit]:
         for name, block in self.layers.items():
-            inside = (block.mlp.router, block.mlp.experts) if isinstance(block.mlp, MoE) else ()
-            yield Unit(int(name), block, *inside)
+            yield Unit(int(name), block, block.mlp.experts if isinstance(block.mlp, MoE) else None)
 
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
         if self.embeds:
             x = self._embed(x)
+            if self.config.hc_mult:
+                x = x.repeat(1, 1, self.config.hc_mult)
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
                 # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
@@ -113,7 +117,8 @@ class Decoder(CausalLM):
             yield x_BsH
 
     def _setup(self, tokens: Tokens, dtype: torch.dtype) -> AttentionSetup:
-        return AttentionSetup(self.config, tokens, self.backend, dtype, map(int, self.layers))
+        layers = [int(name) for name in self.layers]
+        return AttentionSetup(self.config, tokens, self.backend, dtype, layers)
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
@@ -122,6 +127,7 @@ class Decoder(CausalLM):
         return x_BsH if multiplier == 1 else x_BsH * multiplier
 
     def last_norm(self, x_BsH: Tensor) -> Tensor:
+        x_BsH = x_BsH if self.hc_head is None else self.hc_head(x_BsH)
         return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)
 
     @property

@@ -18,7 +18,7 @@ from automoe.kernels.counter_random import uniform_at
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Features, Linear, take_features
-from automoe.model.params import Param, layer_params, model_params
+from automoe.model.params import Param, is_wide, layer_params, model_params
 from automoe.model.trainable import adapters, is_target, is_trained, packed_shape
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
@@ -88,8 +88,8 @@ def freeze_and_adapt(
     for name, parameter in list(part.named_parameters()):
         if is_trained(name, config):
             continue
-        # Routers keep their dtype, in which they compute.
-        stored = parameter if ".router." in name else parameter.to(frozen_dtype)
+        # Routers and hyper-connections keep their dtype, in which they compute.
+        stored = parameter if is_wide(name) else parameter.to(frozen_dtype)
         if (shape := shapes.get(name)) is not None:
             stored = torch.empty(shape, dtype=torch.uint8, device=parameter.device)
         path, _, last = name.rpartition(".")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 from automoe.config.schema import ModelConfig
 
@@ -19,6 +20,7 @@ PARTS = (
     "routed_experts",
     "shared_experts",
     "router",
+    "residual",
     "norms",
     "head",
     "mtp",
@@ -78,6 +80,11 @@ class ParamSpec:
     def decays(self) -> bool:
         """Whether weight decay applies: not to biases, norms and similar vectors."""
         return self.kind in ("matrix", "conv")
+
+    @property
+    def wide(self) -> bool:
+        """Whether the tensor is stored and multiplied in at least float32, whatever ``train.dtype`` is."""
+        return self.part in ("router", "residual")
 
     @property
     def orthogonalized(self) -> bool:
@@ -157,3 +164,44 @@ class Param:
         """Return the dim that ``tp`` ranks shard; None if each keeps the whole tensor."""
         whole = tp == 1 or (self.kv_heads is not None and self.kv_heads < tp)
         return None if whole else self.spec.tp
+
+
+# What a row's kind says of it. Colwise: a tp rank has some output features; rowwise: some input
+# features, and outputs are summed. Experts are stacked, and dim 2 is an expert's width.
+_KINDS: dict[str, dict[str, Any]] = {
+    "matrix": {},
+    "linear": {"fp8": True},
+    "colwise": {"fp8": True, "tp": 0},
+    "rowwise": {"fp8": True, "tp": 1},
+    "experts": {"fp8": True, "etp": 2},
+    "conv": {"kind": "conv"},
+    "vector": {"kind": "vector"},
+    "norm": {"kind": "norm"},
+    "buffer": {"kind": "buffer"},
+}
+
+
+def parse_rows(table: str) -> tuple[ParamSpec, ...]:
+    """Parse a table with a parameter per line: ``name | shape | place | kind KEY=VALUE ...``.
+
+    These are fields of ``ParamSpec``, but ``kind`` is a key of ``_KINDS`` and stands for several
+    fields, and ``unless`` is a negated ``when``. Keys in ``hf`` are separated by commas, and EXPERT
+    in a key stands for ``mlp.experts.{expert}``. Linear, colwise and rowwise matrices may get LoRA
+    adapters; ``lora`` is then their name without ".weight".
+    """
+    specs = []
+    for row in table.strip().splitlines():
+        name, shape, place, facts = (cell.strip() for cell in row.split("|"))
+        kind, *more = facts.split()
+        columns = _KINDS[kind] | dict(fact.split("=") for fact in more)
+        for axis in {"tp", "etp", "fsdp"} & columns.keys():
+            columns[axis] = int(columns[axis])
+        if "unless" in columns:
+            columns["when"] = f"not {columns.pop('unless')}"
+        if "hf" in columns:
+            hf = columns["hf"].replace("EXPERT", "mlp.experts.{expert}")
+            columns["hf"] = hf.replace(",", " ")
+        if kind in ("linear", "colwise", "rowwise"):
+            columns["lora"] = name.removesuffix(".weight")
+        specs.append(ParamSpec(name, shape, int(place), **columns))
+    return tuple(specs)

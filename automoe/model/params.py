@@ -17,6 +17,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
     K  delta net: width of its convolution
     Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
+    U  streams of hyper-connections                Ek  experts that a token chooses
 """
 
 from __future__ import annotations
@@ -27,62 +28,25 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from math import prod
-from typing import Any
 
-from automoe.config.schema import ModelConfig, has_indexer, is_linear, ratio_of
+from automoe.config.schema import ModelConfig, has_indexer, has_token_table, is_linear, ratio_of
 from automoe.config.tier import tier_of
-from automoe.model.param_spec import PARTS, Param, ParamSpec
+from automoe.model.param_spec import PARTS, Param, ParamSpec, parse_rows
 
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
-# What a row's kind says of it. Colwise: a tp rank has some output features; rowwise: some input
-# features, and outputs are summed. Experts are stacked, and dim 2 is an expert's width.
-_KINDS: dict[str, dict[str, Any]] = {
-    "matrix": {},
-    "linear": {"fp8": True},
-    "colwise": {"fp8": True, "tp": 0},
-    "rowwise": {"fp8": True, "tp": 1},
-    "experts": {"fp8": True, "etp": 2},
-    "conv": {"kind": "conv"},
-    "vector": {"kind": "vector"},
-    "norm": {"kind": "norm"},
-    "buffer": {"kind": "buffer"},
-}
-
-
-def _rows(table: str) -> tuple[ParamSpec, ...]:
-    """Parse a table with a parameter per line: ``name | shape | place | kind KEY=VALUE ...``.
-
-    These are fields of ``ParamSpec``, but ``kind`` is a key of ``_KINDS`` and stands for several
-    fields, and ``unless`` is a negated ``when``. Keys in ``hf`` are separated by commas, and EXPERT
-    in a key stands for ``mlp.experts.{expert}``. Linear, colwise and rowwise matrices may get LoRA
-    adapters; ``lora`` is then their name without ".weight".
-    """
-    specs = []
-    for row in table.strip().splitlines():
-        name, shape, place, facts = (cell.strip() for cell in row.split("|"))
-        kind, *more = facts.split()
-        columns = _KINDS[kind] | dict(fact.split("=") for fact in more)
-        for axis in {"tp", "etp", "fsdp"} & columns.keys():
-            columns[axis] = int(columns[axis])
-        if "unless" in columns:
-            columns["when"] = f"not {columns.pop('unless')}"
-        if "hf" in columns:
-            hf = columns["hf"].replace("EXPERT", "mlp.experts.{expert}")
-            columns["hf"] = hf.replace(",", " ")
-        if kind in ("linear", "colwise", "rowwise"):
-            columns["lora"] = name.removesuffix(".weight")
-        specs.append(ParamSpec(name, shape, int(place), **columns))
-    return tuple(specs)
-
-
-_NORMS = _rows("""
+_NORMS = parse_rows("""
 input_layernorm.weight          | H | 0 | norm
 post_attention_layernorm.weight | H | 6 | norm
 """)
+_CONNECTION = parse_rows("""
+fn    | 2*U+U*U U*H | 0 | matrix
+base  | 2*U+U*U     | 0 | vector
+scale | 3           | 0 | vector
+""")
 # Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
-_GQA = _rows("""
+_GQA = parse_rows("""
 q_proj.weight | Q*D H | 1 | colwise
 k_proj.weight | G*D H | 1 | colwise
 v_proj.weight | G*D H | 1 | colwise
@@ -95,7 +59,7 @@ sinks         | N     | 3 | vector tp=0 when=attention.sinks
 q_norm.weight | Yq    | 2 | norm when=attention.qk_norm
 k_norm.weight | Yk    | 2 | norm when=attention.qk_norm
 """)
-_MLA = _rows("""
+_MLA = parse_rows("""
 q_proj.weight             | N*P H       | 1 | colwise unless=attention.q_lora_rank
 q_a_proj.weight           | Rq H        | 1 | linear when=attention.q_lora_rank
 q_a_layernorm.weight      | Rq          | 2 | norm when=attention.q_lora_rank
@@ -105,7 +69,7 @@ kv_a_layernorm.weight     | Rkv         | 2 | norm
 kv_b_proj.weight          | N*C+N*W Rkv | 3 | colwise
 o_proj.weight             | H N*W       | 5 | rowwise
 """)
-_COMPRESSED = _rows("""
+_COMPRESSED = parse_rows("""
 q_a_proj.weight | Rq H     | 1 | linear
 q_a_norm.weight | Rq       | 2 | norm
 q_b_proj.weight | N*D Rq   | 3 | colwise
@@ -115,7 +79,7 @@ sinks           | N        | 3 | vector tp=0 when=attention.sinks
 o_a_proj.weight | Og*Or Dg | 4 | matrix tp=0
 o_b_proj.weight | H Og*Or  | 5 | rowwise
 """)
-_COMPRESSOR = _rows("""
+_COMPRESSOR = parse_rows("""
 kv_proj.weight   | O*D H | 1 | matrix
 gate_proj.weight | O*D H | 1 | matrix
 position_bias    | A O*D | 2 | vector
@@ -124,7 +88,7 @@ kv_norm.weight   | D     | 3 | norm
 # Replicated over tp: each rank computes its own positions. They have neither adapters nor 8 bits.
 _INDEXER = tuple(
     replace(spec, detached=True)
-    for spec in _rows("""
+    for spec in parse_rows("""
 wq_b.weight         | J*Dj Rq | 3 | matrix
 wk.weight           | Dj H    | 1 | matrix
 k_norm.weight       | Dj      | 2 | norm
@@ -134,7 +98,7 @@ weights_proj.weight | J H     | 1 | matrix
 )
 _ENTRY_INDEXER = tuple(
     replace(spec, detached=True)
-    for spec in _rows("""
+    for spec in parse_rows("""
 q_b_proj.weight     | J*Dj Rq | 3 | matrix
 weights_proj.weight | J H     | 1 | matrix hf=self_attn.compressor.indexer.scorer.weights_proj.weight
 kv_proj.weight      | O*Dj H  | 1 | matrix
@@ -145,7 +109,7 @@ kv_norm.weight      | Dj      | 3 | norm
 )
 # A row of in_proj_ba is one number per head: neither an adapter nor 8 bits. Rows of a tp rank's heads
 # lie in three places of in_proj_qkv, so the rank keeps the matrix whole.
-_DELTA_NET = _rows("""
+_DELTA_NET = parse_rows("""
 in_proj_qkvz.weight | 2*Nk*Dk+2*Nv*Dv H | 1 | colwise unless=attention.linear_split_projections
 in_proj_ba.weight   | 2*Nv H            | 1 | matrix tp=0 unless=attention.linear_split_projections
 in_proj_qkv.weight  | 2*Nk*Dk+Nv*Dv H   | 1 | linear when=attention.linear_split_projections
@@ -158,31 +122,36 @@ A_log               | Nv                | 2 | vector tp=0
 norm.weight         | Dv                | 4 | norm
 out_proj.weight     | H Nv*Dv           | 5 | rowwise
 """)
-_DENSE_FFN = _rows("""
+_DENSE_FFN = parse_rows("""
 gate_proj.weight | F H | 7 | colwise
 up_proj.weight   | F H | 7 | colwise
 down_proj.weight | H F | 8 | rowwise
 """)
-_ROUTER = _rows("""
-weight      | E H | 7 | matrix hf=mlp.gate.weight
-expert_bias | E   | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
-bias        | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
+_ROUTER = parse_rows("""
+weight | E H | 7 | matrix hf=mlp.gate.weight
+bias   | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
 """)
-_EXPERTS = _rows("""
+_BY_SCORES = parse_rows("""
+expert_bias | E | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
+""")
+_BY_TABLE = parse_rows("""
+tid2eid | V Ek | 7 | buffer hf=mlp.gate.tid2eid
+""")
+_EXPERTS = parse_rows("""
 gate_up_proj      | E 2 I H | 7 | experts fsdp=2 lora=gate_up_proj hf=EXPERT.gate_proj.weight,EXPERT.up_proj.weight
 down_proj         | E H I   | 8 | experts fsdp=1 lora=down_proj hf=EXPERT.down_proj.weight
 gate_up_proj_bias | E 2 I   | 7 | vector etp=2 fsdp=2 when=biased_experts hf=mlp.experts.gate_up_proj_bias
 down_proj_bias    | E H     | 8 | vector etp=1 fsdp=1 when=biased_experts hf=mlp.experts.down_proj_bias
 """)
 # eh_proj is replicated over tp, and has neither an adapter nor 8 bits
-_MTP = _rows("""
+_MTP = parse_rows("""
 enorm.weight            | H     | 0 | norm
 hnorm.weight            | H     | 0 | norm
 eh_proj.weight          | H 2*H | 0 | matrix
 shared_head.norm.weight | H     | 8 | norm
 """)
 # the output gate has one number per token: no adapter, not in 8 bits
-_SHARED_EXPERTS = _rows("""
+_SHARED_EXPERTS = parse_rows("""
 gate_proj.weight   | S H | 7 | colwise
 up_proj.weight     | S H | 7 | colwise
 down_proj.weight   | H S | 8 | rowwise
@@ -246,8 +215,18 @@ def _is_moe(model: ModelConfig, layer: int) -> bool:
     return layer >= model.first_k_dense
 
 
+def _selects_by_scores(model: ModelConfig, layer: int) -> bool:
+    return _is_moe(model, layer) and not has_token_table(model, layer)
+
+
+def _has_streams(model: ModelConfig, layer: int) -> bool:
+    return model.hc_mult > 0
+
+
 _MODULES = (
     _Module("", "mtp", _MTP, lambda model, layer: layer >= model.num_layers),
+    _Module("attn_hc", "residual", _CONNECTION, _has_streams),
+    _Module("ffn_hc", "residual", _CONNECTION, _has_streams),
     _Module("", "norms", _NORMS, lambda model, layer: True),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),
@@ -258,6 +237,8 @@ _MODULES = (
     _Module("self_attn.compressor.indexer", "attention", _ENTRY_INDEXER, _indexes("compressed")),
     _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not _is_moe(*where), "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
+    _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
+    _Module("mlp.router", "router", _BY_TABLE, has_token_table),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(
         "mlp.shared_experts",
@@ -268,6 +249,14 @@ _MODULES = (
     ),
 )
 _EMBEDDING = ParamSpec("embed_tokens.weight", "V H", tp=0, part="embedding")
+_STREAMS_END = tuple(
+    replace(spec, part="residual")
+    for spec in parse_rows("""
+hc_head.hc_fn    | U U*H | 0 | matrix
+hc_head.hc_base  | U     | 0 | vector
+hc_head.hc_scale | 1     | 0 | vector
+""")
+)
 _FINAL_NORM = ParamSpec("norm.weight", "H", kind="norm", part="norms")
 _HEAD = ParamSpec("lm_head.weight", "V H", tp=0, part="head")
 
@@ -306,7 +295,7 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
 
 # Rows by name within a layer or an end of the model. Rows of several kinds of attention with one name
 # differ only in shape and condition.
-SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
+SPECS = {spec.name: spec for spec in (_EMBEDDING, *_STREAMS_END, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
     SPECS |= {adapter.name: adapter for adapter in adapter_specs(_spec)} if _spec.lora else {}
@@ -320,6 +309,15 @@ EXPERT_SPECS = {  # rows of routed experts by their names within ``GroupedExpert
 def find_spec(name: str) -> ParamSpec | None:
     """Return the spec of the parameter ``name`` of a model; None if the table does not list it."""
     return SPECS.get(_LAYER.sub("", name, count=1))
+
+
+def is_wide(name: str) -> bool:
+    """Return True if the parameter ``name`` is stored in at least float32 (``ParamSpec.wide``).
+
+    Of a class of transformers these are the parameters of modules that are called ``router``.
+    """
+    spec = find_spec(name)
+    return ".router." in name if spec is None else spec.wide
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
@@ -340,6 +338,8 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "C": a.qk_nope_head_dim,
         "T": a.qk_rope_head_dim,
         "W": a.v_head_dim,
+        "U": model.hc_mult,
+        "Ek": model.num_experts_per_token,
         "Rq": a.q_lora_rank or 0,
         "Rkv": a.kv_lora_rank,
         "Og": a.o_groups,
@@ -453,6 +453,9 @@ def stage_params(
     for layer in layers[stage]:
         params += layer_params(model, layer, buffers)
     if model.num_layers in layers[stage] or (last and not model.num_mtp_layers):
+        sizes = sizes_of(model)
+        for spec in _STREAMS_END if model.hc_mult else ():
+            params.append(Param(spec.name, _shape_of(spec, sizes), spec))
         params.append(Param("norm.weight", (model.hidden_size,), _FINAL_NORM))
     if last and not model.tie_embeddings:
         params.append(Param("lm_head.weight", table, _HEAD))

@@ -20,7 +20,7 @@ from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.plugins import look_up, registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
-from automoe.kernels.activation import GLU, SWIGLU, Activation, ClampedSwiGLU
+from automoe.kernels.activation import SWIGLU, Activation, activation_of
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
@@ -147,12 +147,7 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden
         self.backend = make_expert_backend(self)
-        clamped = config.expert_activation == "clamped_swiglu"
-        self.activation = (
-            ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
-            if clamped
-            else GLU(config.hidden_act)
-        )
+        self.activation = activation_of(config)
 
     def forward(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor

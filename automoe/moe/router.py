@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from automoe.comm.communicators import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_at, uniform_from
+from automoe.kernels.wide_product import wide_product
 from automoe.moe.balance import (
     LoadCounter,
     attach_loss,
@@ -34,6 +35,7 @@ from automoe.moe.capacity import choose_kept
 from automoe.passes.calls import Wrap, as_it_is, bind
 from automoe.passes.recompute import is_recomputing, save_for_recompute
 
+BALANCE_COEFS = ("seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef")
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -154,30 +156,6 @@ def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig
             total_Bs1 = total_Bs1.clamp_min(1e-12)  # as ERNIE: a bias may choose what vanishes
         probs_BsK = probs_BsK / total_Bs1
     return probs_BsK * config.routed_scaling_factor
-
-
-class _WideProduct(torch.autograd.Function):
-    """Autograd function: x @ weight.T in the weight's wider dtype. It saves x in its own dtype, as others do: no copy."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.to(weight.dtype), weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        rows = x.flatten(0, -2).to(weight.dtype)
-        grad_rows = grad.flatten(0, -2)
-        return (grad @ weight).to(x.dtype), (rows.T @ grad_rows).T
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    # torch.compile recomputes the cast in the backward by itself, so it needs no autograd function
-    if x.dtype == weight.dtype or torch.compiler.is_compiling():
-        return F.linear(x.to(weight.dtype), weight)
-    return _WideProduct.apply(x, weight)
 
 
 def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
@@ -308,7 +286,14 @@ class BalancedRouter(nn.Module):
 
 
 class Router(BalancedRouter):
-    """Router that picks K experts per token by their scores; ``seed`` is the jitter's, ``dtype`` the parameters'."""
+    """Router that picks K experts per token by their scores; ``seed`` is the jitter's, ``dtype`` the parameters'.
+
+    In the first ``num_hash_layers`` a saved buffer picks them, ``tid2eid`` [V, K] int64 of token ids
+    (DeepSeek-V4, arXiv 2106.04426); scores weight them, and no loss balances them. Without a
+    checkpoint the table uses all experts alike.
+    """
+
+    tid2eid: Tensor | None
 
     def __init__(
         self,
@@ -321,8 +306,14 @@ class Router(BalancedRouter):
         wrap: Wrap = as_it_is,
     ) -> None:
         num_experts = config.num_experts
-        bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
+        bias = table = None
+        if moe_index < config.router.num_hash_layers:
+            table = torch.empty(config.vocab_size, config.num_experts_per_token, dtype=torch.int64)
+            moe = replace(moe, **dict.fromkeys(BALANCE_COEFS, 0.0))
+        elif config.router.expert_bias:
+            bias = torch.empty(num_experts, dtype=torch.float32)
         super().__init__(config, moe, moe_index, pg_collection, bias, wrap)
+        self.register_buffer("tid2eid", table)
         self.wrapped_score = bind(wrap, self.score)
         self.wrapped_select = bind(wrap, self.select)
         self.wrapped_topk_probs = bind(wrap, self.topk_probs)
@@ -331,6 +322,13 @@ class Router(BalancedRouter):
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
         biased = config.router.logit_bias
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        super().reset_buffers()
+        if self.tid2eid is not None:
+            ids_V = torch.arange(len(self.tid2eid), device=self.tid2eid.device)
+            self.tid2eid.copy_(gate_ids("balanced", ids_V, self.num_experts, self.top_k))
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of x [B, s, H]: chosen experts, their weights, and which are dropped.
@@ -365,7 +363,7 @@ class Router(BalancedRouter):
         dtype = torch.promote_types(x_BsH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BsH is not None:
             x_BsH = x_BsH.to(dtype) * jitter_BsH.to(dtype)
-        logits_BsE = _product(x_BsH, self.weight.to(dtype)).to(wide)
+        logits_BsE = wide_product(x_BsH, self.weight.to(dtype)).to(wide)
         if self.bias is not None:
             logits_BsE = logits_BsE + self.bias.to(wide)
         return score_experts(logits_BsE, self.config)
@@ -402,8 +400,10 @@ class Router(BalancedRouter):
         return 1 + self.moe.router_jitter * (2 * uniform - 1)
 
     def _choose(self, choice_BsE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.moe.gate == "learned":
+        if self.moe.gate == "learned" and self.tid2eid is None:
             ids_BsK, plain_BsK = self.wrapped_select(choice_BsE)
+        elif self.moe.gate == "learned":
+            ids_BsK = plain_BsK = self.tid2eid[tokens.ids]
         else:
             gate = self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
             ids_BsK = plain_BsK = gate_ids(*gate)

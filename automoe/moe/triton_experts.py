@@ -6,6 +6,8 @@ T tokens, R computed rows sorted by expert, E experts of this rank, I expert wid
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -71,9 +73,7 @@ class _TritonExperts(torch.autograd.Function):
         args = [None if arg is None else arg.contiguous() for arg in args]
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH = args[4:]
-        ctx.clamp = (
-            (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
-        )
+        ctx.clamp = astuple(activation) if isinstance(activation, ClampedSwiGLU) else None
         tiles = row_tiles(offsets_E, gather_idx_R.numel())
         up = gate_up_proj_E2IH, gate_up_proj_bias_E2I
         pre_RJ, act_RI = launches.gather_up_activate(

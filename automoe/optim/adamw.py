@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import OptimConfig
-from automoe.model.params import find_spec
+from automoe.model.params import find_spec, is_wide
 from automoe.optim import muon
 from automoe.optim.ema import KEY, first_average
 from automoe.optim.stochastic import StochasticAdamW
@@ -91,7 +91,7 @@ def build_optimizer(
             if stochastic:
                 dtype = torch.promote_types(dtype, torch.float32)
             # A router's weights are kept wide, so its moments are, too.
-            if narrow_moments and ".router." not in name:
+            if narrow_moments and not is_wide(name):
                 dtype = torch.bfloat16
             state = optimizer.state[parameter]
             moments: tuple[str, ...] = (muon.KEY,)

@@ -20,6 +20,7 @@ from automoe.config.schema import ParallelConfig
 from automoe.interop.torch_private import reshard as reshard_unit
 from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
+from automoe.model.params import find_spec
 from automoe.parallel.mesh import Meshes
 
 # by ``train.dtype``: the optimizer updates parameters in the first, products are in the second
@@ -46,11 +47,12 @@ def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], 
 def apply_data_parallel(
     model: CausalLM, meshes: Meshes, parallel: ParallelConfig, dtype: str
 ) -> None:
-    """Wrap with ``fully_shard``: of each layer the experts, the router and the layer; then the model.
+    """Wrap with ``fully_shard``: of each layer the experts and the layer; then the model.
 
-    The router is a unit only if parameters are multiplied in a narrower dtype than they are stored
-    in; it multiplies in the stored one. The root is wrapped too, so that a pipeline stage is an
-    ``FSDPModule`` and torch defers gradient reduction and resharding over its micro-batches.
+    If parameters are multiplied in a narrower dtype than they are stored in, modules that multiply
+    in the stored one (``ParamSpec.wide``: routers, hyper-connections) are units too. So is the root,
+    which makes a pipeline stage an ``FSDPModule``: torch then defers gradient reduction and
+    resharding over its micro-batches.
 
     Args:
         dtype: ``train.dtype``, in which unsharded parameters are multiplied.
@@ -63,6 +65,11 @@ def apply_data_parallel(
     as_is = replace(dense, cast_forward_inputs=False)
     wide = replace(as_is, param_dtype=reduce)
     shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")
+    if compute != reduce:
+        specs = ((name, find_spec(name)) for name, _ in model.named_parameters())
+        paths = (name.rpartition(".")[0] for name, spec in specs if spec and spec.wide)
+        for path in dict.fromkeys(paths):
+            shard(model.get_submodule(path), mp_policy=wide)
     for unit in model.units():
         if unit.experts is not None:
             shard(
@@ -71,9 +78,6 @@ def apply_data_parallel(
                 mp_policy=as_is,
                 shard_placement_fn=_row_shards(unit.experts, meshes.shape.ep_shard),
             )
-        if unit.router is not None and compute != reduce:
-            # The router multiplies in float32; in a unit of its own its weight stays unrounded.
-            shard(unit.router, mp_policy=wide)
         shard(unit.layer, mp_policy=dense)
     shard(model, mp_policy=as_is, reshard_after_forward=False)
     for module in fsdp_modules(model):
@@ -92,8 +96,7 @@ def _gather_ahead(model: CausalLM) -> None:
     every MoE layer for the dispatch's sizes. Backward passes prefetch by themselves, in the
     opposite order.
     """
-    parts = (module for unit in model.units() for module in (unit.layer, unit.router, unit.experts))
-    units = [module for module in parts if isinstance(module, FSDPModule)]
+    units = [module for unit in model.units() for module in fsdp_modules(unit.layer)]
     for unit, following in zip(units, units[1:], strict=False):
         if isinstance(following, MTPBlock):
             continue  # a forward pass that only generates does not run these modules

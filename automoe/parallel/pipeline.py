@@ -206,7 +206,7 @@ class PipelineRunner(StepRunner):
             )
 
         tokens = meta(rows, positions, dtype=torch.int64)
-        hidden = meta(rows, positions // shape.tp, config.model.hidden_size, dtype=compute)
+        hidden = meta(rows, positions // shape.tp, config.model.residual_width, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
         sent = [
             (hidden,) * num_states(config.model, layers) for layers in stage_layers(config, shape)

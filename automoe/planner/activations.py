@@ -8,6 +8,8 @@ N heads, G key-value heads, D head dim (Dqk of queries and keys, Dv of values, D
 FFN width, K top-k, R = T K rows of routed experts.
 
     residual stream, norms     4 b T H
+    n streams of the residual  2 b T H (n + 1) more            of each half of a layer: the streams,
+                                                               the output that is spread over them
     gqa                        b [2 T N D + 2 Tk G D] + 4 T N
     gqa with sinks             b [3 T N + 2 Tk G] D + 4 T N    D is up to 8 larger; output copied
     mla                        b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
@@ -214,7 +216,7 @@ def layer_activation_bytes(
     mtp = layer >= model.num_layers
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
-        by_part = {"norms": float(size * tokens * hidden * (1 + mtp))}
+        by_part = {"norms": float(size * tokens * (model.residual_width + hidden * mtp))}
         if has_indexer(model.attention, layer):
             # the chosen keys or entries, a byte each
             by_part["attention"] = load.window_numbers / (ratio_of(model.attention, layer) or 1.0)
@@ -227,12 +229,15 @@ def layer_activation_bytes(
     outputs *= "layernorm" not in recompute
     parts = {
         "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden)
+        + tokens * 2 * _connection_bytes(model, size)
         + tokens * mtp * float(2 * _norm_input(hidden, size) + 2 * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, recompute),
     }
     ffn_width = model.shared_width if routed else model.intermediate_size
     again = ("shared_experts" if routed else "mlp") in recompute
-    parts["ffn"] = 0.0 if again else 4.0 * size * tokens * ffn_width
+    # Clamped, the gate after the clamp, its sigmoid and the raised up are kept too.
+    factors = 7.0 if model.expert_activation == "clamped_swiglu" else 4.0
+    parts["ffn"] = 0.0 if again else factors * size * tokens * ffn_width
     if routed and model.shared_expert_gate and not again:
         # The gate of the shared experts keeps their output and its own value.
         parts["ffn"] += size * tokens * (hidden + 1)
@@ -276,6 +281,19 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
         return compressed.shared_bytes(attention, recompute, load, bool(again))
     masks = sum(map(load.mask, {window_of(attention, layer) for layer in again}))
     return float(load.number_bytes * load.tp * load.tokens * dims + masks)
+
+
+def _connection_bytes(model: ModelConfig, size: int) -> float:
+    """Return the bytes per token that a hyper-connection keeps, with ``size`` bytes per element; 0 without.
+
+    Beside the streams and the block's output these are, in at least float32, the logits before and
+    after the norm, their sigmoids and the mixing matrix.
+    """
+    if not (streams := model.hc_mult):
+        return 0.0
+    logits = (2 + streams) * streams
+    numbers = 2 * logits + 2 * streams * streams + 5 * streams + 3
+    return float(size * (model.residual_width + model.hidden_size) + max(4, size) * numbers)
 
 
 def _norm_input(width: int, size: int) -> int:

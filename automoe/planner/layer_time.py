@@ -4,7 +4,7 @@ Matmuls are timed one by one at the rank's shapes with ``Machine.gemm``, and att
 All other operators only read and write memory, so they are timed by their bytes. A forward pass
 moves these bytes, with b bytes per element:
 
-    norms, residual stream       10 b T H; of an MTP module 20 b T H
+    norms, residual stream       10 b T H; of an MTP module 20 b T H; of n streams 12 n b T H more
     rotation, norms of heads     2 b T D N (1 + qk_norm) of queries and keys
     activation of width I        3 b T I
     router                       24 T E
@@ -93,6 +93,7 @@ def local_time(place: Place, layer: int) -> Passes:
     size = machine.number_bytes
     # A module for multi-token prediction has three more norms, and joins its inputs.
     moved = 20.0 if layer >= model.num_layers else 10.0
+    moved += 12.0 * model.hc_mult  # two connections, which pass over all streams six times each
     norms = machine.pass_over(moved * size * place.tokens * model.hidden_size)
     passes.add("layernorm", norms, 2 * norms)
     width = model.shared_width if routed else model.intermediate_size
@@ -114,12 +115,8 @@ def add_experts(place: Place, layer: int, passes: Passes, arrives_again: bool) -
     _routing(place, passes, arrives_again)
 
 
-_PART = {
-    "dense_ffn": "mlp",
-    "shared_experts": "shared_experts",
-    "router": "router",
-    "routed_experts": "moe",
-}
+_PART = {"dense_ffn": "mlp", "shared_experts": "shared_experts", "router": "router"}
+_PART |= {"residual": "layernorm", "routed_experts": "moe"}
 
 
 def _products(place: Place, layer: int, passes: Passes, experts: bool) -> None:

@@ -144,13 +144,13 @@ class Sizes:
         """Return the bytes of one stored element of ``param``.
 
         Trained parameters have at least float32. Frozen ones, and with ``optim.master_weights=stochastic`` all, have
-        the compute dtype; routers always have at least float32.
+        the compute dtype; routers and hyper-connections always have at least float32.
         """
         narrow = not param.trained or self.config.optim.master_weights == "stochastic"
-        return self.compute if narrow and param.part != "router" else self.wide
+        return self.compute if narrow and not param.spec.wide else self.wide
 
     def moments_each(self, param: Param) -> int:
-        narrow = self.config.optim.moments == "bfloat16" and param.part != "router"
+        narrow = self.config.optim.moments == "bfloat16" and not param.spec.wide
         return self.compute if narrow else self.wide
 
     def weights(self, params: Sequence[Param]) -> int:
@@ -171,10 +171,10 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype (routers: at least float32)."""
+        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype (``ParamSpec.wide``: float32)."""
         return sum(
             gathered_numel(param, self.mesh)
-            * param.bytes_each(self.wide if param.part == "router" else self.compute)
+            * param.bytes_each(self.wide if param.spec.wide else self.compute)
             for param in params
         )
 
@@ -389,7 +389,7 @@ def plan_stage(
     plans: dict[Any, LayerPlan] = {}
     planned = []
     head_kept = 2 * hidden + head
-    border = compute * load.tokens * model.hidden_size * (mesh.pp > 1)
+    border = compute * load.tokens * model.residual_width * (mesh.pp > 1)
     # Modules for multi-token prediction have angles and masks of their own.
     again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
     for layer, kind in kinds.items():

@@ -288,7 +288,7 @@ def _border(place: Place) -> Cost:
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
     """
-    numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
+    numbers = place.machine.number_bytes * place.tokens * place.config.model.residual_width
     return send(place.machine, place.group("pp"), numbers)
 
 

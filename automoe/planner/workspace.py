@@ -87,7 +87,7 @@ def layer_workspaces(
     all_again = dropped.get(FULL, 0.0)
     kept_now = nothing if all_again else now
     routed = layer >= model.first_k_dense
-    residual = load.number_bytes * load.tokens * model.hidden_size
+    residual = load.number_bytes * load.tokens * model.residual_width
     # bytes freed by now, computed again, and temporary
     parts: list[tuple[float, float, float]] = []
     width = model.shared_width if routed else model.intermediate_size

@@ -163,6 +163,7 @@ def _cut_model(
         num_groups=groups,
         topk_groups=max(1, groups // 2) if limits else groups,
         group_score_topk=min(router.group_score_topk, num_experts // groups),
+        num_hash_layers=min(router.num_hash_layers, 1),
     )
     allowed = num_experts // router.num_groups * router.topk_groups
     attention = (

@@ -97,6 +97,27 @@ BASES: dict[str, Variant] = {
     "deepseek_v2": _GROUPED | _MLA | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 16}
     | {"moe_layer_start_index": 1, "tie_word_embeddings": False},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "q_lora_rank": 12,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "index_n_heads": 3,
+        "index_head_dim": 12,
+        "index_topk": 2,
+        "sliding_window": 5,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 5,
+        "swiglu_limit": 0.7,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        "mlp_layer_types": ["hash_moe", "moe"],
+    },
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }
@@ -140,6 +161,7 @@ _FOREIGN: Variant = {
     "temperature": 0.5,
     "model_type": "other",
 }
+_HALF = {"rope_theta": 300.0, "partial_rotary_factor": 0.5}
 _ROPES: dict[str, Variant] = {
     "default": {},
     "linear": {"factor": 4.0},
@@ -190,7 +212,8 @@ def base(model_type: str) -> Variant:
     rope = {"rope_type": "default", "rope_theta": 100.0}
     if FAMILIES[model_type].partial_rotary:
         rope["partial_rotary_factor"] = 0.5
-    return json.loads(json.dumps(whole)) | {"rope_parameters": rope}
+    both = {"main": rope | {"partial_rotary_factor": 0.5}, "compress": rope | _HALF}
+    return json.loads(json.dumps(whole)) | {"rope_parameters": both if "compress_rates" in whole else rope}
 
 
 def variants(model_type: str) -> Iterator[Named]:
@@ -222,10 +245,15 @@ def _others(key: str, value: Any, start: Variant) -> list[Any]:
     if key == "layer_types":
         kinds = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
         kinds += ("indexed_attention",) * (value is not None and "indexed_attention" in value)
+        if "compress_rates" in start:
+            kinds = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "full_attention"
         return [ABSENT, None, [], *([list(pair) for pair in product(kinds, repeat=layers)])]
     if key == "mlp_layer_types":
-        kinds = "dense", "sparse", "other"
+        kinds = ("hash_moe", "moe", "other") if "compress_rates" in start else ("dense", "sparse", "other")
         return [ABSENT, None, [], ["dense"], ["dense"] * 3, *([list(pair) for pair in product(kinds, repeat=layers)])]
+    if key == "compress_rates":
+        other = {kind: rate + 1 for kind, rate in value.items()}
+        return [ABSENT, None, {}, other, dict.fromkeys(value, 4), dict.fromkeys(value, 1), dict.fromkeys(value, 0)]
     if key == "mlp_only_layers":
         return [ABSENT, None, [0], [1], [0, 1], [5], [0, 0], 1]
     if isinstance(value, bool):
@@ -299,6 +327,11 @@ def _rope_changes(start: Variant) -> Iterator[tuple[str, Variant]]:
         for key, values in _ROPE_KEYS.items():
             for value in values if kind in ("default", "yarn", "llama3") else values[:2]:
                 changed = {k: v for k, v in (rope | {"rope_theta": 100.0, key: value}).items() if v is not ABSENT}
+                if "compress" in other:
+                    yield (
+                        f"{kind}, compress, {key}={'absent' if value is ABSENT else value}",
+                        {"rope_parameters": other | {"compress": {"partial_rotary_factor": 0.5} | changed}},
+                    )
                 yield f"{kind}, {key}={'absent' if value is ABSENT else value}", {"rope_parameters": changed}
     yarn = {"rope_theta": 100.0, "rope_type": "yarn"} | _ROPES["yarn"]
     for mscale, all_dim, factor in product((None, 0.7, 1.0), (None, 0.5, 1.0), (None, 0.8)):
@@ -339,6 +372,8 @@ def _random(name: str, shape: torch.Size) -> torch.Tensor:
         return 0.5 * noise - 3
     if name.endswith("norm.weight"):
         return 1 + 0.1 * noise
+    if name.endswith("tid2eid"):  # a row of a permutation has no expert twice
+        return noise.argsort(-1)
     return 0.3 * noise if len(shape) < 2 else noise * shape[-1] ** -0.5
 
 

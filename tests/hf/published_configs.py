@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from published_mla import DSV2, DSV2_LITE, DSV3, DSV32, GLM5, GLM47_FLASH, KIMI_K2, MOONLIGHT
+from published_mla import DSV2, DSV2_LITE, DSV3, DSV4_FLASH, DSV32, GLM5, GLM47_FLASH, KIMI_K2, MOONLIGHT
 
 QWEN3_30B = {
     "model_type": "qwen3_moe",
@@ -410,6 +410,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "moonlight_16b_a3b": MOONLIGHT,
     "dsv3_671b": DSV3,
     "dsv32_672b": DSV32,
+    "dsv4_flash_284b_a13b": DSV4_FLASH,
     "glm5_744b_a40b": GLM5,
     "kimi_k2_1t_a32b": KIMI_K2,
     "qwen3_30b_a3b": QWEN3_30B,
@@ -456,6 +457,7 @@ UNREAD: dict[str, set[str]] = {
     "olmoe_7b_a1b": _BALANCED,
     "granite31_1b_a400m": _BALANCED,
     "dsv2_236b_a21b": {"attention_dropout", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "use_cache"},
+    "dsv4_flash_284b_a13b": {"attention_dropout", "use_cache"},
     "ernie45_21b_a3b": {"use_cache"},
     "glm45_355b_a32b": {"attention_dropout", "use_cache"},
     "glm47_flash_30b_a3b": {"attention_dropout", "topk_method"},

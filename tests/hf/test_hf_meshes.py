@@ -107,6 +107,10 @@ def exhaustive(*case: str) -> Any:
         exhaustive("dsv2", "tp2_dp2_ep2_etp2"),
         exhaustive("dsv2_odd", "ep_shard2"),
         ("ernie4_5_moe", "tp2_dp2_ep2_etp2"),
+        ("dsv4", "tp2_dp2_ep2_etp2"),
+        exhaustive("dsv4_odd", "pp2"),
+        exhaustive("dsv4_odd", "ep_shard2"),
+        exhaustive("dsv4", "hsdp2x2_ep2"),
         exhaustive("ernie4_5_moe_odd", "pp2"),
         exhaustive("qwen2_moe", "tp2_dp2_ep2_etp2"),
         ("qwen2_moe_odd", "ep_shard2"),
@@ -234,6 +238,8 @@ def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool
         exhaustive("qwen3_next_yarn", "hsdp2x2_ep2"),
         exhaustive("qwen3_5_moe", "tp2_dp2_ep2_etp2"),
         exhaustive("qwen3_5_moe_odd", "ep_shard2"),
+        ("dsv4", "pp2_ep2_ep_shard2"),
+        exhaustive("dsv4_odd", "ep_shard2"),
     ],
 )
 def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:

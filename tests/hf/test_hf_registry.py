@@ -111,7 +111,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family",
     ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
-    + ["minimax_m2", "olmoe", "granite", "dsv2", "ernie45", "llama", "qwen3", "dsv32", "glm_moe_dsa"],
+    + ["minimax_m2", "olmoe", "granite", "dsv2", "ernie45", "llama", "qwen3", "dsv32", "glm_moe_dsa", "dsv4"],
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")

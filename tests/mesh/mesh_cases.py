@@ -238,6 +238,40 @@ MODELS["glm-sparse"] = replace(
         index_shared_layers=[1, 3],
     ),
 )
+# Three streams of the residual, a table of token ids in the first layer, windows of two and three positions.
+MODELS["deepseek-v4"] = ModelConfig(
+    family="deepseek_v4",
+    num_layers=4,
+    num_experts_per_token=3,
+    num_shared_experts=1,
+    expert_activation="clamped_swiglu",
+    swiglu_alpha=1.0,
+    swiglu_offset=0.0,
+    swiglu_limit=0.5,
+    hc_mult=3,
+    hc_sinkhorn_iters=4,
+    attention=AttentionConfig(
+        kind="compressed",
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        sliding_window=3,
+        sinks=True,
+        o_groups=2,
+        o_lora_rank=6,
+        index_topk=2,
+        index_n_heads=3,
+        index_head_dim=6,
+        compress_ratios=[0, 3, 2, 2],
+        sparse_ratio=2,
+        compress_rope_theta=90.0,
+    ),
+    rope=RopeConfig(theta=50.0, interleaved=True),
+    router=RouterConfig(score="sqrt_softplus", expert_bias=True, routed_scaling_factor=1.5, num_hash_layers=1),
+    **SIZES,
+)
 # No experts at all.
 MODELS["llama"] = ModelConfig(
     family="llama",

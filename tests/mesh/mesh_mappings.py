@@ -94,6 +94,9 @@ CORE = [
     # a softmax in groups, and one with a bias
     Case("deepseek-v2", dict(pp=2, tp=2, ep=2), rows=2),
     Case("ernie", dict(cp=2, tp=2, ep=2), rows=4),
+    # streams of the residual, experts by token id, compressed keys
+    Case("deepseek-v4", dict(tp=2, ep=2), rows=4),
+    Case("deepseek-v4", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
     # what is evaluated between steps counts nowhere; keys of their own are clipped too
@@ -102,6 +105,15 @@ CORE = [
 ]
 
 MORE = [
+    # streams of the residual
+    Case("deepseek-v4", rows=2),
+    Case("deepseek-v4", dict(dp_shard=2), rows=4, document_mask=False, parallel=PER_MICRO_BATCH),
+    Case("deepseek-v4", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, parallel=FULL),
+    Case("deepseek-v4", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=PARTS, lora=LORA),
+    Case("deepseek-v4", dict(pp=2, tp=2, ep=2), rows=2, parallel=ZBV),
+    Case("deepseek-v4", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | DELAYED),
+    Case("deepseek-v4", dict(dp_shard=2, tp=2, ep=2), rows=2, optim=MUON, moe=DROP),
+    Case("deepseek-v4", dict(dp_shard=2, ep=2), rows=2, parallel=dict(recompute=["layernorm", "shared_experts"])),
     # products that add to FSDP's sums, at once or while gradients travel back
     Case("deepseek", rows=2, parallel=FUSED),
     Case("mixtral", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=FUSED | PARTS),

@@ -164,8 +164,6 @@ def test_published_files_stream_into_the_shards_and_back(
 ) -> None:
     """``to_hf`` compares every number and, through transformers, the logits of what it wrote."""
     path = saved[model_type]
-    if model_type == "deepseek_v4":  # transformers does not write its published names
-        automoe.to_hf(automoe.from_hf(path), path := tmp_path / "in", tokenizer="byte")
     mesh = MESHES["ep2_ep_shard2"]
     found = ranks.run(load_and_write, 4, path, mesh, tmp_path / "out")
 

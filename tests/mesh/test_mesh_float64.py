@@ -67,6 +67,8 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
         "mlp.gate_proj": model.first_k_dense,
         "_proj.bias": model.attention.qkv_bias,
         "eh_proj": model.num_mtp_layers,
+        "_hc.fn": model.hc_mult,
+        "hc_head.hc_fn": model.hc_mult,
     }
     for step in range(STEPS):
         assert run.gradients[step].keys() == run.parameters.keys()
@@ -77,7 +79,7 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
         indexed = sum(has_indexer(model.attention, layer) for layer in model.all_layers)
         assert len(run.metrics[step]) == 2 * model.num_mtp_layers + (indexed > 0)
         assert all(run.metrics[step][::2])  # losses of modules, and of indexers behind them
-        assert sum(".indexer.wk." in name for name in run.gradients[step]) == indexed
+        assert sum(name.endswith(".indexer.weights_proj.weight") for name in run.gradients[step]) == indexed
         assert all(gradient.norm() > 1e-6 for gradient in run.gradients[step].values())
         if not moe_layers:
             continue
@@ -87,7 +89,8 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
     assert not model.num_mtp_layers or sum(sum(shares[1::2]) for shares in run.metrics) > 0
     assert run.grad_norms[0] > 1, "clipping has to act"
     assert all(bias.abs().max() > 0 for bias in run.biases.values())
-    assert len(run.biases) == (moe_layers if model.router.expert_bias else 0)
+    by_scores = moe_layers - model.router.num_hash_layers
+    assert len(run.biases) == (by_scores if model.router.expert_bias else 0)
     assert len(set(run.losses)) == STEPS
     assert not moe_layers or not torch.equal(run.expert_counts[0], run.expert_counts[1])
 

@@ -27,6 +27,8 @@ def few_layers(name: str) -> ModelConfig:
     model = quick_config(overrides=[f"model={name}"]).model
     if model.first_k_dense == model.num_layers:
         return replace(model, num_layers=LAYERS, first_k_dense=LAYERS)
+    ratios = (2 * model.attention.compress_ratios)[:LAYERS]
+    model = replace(model, attention=replace(model.attention, compress_ratios=ratios))
     return replace(model, num_layers=model.first_k_dense + LAYERS)
 
 
@@ -39,7 +41,7 @@ def test_names_shapes_and_buffers_are_those_of_the_modules(name: str) -> None:
         name: tuple(parameter.shape) for name, parameter in built.named_parameters()
     }
     with_buffers = {param.name for param in model_params(model, buffers=True)} - {p.name for p in model_params(model)}
-    assert with_buffers == {name for name, _ in built.named_buffers() if name.endswith(".expert_bias")}
+    assert with_buffers == {name for name, _ in built.named_buffers() if name.endswith((".expert_bias", ".tid2eid"))}
 
 
 @pytest.mark.one_in(3)

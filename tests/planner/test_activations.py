@@ -25,6 +25,7 @@ from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.lora import freeze_and_adapt
+from automoe.model.params import is_wide
 from automoe.parallel.choices import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
@@ -57,12 +58,11 @@ def saved_bytes(
     part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False, backend=runtime).to(dtype)
     if config.train.fp8 != "off":
         apply_fp8(part, meshes_of_one_rank(), config)
-    for _, layer in part.moe_layers():  # which FSDP never narrows
-        for parameter in layer.router.parameters():
+    for name, parameter in part.named_parameters():
+        if is_wide(name):  # FSDP never narrows these
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-    for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    x = torch.randn(NUM_ROWS, SEQ_LEN, config.model.hidden_size, dtype=dtype, requires_grad=True)
+    x = torch.randn(NUM_ROWS, SEQ_LEN, config.model.residual_width, dtype=dtype, requires_grad=True)
     index = torch.arange(SEQ_LEN).expand(NUM_ROWS, SEQ_LEN)
     ignored = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -156,6 +156,19 @@ def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.d
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("recompute", [[], ["full"], ["layernorm"], ["core_attn", "moe"]])
+@pytest.mark.parametrize("ratio", [0, 4, 32])
+@DTYPES
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_layer_of_streams_keeps_what_the_plan_says(
+    layer: int, dtype: torch.dtype, ratio: int, recompute: list[str]
+) -> None:
+    """Its attention without, with few and with many compressed keys, and experts by token id and by scores."""
+    overrides = ("model=small_dsv4", f"model.attention.compress_ratios={[ratio] * 4}")
+    assert_kept_as_planned(overrides, layer, dtype, recompute)
 
 
 @pytest.mark.exhaustive

@@ -177,7 +177,7 @@ def most_alive(ranks: RankPool, config: Config, library: Path) -> list[int]:
 )
 def test_a_step_takes_what_is_written_down(ranks: RankPool, library: Path, name: str) -> None:
     config, shape = prepared(name)
-    message = 4 * config.train.micro_batch_size * config.train.seq_len * config.model.hidden_size
+    message = 4 * config.train.micro_batch_size * config.train.seq_len * config.model.residual_width
     on_the_way = 2 * message if shape.pp > 1 else 0  # how many sends wait at the peak depends on the ranks' clocks
     for measured, expected in zip(most_alive(ranks, config, library), MEASURED[name], strict=True):
         assert abs(measured - expected) <= 0.02 * expected + on_the_way

@@ -112,6 +112,27 @@ _ERNIE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "pad_token_id": None,  # its row of the embedding would get no gradient
 }
+_DSV4: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "index_n_heads": 3,
+    "index_head_dim": 12,
+    "index_topk": 3,
+    "sliding_window": 6,
+    "layer_types": [
+        f"{kind}_attention" for kind in ("sliding", "heavily_compressed", "compressed_sparse", "compressed_sparse")
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "num_nextn_predict_layers": 0,
+}
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -340,6 +361,18 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_num_shared_experts": 0, "moe_layer_start_index": 2, "tie_word_embeddings": True, "rope_theta": 50.0}
         | {"rope_scaling": _YARN, "moe_k": 2},
     ),
+    "dsv4": ("deepseek_v4", _DSV4),
+    # Two streams, a limit that some gates and ups exceed, all layers with tables but the last, one group.
+    "dsv4_odd": (
+        "deepseek_v4",
+        _DSV4
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 12, "n_routed_experts": 5, "num_experts_per_tok": 3}
+        | {"hc_mult": 2, "hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "swiglu_limit": 0.6, "o_groups": 1, "index_topk": 2}
+        | {"mlp_layer_types": ["hash_moe"] * 3 + ["moe"], "sliding_window": 5, "index_n_heads": 1}
+        | {"moe_intermediate_size": 20, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "rope_theta": 50.0}
+        | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}}
+        | {"rope_scaling": _YARN, "compress_rope_theta": 300.0},
+    ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (
         "llama",
@@ -375,7 +408,7 @@ def small_hf_model(
     config = AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes))  # it writes into nested dicts
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for module in model.modules():
-        if hasattr(module, "limit"):  # GPT-OSS: transformers before 5.19 does not read them
+        if hasattr(module, "alpha"):  # GPT-OSS: transformers before 5.19 does not read them
             module.alpha = sizes.get("swiglu_alpha", module.alpha)
             module.limit = sizes.get("swiglu_limit", module.limit)
     generator = torch.Generator().manual_seed(seed)
@@ -396,6 +429,9 @@ def small_hf_model(
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if key.endswith("tid2eid"):
+                noise = torch.rand(len(buffer), config.n_routed_experts, generator=generator)
+                buffer.copy_(noise.topk(buffer.shape[1]).indices)
     return model.eval()
 
 

@@ -29,7 +29,7 @@ _OPTIONAL = (
     "attention.full_attention_interval attention.linear_num_key_heads attention.linear_split_projections "
     "biased_experts expert_activation hidden_act router.logit_bias shared_expert_gate shared_intermediate_size "
     "zero_centered_norms num_mtp_layers rope.partial_rotary_factor embedding_multiplier residual_multiplier "
-    "logits_scaling final_logit_softcapping"
+    "logits_scaling final_logit_softcapping hc_mult router.num_hash_layers"
 ).split()
 # Keys of a source's config.json that are dropped, since they could contradict the written ones:
 # other spellings, and the source's own modelling code.
@@ -91,6 +91,7 @@ class Family(Tier):
         most: dotted keys of ``ModelConfig`` -> largest value with which transformers loads a model.
         least: dotted keys of ``ModelConfig`` -> smallest value with which transformers computes
             layers with experts.
+        rotation: function of transformers' configuration object that returns the rotary settings.
     """
 
     model_type: str
@@ -108,6 +109,7 @@ class Family(Tier):
     known_as: tuple[str, ...] = ()
     most: dict[str, float] = field(default_factory=dict)
     least: dict[str, int] = field(default_factory=dict)
+    rotation: Callable[[Any], dict[str, Any]] = attrgetter("rope_parameters")
 
     def of(self, model: ModelConfig) -> Family:
         """Return this family; a subclass may adapt it to the checkpoint of ``model``."""
@@ -223,7 +225,7 @@ class Family(Tier):
             yield ours, Field(spec) if isinstance(spec, str) else spec
 
     def _read_rope(self, theirs: Any, path: str) -> RopeConfig:
-        params = theirs.rope_parameters
+        params = self.rotation(theirs)
         max_positions = int(getattr(theirs, "max_position_embeddings", 4096))
         kind = params["rope_type"]
         partial = params.get("partial_rotary_factor", 1.0)

@@ -46,6 +46,7 @@ FAMILY = Family(
         "attention.sinks": True,
         "biased_experts": True,
         "expert_activation": "clamped_swiglu",
+        "swiglu_offset": 1.0,
         "router.softmax_after_topk": True,
         "router.logit_bias": True,
     },

@@ -23,6 +23,7 @@ from automoe.hf.codes import decodable, split
 from automoe.hf.families import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     ernie4_5_moe,
     glm4_moe,
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Family] = {
         granite.SHARED,
         deepseek_v2.FAMILY,
         ernie4_5_moe.FAMILY,
+        deepseek_v4.FAMILY,
         llama.FAMILY,
         qwen.QWEN3,
     )

@@ -1,0 +1,85 @@
+"""Residual of a decoder layer: one stream, or several that hyper-connections mix.
+
+Both kinds have the interface of ``Residual``. Letters of dimensions: ``automoe.model``; here n
+streams side by side, W = n H.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from automoe.config.schema import ModelConfig
+from automoe.kernels.hyper_connections import collapse, doubly_stochastic, expand, stream_logits
+
+
+class Residual:
+    """Plain residual: attention or a feed-forward reads x and adds its output times ``multiplier``."""
+
+    def __init__(self, multiplier: float) -> None:
+        self.multiplier = multiplier
+
+    def __call__(self, x_BsH: Tensor) -> tuple[Tensor, ...]:
+        """Return what the block reads [B, s, H], and further tensors that ``join`` takes."""
+        return (x_BsH,)
+
+    def join(self, x_BsH: Tensor, out_BsH: Tensor) -> Tensor:
+        """Return the residual after a block whose output is ``out_BsH``."""
+        return x_BsH.add(out_BsH, alpha=self.multiplier)
+
+
+class HyperConnection(nn.Module):
+    """Hyper-connection (mHC, arXiv 2512.24880, section 4) around attention or a feed-forward.
+
+    From the n streams of a token it computes how to collapse them into the block's input, how to
+    spread the block's output over them, and a doubly stochastic matrix that mixes them. ``dtype`` is
+    the parameters'.
+    """
+
+    first_values = {"base": "zeros", "scale": "ones"}
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.config = config
+        streams = config.hc_mult
+        weights = (2 + streams) * streams
+        self.fn = nn.Parameter(torch.empty(weights, config.residual_width, dtype=dtype))
+        self.base = nn.Parameter(torch.empty(weights, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(3, dtype=dtype))
+
+    def forward(self, x_BsW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block's input [B, s, H], and for ``join`` [B, s, n] and [B, s, n, n]."""
+        config, streams = self.config, self.config.hc_mult
+        logits_BsM = stream_logits(x_BsW, self.fn, config.norm_eps)
+        sizes = streams, streams, streams * streams
+        pre, post, comb = (
+            logits * scale + base
+            for logits, scale, base in zip(
+                logits_BsM.split(sizes, dim=-1), self.scale, self.base.split(sizes), strict=True
+            )
+        )
+        comb_Bsnn = comb.unflatten(-1, (streams, streams))
+        mixing_Bsnn = doubly_stochastic(comb_Bsnn, config.hc_sinkhorn_iters, config.hc_eps)
+        return collapse(x_BsW, pre.sigmoid() + config.hc_eps), 2 * post.sigmoid(), mixing_Bsnn
+
+    join = staticmethod(expand)
+
+
+class HyperHead(nn.Module):
+    """Collapse of the n streams after the last layer, before the final norm; ``dtype`` is the parameters'."""
+
+    first_values = {"hc_base": "zeros", "hc_scale": "ones"}
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.config = config
+        streams = config.hc_mult
+        self.hc_fn = nn.Parameter(torch.empty(streams, config.residual_width, dtype=dtype))
+        self.hc_base = nn.Parameter(torch.empty(streams, dtype=dtype))
+        self.hc_scale = nn.Parameter(torch.empty(1, dtype=dtype))
+
+    def forward(self, x_BsW: Tensor) -> Tensor:
+        """Return the hidden states [B, s, H] that the final norm reads."""
+        logits_Bsn = stream_logits(x_BsW, self.hc_fn, self.config.norm_eps)
+        gates_Bsn = (logits_Bsn * self.hc_scale + self.hc_base).sigmoid()
+        return collapse(x_BsW, gates_Bsn + self.config.hc_eps)
