@@ -76,10 +76,12 @@ def pool_windows(
     """
     wide = torch.promote_types(kv.dtype, torch.float32)
     here_BEW = windows.places_BEW
+    rows_B11 = torch.arange(len(kv), device=kv.device)[:, None, None] * kv.shape[1]
 
     def cut(x: Tensor, places_BEW: Tensor) -> Tensor:
-        index = places_BEW.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
-        return x.gather(1, index).unflatten(1, places_BEW.shape[1:])
+        # index_select keeps only the index for its backward pass; gather would keep x too
+        cut_TD = x.flatten(0, 1).index_select(0, (places_BEW + rows_B11).flatten())
+        return cut_TD.unflatten(0, places_BEW.shape)
 
     if not overlaps:
         values, gates = cut(kv, here_BEW), cut(gate, here_BEW).to(wide) + bias
