@@ -76,10 +76,12 @@ def pool_windows(
     """
     wide = torch.promote_types(kv.dtype, torch.float32)
     here_BEW = windows.places_BEW
+    rows_B11 = torch.arange(len(kv), device=kv.device)[:, None, None] * kv.shape[1]
 
     def cut(x: Tensor, places_BEW: Tensor) -> Tensor:
-        index = places_BEW.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
-        return x.gather(1, index).unflatten(1, places_BEW.shape[1:])
+        # index_select keeps only the index for its backward pass; gather would keep x too
+        cut_TD = x.flatten(0, 1).index_select(0, (places_BEW + rows_B11).flatten())
+        return cut_TD.unflatten(0, places_BEW.shape)
 
     if not overlaps:
         values, gates = cut(kv, here_BEW), cut(gate, here_BEW).to(wide) + bias
@@ -114,8 +116,8 @@ def attend_entries(
 
     Args:
         q_BSND, kv_BSD, entries_BED: queries, and keys that are values too.
-        seen_BSE: True where a query sees an entry; None: there are none (E = 0). Entries are in the order of their windows, which
-            are equally long and E as many as fit in a row.
+        seen_BSE: True where a query sees an entry. Entries are in the order of their windows, which
+            are equally long, and E as many as fit in a row. None: there are none (E = 0).
         sinks_N: per head a logit that takes probability and has no value; None: no sinks.
         doc_ids_BS: document of each position; None: a row is one document.
         window: positions that a query sees, its own included.
@@ -213,13 +215,8 @@ def _chunks(
             seen_BcK = torch.cat((seen_BcK, seen_BSE[:, queries, far]), dim=-1)
         scores_BrK = _product(q_BSND[:, queries].flatten(1, 2), keys_BKD.mT)
         scores_BcNK = scores_BrK.view(*q_BSND[:, queries].shape[:3], -1).mul_(scale)
-        yield (
-            queries,
-            near,
-            far,
-            keys_BKD,
-            scores_BcNK.masked_fill_(~seen_BcK.unsqueeze(2), -torch.inf),
-        )
+        scores_BcNK.masked_fill_(~seen_BcK.unsqueeze(2), -torch.inf)
+        yield queries, near, far, keys_BKD, scores_BcNK
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ a latent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class AttentionSetup:
         tokens: Tokens,
         backend: BackendConfig,
         dtype: torch.dtype,
-        layers: Iterable[int],
+        layers: Collection[int],
     ) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)

@@ -7,7 +7,7 @@ indexer's heads in ``EntryIndexer``, G groups of heads, L latent of queries. The
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class Compression:
         positions_BS: Tensor,
         doc_ids_BS: Tensor | None,
         dtype: torch.dtype,
-        layers: Iterable[int],
+        layers: Collection[int],
     ) -> None:
         attention, rope = config.attention, config.rope
         dim = attention.qk_rope_head_dim

@@ -6,7 +6,7 @@ entries, G groups of heads that are projected to O numbers each.
 
     queries and outputs        b T (L + 4 N D + G O) + b R L + (4 + w) T N
     keys                       b (T + R) D
-    entries of width D         (3 b + w) R D (1 + overlap) + 2 b E D
+    entries of width D         (b + w) R D (1 + overlap) + 2 b E D
     indexer                    R S / ratio, a byte each; w [T J (Dj + 1) + E Dj], entries of width Dj
 """
 
@@ -55,9 +55,8 @@ def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: 
     size, wide, row = load.number_bytes, max(4, load.number_bytes), load.tokens * load.tp
     ratio = ratio_of(attention, layer)
     overlaps = ratio == attention.sparse_ratio
-    places = 8 * overlaps  # of the windows before
-    # both projections, the values of windows, and their weights
-    numbers = dim * (1 + overlaps) * (3 * size + wide)
+    places = 16 * (1 + overlaps)  # in all rows, of kv and of gates, and of the windows before
+    numbers = dim * (1 + overlaps) * (size + wide)  # the values of windows, and their weights
     return row * (numbers + places + (2 * size * dim + 4) / ratio)
 
 

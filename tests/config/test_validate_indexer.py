@@ -43,7 +43,7 @@ def check(config: Config) -> None:
         (of(SPARSE, q_lora_rank=None), "model.attention.q_lora_rank", "latent"),
         (of(SPARSE, index_n_heads=0), "model.attention.index_n_heads", "needs 1 or more"),
         (of(SPARSE, index_head_dim=14), "model.attention.index_head_dim", "needs 16 or more"),
-        (of(SPARSE, kind="gqa"), "model.attention.index_topk", "only attention kind mla"),
+        (of(SPARSE, kind="gqa"), "model.attention.index_topk", "only the attention kinds mla and compressed"),
         (of(SHARED, index_shared_layers=[0]), "model.attention.index_shared_layers", "layers 1 to 3"),
         (of(SHARED, index_shared_layers=[4]), "model.attention.index_shared_layers", "layers 1 to 3"),
         (

@@ -48,7 +48,7 @@ def next_config(**options: Any) -> Config:
         (
             partial(config, "small_dsv3", model__attention__sinks=True),
             "model.attention.sinks",
-            ["only attention kind gqa", "sinks=false"],
+            ["attention kind mla does not have it", "sinks=false"],
         ),
         (partial(next_config, mesh=dict(tp=3)), "mesh.tp", ["4 % 3 = 1", "mesh.tp=1"]),
         (
