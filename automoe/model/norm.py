@@ -39,6 +39,29 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
+class OutputNorm(nn.Module):
+    """RMSNorm of ``x``, or of ``x * (1 + weight)``, over the last dim, in the dtype of ``x``.
+
+    The weight [``dim``] comes before the mean, unlike that of ``RMSNorm``; with ``dim`` 0 there is
+    none. Without ``eps`` the module returns ``x``.
+    """
+
+    first_values = {"weight": "zeros"}
+
+    def __init__(self, eps: float | None, dim: int = 0) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim)) if eps and dim else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.eps is None:
+            return x
+        if self.weight is not None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            x = (x * (1 + self.weight.to(wide))).to(x.dtype)
+        return rms_norm(x, None, self.eps)
+
+
 class _NormOverRanks(torch.autograd.Function):
     """Autograd function of ``norm_over_ranks``; x [..., w] are this rank's w features.
 

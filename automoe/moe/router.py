@@ -364,6 +364,8 @@ class Router(BalancedRouter):
         if jitter_BsH is not None:
             x_BsH = x_BsH.to(dtype) * jitter_BsH.to(dtype)
         logits_BsE = wide_product(x_BsH, self.weight.to(dtype)).to(wide)
+        if self.config.logit_scale != 1:
+            logits_BsE = logits_BsE * self.config.logit_scale
         if self.bias is not None:
             logits_BsE = logits_BsE + self.bias.to(wide)
         return score_experts(logits_BsE, self.config)
