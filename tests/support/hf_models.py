@@ -150,6 +150,7 @@ _MUSE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     "final_logit_softcapping": 3.0,
     "output_multiplier": 0.7,
+    "residual_gate_temperature": 1.0,
 }
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -392,7 +393,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": _YARN, "compress_rope_theta": 300.0},
     ),
     "muse": ("muse_spark_text", _MUSE),
-    # A dense layer, biases, every layer with a window and a rotation but the second, which has neither.
+    # A dense layer, biases, the residual's least weight, a window and a rotation in all layers but the second.
     "muse_odd": (
         "muse_spark_text",
         _MUSE
