@@ -24,6 +24,7 @@ FAMILY = Family(
         "attention.kind": "compressed",
         "attention.sinks": True,
         "rope.interleaved": True,
+        "rope.truncate": True,
         "first_k_dense": 0,
         "num_shared_experts": 1,
         "expert_activation": "clamped_swiglu",

@@ -42,13 +42,17 @@ def _read_tables(kinds: list[str], hf: Any) -> int:
 
 
 def rotation(hf: Any) -> dict[str, Any]:
-    """Return the scaling of layers with compressed keys, with the theta of the others."""
+    """Return the scaling of layers with compressed keys, with the theta of the others.
+
+    transformers looks for ``truncate`` beside the two settings and not in them, so it is always true.
+    """
     main, compress = hf.rope_parameters["main"], hf.rope_parameters["compress"]
     shares = [kind.get("partial_rotary_factor", 1.0) for kind in (main, compress)]
     if main["rope_type"] != "default" or shares[0] != shares[1]:
         here = "here main is default, and both have one partial_rotary_factor"
         raise not_computed(hf.name_or_path, f"rope_parameters.main={main}, and {here}")
-    return compress | {"rope_theta": main["rope_theta"], "partial_rotary_factor": 1.0}
+    other = {"rope_theta": main["rope_theta"], "partial_rotary_factor": 1.0, "truncate": True}
+    return compress | other
 
 
 def _of_compress(key: str, read: Any) -> Field:
