@@ -115,4 +115,6 @@ def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
     for ours, parameter in with_gradients(model, theirs):
         wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
         assert wanted.norm() > 0
-        assert relative(parameter.grad, wanted) < TOLERANCE, ours
+        # a factor of all streams of all tokens: the terms of its gradient cancel
+        most = 10 * TOLERANCE if ours.endswith("scale") else TOLERANCE
+        assert relative(parameter.grad, wanted) < most, ours

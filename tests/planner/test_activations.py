@@ -168,7 +168,7 @@ def test_a_layer_of_streams_keeps_what_the_plan_says(
 ) -> None:
     """Its attention without, with few and with many compressed keys, and experts by token id and by scores."""
     overrides = ("model=small_dsv4", f"model.attention.compress_ratios={[ratio] * 4}")
-    assert_kept_as_planned(overrides, layer, dtype, recompute)
+    assert_kept_as_planned(overrides, layer, dtype, recompute, shrinks=0.03)
 
 
 @pytest.mark.exhaustive
@@ -277,7 +277,9 @@ def test_products_in_8_bits_keep_what_others_keep(model: str, layer: int, fp8: s
     assert_kept_as_planned(overrides, layer, torch.bfloat16, promised)
 
 
-def assert_kept_as_planned(overrides: tuple[str, ...], layer: int, dtype: torch.dtype, names: list[str]) -> None:
+def assert_kept_as_planned(
+    overrides: tuple[str, ...], layer: int, dtype: torch.dtype, names: list[str], shrinks: float = 0.02
+) -> None:
     """Bytes of the layer, and that they shrink by as much as planned."""
     config = composed(*overrides)
     load = token_load(config, True, dtype)
@@ -290,7 +292,7 @@ def assert_kept_as_planned(overrides: tuple[str, ...], layer: int, dtype: torch.
     assert before == pytest.approx(planned([]), rel=0.005)
     measured = bytes_kept(overrides, layer, dtype, tuple(names))
     assert measured == pytest.approx(planned(names), abs=0.005 * before)
-    assert before - measured == pytest.approx(planned([]) - planned(names), rel=0.02)
+    assert before - measured == pytest.approx(planned([]) - planned(names), rel=shrinks)
 
 
 @pytest.mark.parametrize("name", ["moe", "full"])

@@ -381,14 +381,14 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": _YARN, "moe_k": 2},
     ),
     "dsv4": ("deepseek_v4", _DSV4),
-    # Two streams, a limit that some gates and ups exceed, all layers with tables but the last, one group.
+    # Three streams, a limit that some gates and ups exceed, all layers with tables but the last, one group.
     "dsv4_odd": (
         "deepseek_v4",
         _DSV4
         | {"vocab_size": 101, "hidden_size": 40, "head_dim": 12, "n_routed_experts": 5, "num_experts_per_tok": 3}
-        | {"hc_mult": 2, "hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "swiglu_limit": 0.6, "o_groups": 1, "index_topk": 2}
+        | {"hc_mult": 3, "hc_sinkhorn_iters": 2, "hc_eps": 2e-2, "swiglu_limit": 0.6, "o_groups": 1, "index_topk": 2}
         | {"mlp_layer_types": ["hash_moe"] * 3 + ["moe"], "sliding_window": 5, "index_n_heads": 1}
-        | {"moe_intermediate_size": 20, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "rope_theta": 50.0}
+        | {"moe_intermediate_size": 20, "rms_norm_eps": 1e-2, "routed_scaling_factor": 2.5, "rope_theta": 50.0}
         | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}}
         | {"rope_scaling": _YARN, "compress_rope_theta": 300.0},
     ),
