@@ -198,6 +198,11 @@ class ModelConfig:
         return max(self.hc_mult, 1) * self.hidden_size
 
     @property
+    def centers_final_norm(self) -> bool:
+        """True if the norm before the head multiplies by 1 + weight."""
+        return self.zero_centered_norms and not self.plain_final_norm
+
+    @property
     def expert_hidden_size(self) -> int:
         """Width of the rows that routed experts read and give."""
         return self.moe_latent_size or self.hidden_size

@@ -83,6 +83,20 @@ class _TritonRMSNorm(torch.autograd.Function):
         return *norm_grads(grad_TD.contiguous(), x_TD, scales_T1, weight_D), None
 
 
+def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor:
+    """Return the RMSNorm of ``x * (1 + weight_D)`` over the last dim, in the dtype of ``x``.
+
+    The weight comes before the mean, unlike that of ``rms_norm``; None: there is none. Without
+    ``eps`` it returns ``x``.
+    """
+    if eps is None:
+        return x
+    if weight_D is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x = (x * (1 + weight_D.to(wide))).to(x.dtype)
+    return rms_norm(x, None, eps)
+
+
 def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight_D`` over the last dim, in the dtype of ``x``.
 

@@ -190,12 +190,11 @@ class GroupedQueryAttention(nn.Module):
         self.output_gate = attention.joint_output_gate
         # With the rows of a gate each head has those of its query first.
         self.q_proj = Linear(hidden, sizes["Q"] * self.head_dim, bias)
-        self.gate_proj = None
-        if attention.split_output_gate:
-            self.gate_proj = Linear(hidden, attention.num_heads * self.head_dim)
+        split, width = attention.split_output_gate, attention.num_heads * self.head_dim
+        self.gate_proj = Linear(hidden, width) if split else None
         self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_features)
         self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_features)
-        self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
+        self.o_proj = Linear(width, hidden, attention.o_bias)
         self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
         self.window = window_of(attention, layer)
         self.clip = attention.clip_qkv
@@ -218,11 +217,9 @@ class GroupedQueryAttention(nn.Module):
         x_BSH = self.gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
         q_BSND = self.q_proj(x_BSH)
-        gate = None
+        gate = None if self.gate_proj is None else self.gate_proj(x_BSH).view(heads)
         if self.output_gate:
             q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        elif self.gate_proj is not None:
-            gate = self.gate_proj(x_BSH).view(heads)
         q_BSND, k_BSGD = self._norm(q_BSND.reshape(heads), self.k_proj(x_BSH).view(heads))
         v_BSGD = self.v_proj(x_BSH).view(heads)
         if self.clip is not None:

@@ -66,17 +66,23 @@ class MLP(nn.Module):
 
 
 class Latent(nn.Module):
-    """Projections of hidden states to what routed experts read, with a norm, and of their sum back."""
+    """What surrounds routed experts: projections to their latent, with a norm, and back; a norm of their outputs.
+
+    Without ``moe_latent_size`` there are no projections.
+    """
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.moe_latent_size
-        self.pre_expert_proj = Linear(hidden, width)
-        self.pre_expert_norm = backend.norm(width, config.norm_eps, config.zero_centered_norms)
-        self.post_expert_proj = Linear(width, hidden)
+        self.pre_expert_proj = self.pre_expert_norm = self.post_expert_proj = nn.Identity()
+        if width:
+            self.pre_expert_proj = Linear(hidden, width)
+            self.pre_expert_norm = backend.norm(width, config.norm_eps, config.zero_centered_norms)
+            self.post_expert_proj = Linear(width, hidden)
+        self.post_expert_norm = OutputNorm(config.post_norm_eps, config.expert_hidden_size)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
-        """Return what experts read of hidden states [B, s, H], as wide as the latent."""
+        """Return what experts read of hidden states [B, s, H], as wide as the latent if there is one."""
         return self.pre_expert_norm(self.pre_expert_proj(x_BsH))
 
 
@@ -112,11 +118,8 @@ class Block(nn.Module):
             self.call_mlp = calls.mlp(call_module)
         else:
             width = config.shared_width
-            gated = config.shared_expert_gate
-            shared = MLP(hidden, width, gated, *mlp_args) if width else None
-            latent = Latent(config, backend) if config.moe_latent_size else None
-            expert_norm = OutputNorm(config.post_norm_eps, config.expert_hidden_size)
-            self.mlp = MoE(config, moe, layer, shared, backend, latent, expert_norm)
+            shared = MLP(hidden, width, config.shared_expert_gate, *mlp_args) if width else None
+            self.mlp = MoE(config, moe, layer, shared, backend, Latent(config, backend))
 
     @property
     def attention(self) -> nn.Module:

@@ -69,8 +69,7 @@ class Decoder(CausalLM):
         norms = config.num_layers in layers if config.num_mtp_layers else predicts
         dtype = self.backend.router_dtype
         self.hc_head = HyperHead(config, dtype) if norms and config.hc_mult else None
-        centered = config.zero_centered_norms and not config.plain_final_norm
-        self.norm = norm(hidden, config.norm_eps, centered) if norms else None
+        self.norm = norm(hidden, config.norm_eps, config.centers_final_norm) if norms else None
         self.call_norm = self.backend.last_norm(call_module)
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 

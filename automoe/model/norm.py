@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automoe.comm.communicators import Communicator
-from automoe.kernels.rms_norm import rms_norm
+from automoe.kernels.rms_norm import output_norm, rms_norm
 from automoe.model.linear import Features, take_features
 
 
@@ -40,11 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm of ``x``, or of ``x * (1 + weight)``, over the last dim, in the dtype of ``x``.
-
-    The weight [``dim``] comes before the mean, unlike that of ``RMSNorm``; with ``dim`` 0 there is
-    none. Without ``eps`` the module returns ``x``.
-    """
+    """RMSNorm with the weight [``dim``] before the mean (``output_norm``); with ``dim`` 0 without a weight."""
 
     first_values = {"weight": "zeros"}
 
@@ -54,12 +50,7 @@ class OutputNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim)) if eps and dim else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.eps is None:
-            return x
-        if self.weight is not None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            x = (x * (1 + self.weight.to(wide))).to(x.dtype)
-        return rms_norm(x, None, self.eps)
+        return output_norm(x, self.weight, self.eps)
 
 
 class _NormOverRanks(torch.autograd.Function):

@@ -43,12 +43,10 @@ post_attention_layernorm.weight | H | 6 | norm
 post_feedforward_layernorm.weight | H | 8 | norm when=post_norm_eps
 """)
 _CONNECTION = parse_rows("""
-fn    | 2*U+U*U U*H | 0 | matrix
-base  | 2*U+U*U     | 0 | vector
-scale | 3           | 0 | vector
-""")
-_GATE = parse_rows("""
-gate | H | 0 | vector
+fn    | 2*U+U*U U*H | 0 | matrix when=hc_mult
+base  | 2*U+U*U     | 0 | vector when=hc_mult
+scale | 3           | 0 | vector when=hc_mult
+gate  | H           | 0 | vector when=residual_gate_temperature
 """)
 # Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
 _GQA = parse_rows("""
@@ -151,12 +149,10 @@ down_proj_bias    | E L     | 8 | vector etp=1 fsdp=1 when=biased_experts hf=mlp
 """)
 # Replicated over tp: each rank projects its own positions.
 _LATENT = parse_rows("""
-pre_expert_proj.weight  | L H | 6 | linear hf=mlp.pre_expert_proj.weight
-pre_expert_norm.weight  | L   | 6 | norm hf=mlp.pre_expert_norm.weight
-post_expert_proj.weight | H L | 8 | linear hf=mlp.post_expert_proj.weight
-""")
-_EXPERT_NORM = parse_rows("""
-post_expert_norm.weight | L | 8 | norm hf=mlp.experts.post_expert_norm.weight when=post_norm_eps
+pre_expert_proj.weight  | L H | 6 | linear hf=mlp.pre_expert_proj.weight when=moe_latent_size
+pre_expert_norm.weight  | L   | 6 | norm hf=mlp.pre_expert_norm.weight when=moe_latent_size
+post_expert_proj.weight | H L | 8 | linear hf=mlp.post_expert_proj.weight when=moe_latent_size
+post_expert_norm.weight | L   | 8 | norm hf=mlp.experts.post_expert_norm.weight when=post_norm_eps
 """)
 # eh_proj is replicated over tp, and has neither an adapter nor 8 bits
 _MTP = parse_rows("""
@@ -234,25 +230,15 @@ def _selects_by_scores(model: ModelConfig, layer: int) -> bool:
     return _is_moe(model, layer) and not has_token_table(model, layer)
 
 
-def _has_streams(model: ModelConfig, layer: int) -> bool:
-    return model.hc_mult > 0
-
-
-def _has_gates(model: ModelConfig, layer: int) -> bool:
-    return model.residual_gate_temperature > 0
-
-
-def _has_latent(model: ModelConfig, layer: int) -> bool:
-    return _is_moe(model, layer) and model.moe_latent_size > 0
+def _always(model: ModelConfig, layer: int) -> bool:
+    return True
 
 
 _MODULES = (
     _Module("", "mtp", _MTP, lambda model, layer: layer >= model.num_layers),
-    _Module("attn_hc", "residual", _CONNECTION, _has_streams),
-    _Module("ffn_hc", "residual", _CONNECTION, _has_streams),
-    _Module("attn_hc", "residual", _GATE, _has_gates),
-    _Module("ffn_hc", "residual", _GATE, _has_gates),
-    _Module("", "norms", _NORMS, lambda model, layer: True),
+    _Module("attn_hc", "residual", _CONNECTION, _always),
+    _Module("ffn_hc", "residual", _CONNECTION, _always),
+    _Module("", "norms", _NORMS, _always),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),
     _Module("self_attn", "attention", _MLA, _has_softmax("mla"), "attention"),
@@ -264,8 +250,7 @@ _MODULES = (
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
     _Module("mlp.router", "router", _BY_TABLE, has_token_table),
-    _Module("mlp.latent", "latent", _LATENT, _has_latent, "latent"),
-    _Module("mlp", "norms", _EXPERT_NORM, _is_moe),
+    _Module("mlp.latent", "latent", _LATENT, _is_moe, "latent"),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(
         "mlp.shared_experts",

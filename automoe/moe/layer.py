@@ -24,6 +24,7 @@ from automoe.passes.discard_outputs import discard_scope
 
 if TYPE_CHECKING:
     from automoe.model.backend import BackendConfig
+    from automoe.model.block import Latent
 
 
 class MoE(nn.Module):
@@ -33,10 +34,8 @@ class MoE(nn.Module):
         layer: number of this layer in the model, counted from 0; the first ``first_k_dense`` layers
             have no experts.
         shared_experts: dense FFN that every token passes, or None.
-        latent: projection of hidden states to what experts read, and with ``post_expert_proj`` of
-            their sum back (``automoe.model.block.Latent``); None: experts read hidden states.
-        expert_norm: norm of each expert's output before its routing weight; None: there is none.
         backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
+        latent: projections around the routed experts, and the norm of their outputs.
     """
 
     def __init__(
@@ -46,8 +45,7 @@ class MoE(nn.Module):
         layer: int,
         shared_experts: nn.Module | None,
         backend: BackendConfig,
-        latent: nn.Module | None = None,
-        expert_norm: nn.Module | None = None,
+        latent: Latent,
     ) -> None:
         super().__init__()
         calls = backend.calls(layer)
@@ -69,7 +67,6 @@ class MoE(nn.Module):
         self.wrapped_run_experts = bind(chain(scope, calls.run_experts), self.run_experts)
         self.shared_experts = shared_experts
         self.latent = latent
-        self.post_expert_norm = expert_norm
         self.norms_outputs = config.post_norm_eps is not None
         self.call_shared_experts = calls.shared_experts(call_module)
         self.side_stream = moe.overlap_shared_experts and calls.side_stream
@@ -85,10 +82,8 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             start = run_on_side_stream if self.side_stream and x_BsH.is_cuda else partial
             shared = start(partial(self.call_shared_experts, self.shared_experts), x_BsH)
-        read = x_BsH if self.latent is None else self.latent(x_BsH)
-        y_BsH = self.wrapped_run_experts(read, routing, tokens)
-        if self.latent is not None:
-            y_BsH = self.latent.post_expert_proj(y_BsH)
+        y_BsL = self.wrapped_run_experts(self.latent(x_BsH), routing, tokens)
+        y_BsH = self.latent.post_expert_proj(y_BsL)
         return y_BsH if shared is None else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
@@ -113,10 +108,11 @@ class MoE(nn.Module):
         experts = self._normed_experts if self.norms_outputs else self.experts
         return run(x_TH, ids_TK, probs_TK, experts).view(x_BsH.shape)
 
-    def _normed_experts(self, x_TH: Tensor, *indices_and_probs: Tensor) -> Tensor:
-        *indices, probs_R = indices_and_probs
-        rows_RH = self.experts(x_TH, *indices, torch.ones_like(probs_R))
-        return (self.post_expert_norm(rows_RH) * probs_R.unsqueeze(-1)).to(rows_RH.dtype)
+    def _normed_experts(
+        self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
+    ) -> Tensor:
+        rows_RH = self.experts(x_TH, gather_idx_R, offsets_E, torch.ones_like(probs_R))
+        return (self.latent.post_expert_norm(rows_RH) * probs_R[:, None]).to(rows_RH.dtype)
 
 
 @functools.cache

@@ -150,7 +150,8 @@ _MUSE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     "final_logit_softcapping": 3.0,
     "output_multiplier": 0.7,
-    "residual_gate_temperature": 1.0,
+    "residual_gate_temperature": 3.0,  # of less, gates and sharp attention would blow rounding up
+    "qk_scale_factor": 2.0,
 }
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -393,7 +394,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": _YARN, "compress_rope_theta": 300.0},
     ),
     "muse": ("muse_spark_text", _MUSE),
-    # A dense layer, biases, the residual's least weight, a window and a rotation in all layers but the second.
+    # A dense layer, biases, a window and a rotation in all layers but the second.
     "muse_odd": (
         "muse_spark_text",
         _MUSE
@@ -401,9 +402,9 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "moe_hidden_size": 12}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]}
         | {"layer_rope_theta": [50.0, 0, 50.0, 50.0], "hidden_act": "gelu_pytorch_tanh"}
-        | {"residual_gate_temperature": 0.1, "post_norm_eps": 1e-2, "rms_norm_eps": 1e-3}
+        | {"post_norm_eps": 1e-2, "rms_norm_eps": 1e-3}
         | {"rope_parameters": _YARN | {"rope_theta": 50.0}}
-        | {"output_multiplier": 1.3, "qk_scale_factor": 2.5, "sliding_window": 5},
+        | {"output_multiplier": 1.3, "qk_scale_factor": 1.0, "sliding_window": 5},
     ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (
