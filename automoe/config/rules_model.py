@@ -187,6 +187,9 @@ model.post_norm_eps != null | mesh.etp > 1
 model.post_norm_eps == null; model.residual_gate_temperature == 0; model.moe_latent_size < 1;
     model.final_logit_softcapping == null; model.attention.qk_scale_factor == null | model.family == muse_spark_text
     | models of family {model.family} have it | Set it to a number above 0
+checkpoint.export_hf | model.family == muse_spark_text and model.hf_path == null
+    | transformers loads its text model only in a wrapper with vision and audio, which a checkpoint has
+    | Set checkpoint.export_hf=false, or model.hf_path=DIR
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
     | there are {model.num_moe_layers} layers with experts
