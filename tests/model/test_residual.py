@@ -103,7 +103,9 @@ def test_gates_weight_residual_and_output_as_in_transformers(temperature: float)
     from transformers import AutoConfig
     from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
 
-    hf = AutoConfig.for_model("muse_spark_text", hidden_size=HIDDEN, residual_gate_temperature=temperature)
+    hf = AutoConfig.for_model(
+        "muse_spark_text", hidden_size=HIDDEN, num_attention_heads=1, residual_gate_temperature=temperature
+    )
     model = ModelConfig(hidden_size=HIDDEN, residual_gate_temperature=temperature)
     generator = torch.Generator().manual_seed(5)
     x, out = (torch.randn(2, 5, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))

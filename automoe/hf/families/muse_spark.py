@@ -10,6 +10,7 @@ from automoe.hf.families.family import (
     Family,
     Field,
     named,
+    rope_parameters,
 )
 from automoe.hf.families.glm4_moe import LITE
 from automoe.hf.families.gpt_oss import FAMILY as GPT_OSS
@@ -47,6 +48,7 @@ FAMILY = Family(
     | {"router.score": "sigmoid"}
     | {"router.expert_bias": True, "router.norm_topk_prob": True, "router.num_groups": 1},
     only={"tie_word_embeddings": False},
+    written={"rope_parameters": rope_parameters},
     unread=BALANCED,
     keys=KeyMap(
         FUSED.rows
