@@ -173,6 +173,7 @@ model.hc_mult > 0 | model.num_mtp_layers > 0
 model.hc_mult > 0 | model.residual_multiplier != 1 | hyper-connections weight what a block adds themselves
     | Set model.residual_multiplier=1.0
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
+model.hc_eps < 0 | | it is added to weights and divisors | Set 0 or more
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
     | there are {model.num_moe_layers} layers with experts
 model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn
