@@ -116,7 +116,8 @@ model.attention.qk_rope_head_dim > model.attention.head_dim |
 model.attention.compress_rope_theta <= 1 | | YaRN divides by its logarithm, so it must be larger than 1
 model.attention.num_heads % model.attention.o_groups | | groups have equal numbers of heads (model.attention.o_groups)
 model.attention.compress_ratios: facts.ratios != facts.layers |
-    | it has {facts.ratios} ratios, and the model {facts.layers} layers | Set one for each layer, 0 for a layer without entries
+    | it has {facts.ratios} ratios, and the model {facts.layers} layers
+    | Set one for each layer, 0 for a layer without entries
 model.attention.compress_ratios: facts.least < 0 | | an entry stands for {facts.least} positions | Set 0 for no entries
 model.attention.index_topk == 0 | model.attention.compress_ratios has model.attention.sparse_ratio
     | in layers of model.attention.sparse_ratio={model.attention.sparse_ratio} an indexer chooses entries | Set 1 or more
