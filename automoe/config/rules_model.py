@@ -121,7 +121,8 @@ model.attention.qk_rope_head_dim > model.attention.head_dim |
 model.attention.compress_rope_theta <= 1 | | YaRN divides by its logarithm, so it must be larger than 1
 model.attention.num_heads % model.attention.o_groups | | groups have equal numbers of heads (model.attention.o_groups)
 model.attention.compress_ratios: facts.ratios != facts.layers |
-    | it has {facts.ratios} ratios, and the model {facts.layers} layers | Set one for each layer, 0 for a layer without entries
+    | it has {facts.ratios} ratios, and the model {facts.layers} layers
+    | Set one for each layer, 0 for a layer without entries
 model.attention.compress_ratios: facts.least < 0 | | an entry stands for {facts.least} positions | Set 0 for no entries
 model.attention.index_topk == 0 | model.attention.compress_ratios has model.attention.sparse_ratio
     | in layers of model.attention.sparse_ratio={model.attention.sparse_ratio} an indexer chooses entries | Set 1 or more
@@ -191,6 +192,7 @@ checkpoint.export_hf | model.family == muse_spark_text and model.hf_path == null
     | transformers loads its text model only in a wrapper with vision and audio, which a checkpoint has
     | Set checkpoint.export_hf=false, or model.hf_path=DIR
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
+model.hc_eps < 0 | | it is added to weights and divisors | Set 0 or more
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
     | there are {model.num_moe_layers} layers with experts
 model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn

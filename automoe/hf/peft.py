@@ -41,8 +41,8 @@ from automoe.storage.foreign import open_inside
 WEIGHTS_FILE = "adapter_model.safetensors"
 Tensors = dict[str, Tensor]  # by name
 LAYOUTS = ("auto", "published", "fused")
-# peft 0.21 cannot stack per-expert adapters of these families, or does not know Granite's names.
-_FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoeshared")
+# peft 0.21 cannot stack per-expert adapters of these families, or does not know their names.
+_FUSED_ALONE = "qwen2_moe qwen3_5_moe_text granitemoe granitemoeshared deepseek_v4".split()
 _TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
 _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix of the adapter's name
@@ -204,7 +204,8 @@ def adapter_tensors(model: Parts | CausalLM, fused: bool = False) -> dict[str, t
     everyone = ranks.all(lambda: tensors if ranks.rank == first else {})
     ours = {name: tensor for theirs in everyone for name, tensor in theirs.items()}
     keys = family_of(config).keys
-    return _stored(ours, keys.in_memory if fused else keys, adapter_names(config))
+    keys = keys.in_memory if fused or keys.renames else keys
+    return _stored(ours, keys, adapter_names(config))
 
 
 def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[str, torch.Tensor]:
@@ -351,7 +352,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         matrices = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
         apart = ".".join(matrices[0].split(".")[-3:-1]) not in joined
         # Whole names, since other modules of the class may have the same last name.
-        if keys.table or names != ALONE:
+        if keys.table or names != ALONE or config.attention.kind == "compressed":
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
                 modules |= {key.removesuffix(".weight") for key in matrices}
             else:

@@ -20,7 +20,7 @@ from automoe.kernels.compressed_attention import attend_entries, pool_windows, w
 from automoe.kernels.rms_norm import rms_norm
 from automoe.kernels.rotation import rotary_cos_sin
 from automoe.model.backend import BackendConfig
-from automoe.model.indexer import Indexer
+from automoe.model.indexer import KeyChooser
 from automoe.model.linear import Linear
 from automoe.moe.balance import attach_loss
 from automoe.passes.recompute import save_for_recompute
@@ -66,21 +66,21 @@ class Compression:
         }
 
 
-class Pooling:
-    """Projections and norm that make entries of windows; a part of modules with the same names in files.
+class Pooling(nn.Module):
+    """Makes the entries of windows of ``ratio`` positions: projections, and a norm over ``dim`` numbers.
 
     The entries of layers of ``sparse_ratio`` are of two windows each, which overlap.
     """
 
     first_values = {"position_bias": "zeros"}
 
-    def make_pooling(
-        self, config: ModelConfig, backend: BackendConfig, ratio: int, dim: int
-    ) -> None:
-        self.ratio, self.start = ratio, dim - config.attention.qk_rope_head_dim
+    def __init__(self, config: ModelConfig, backend: BackendConfig, ratio: int, dim: int) -> None:
+        super().__init__()
+        self.ratio = ratio
+        self.start = dim - config.attention.qk_rope_head_dim
         self.overlaps = ratio == config.attention.sparse_ratio
         width = dim * (1 + self.overlaps)
-        self.all_gather = backend.pg_collection.tp.all_gather
+        self.tp = backend.pg_collection.tp
         self.kv_proj = Linear(config.hidden_size, width)
         self.gate_proj = Linear(config.hidden_size, width)
         self.position_bias = nn.Parameter(torch.empty(ratio, width))
@@ -88,7 +88,8 @@ class Pooling:
 
     def entries(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the rotated entries [B, E, D] of whole rows for hidden states at s positions."""
-        kv, gate = (self.all_gather(project(x_BsH)) for project in (self.kv_proj, self.gate_proj))
+        projections = self.kv_proj, self.gate_proj
+        kv, gate = (self.tp.all_gather(project(x_BsH)) for project in projections)
         shared, bias = setup.compression, local_shard(self.position_bias)
         pooled_BED = pool_windows(kv, gate, bias, shared.windows[self.ratio], self.overlaps)
         entries_BE1D = self.kv_norm(pooled_BED).unsqueeze(2)
@@ -96,30 +97,30 @@ class Pooling:
         return setup.rope.rotate(entries_BE1D, *angles, setup.interleaved, self.start).squeeze(2)
 
 
-class EntryIndexer(Pooling, Indexer):
+class EntryIndexer(KeyChooser, Pooling):
     """Indexer whose keys are entries of its own, of the same windows as those that it chooses from."""
 
-    def make_projections(self, config: ModelConfig, backend: BackendConfig) -> None:
+    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         attention = config.attention
+        pooling = config, backend, attention.sparse_ratio, attention.index_head_dim
+        super().__init__(config, backend, *pooling)
         self.q_b_proj = Linear(attention.q_lora_rank, attention.index_n_heads * self.dim)
-        self.make_pooling(config, backend, attention.sparse_ratio, self.dim)
 
     def project(
         self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor]:
-        angles = (self.ranks.local_shard(angle) for angle in setup.compression.angles[True])
+        angles = (self.tp.local_shard(angle) for angle in setup.compression.angles[True])
         q_BsJD = self.q_b_proj(latent_BsL).unflatten(-1, (-1, self.dim))
         q_BsJD = setup.rope.rotate(q_BsJD, *angles, setup.interleaved, self.start)
         return q_BsJD, self.entries(x_BsH, setup)
 
 
-class Compressor(Pooling, nn.Module):
+class Compressor(Pooling):
     """Makes the entries of a layer, and chooses those that a query attends to, if it has an indexer."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
-        super().__init__()
         attention = config.attention
-        self.make_pooling(config, backend, ratio_of(attention, layer), attention.head_dim)
+        super().__init__(config, backend, ratio_of(attention, layer), attention.head_dim)
         self.indexer = EntryIndexer(config, backend) if has_indexer(attention, layer) else None
 
 

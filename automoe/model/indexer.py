@@ -45,10 +45,11 @@ class LayerNorm(nn.LayerNorm):
     first_values = {"weight": "ones"}
 
 
-class Indexer(nn.Module):
-    """Indexer of one layer (DeepSeek sparse attention): chooses the top-k keys of each query.
+class KeyChooser(nn.Module):
+    """Chooses the top-k keys of each query by scores of its own: what all indexers have in common.
 
-    Parameters have the names of HuggingFace files.
+    Args:
+        base: arguments of the next class, if a subclass has another base too.
 
     Attributes:
         loss_sum: this rank's share of the indexer's mean loss per token, summed over the
@@ -57,26 +58,17 @@ class Indexer(nn.Module):
 
     loss_sum: Tensor
 
-    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, backend: BackendConfig, *base: object) -> None:
+        super().__init__(*base)
         attention = config.attention
+        assert attention.q_lora_rank is not None, "refused by the rules"
         self.ranks = backend.pg_collection.tp
         self.dim = attention.index_head_dim
         self.topk = attention.index_topk
-        self.interleaved = attention.index_interleaved
         self.warmup = backend.indexer_warmup
         self.weights_proj = Linear(config.hidden_size, attention.index_n_heads)
         self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
         self.reset_buffers()
-        self.make_projections(config, backend)
-
-    def make_projections(self, config: ModelConfig, backend: BackendConfig) -> None:
-        """Make the modules that ``project`` calls: a subclass has queries and keys of its own."""
-        attention = config.attention
-        assert attention.q_lora_rank is not None, "refused by the rules"
-        self.wq_b = Linear(attention.q_lora_rank, attention.index_n_heads * self.dim)
-        self.wk = Linear(config.hidden_size, self.dim)
-        self.k_norm = LayerNorm(self.dim, eps=1e-6)
 
     def reset_buffers(self) -> None:
         self.loss_sum.zero_()
@@ -98,14 +90,8 @@ class Indexer(nn.Module):
     def project(
         self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor]:
-        """Return queries [B, s, J, D] and the keys [B, R, D] that J heads share, both rotated."""
-        cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))
-        q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
-        k_Bs1D = self.k_norm(self.wk(x_BsH)).unsqueeze(2)
-        q_BsJD, k_Bs1D = (
-            setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
-        )
-        return q_BsJD, gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.key_gather)
+        """Return rotated queries [B, s, J, D], and the keys [B, R, D] that J heads share, rotated too."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def choose(self, inputs: IndexInputs, seen_BSR: Tensor) -> Tensor:
@@ -164,3 +150,26 @@ class Indexer(nn.Module):
         if is_counted():
             self.loss_sum += loss.detach()
         return loss
+
+
+class Indexer(KeyChooser):
+    """Indexer of one layer (DeepSeek sparse attention); parameters have the names of HuggingFace files."""
+
+    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
+        super().__init__(config, backend)
+        attention = config.attention
+        self.interleaved = attention.index_interleaved
+        self.wq_b = Linear(attention.q_lora_rank, attention.index_n_heads * self.dim)
+        self.wk = Linear(config.hidden_size, self.dim)
+        self.k_norm = LayerNorm(self.dim, eps=1e-6)
+
+    def project(
+        self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = (self.ranks.local_shard(angle) for angle in (setup.cos, setup.sin))
+        q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
+        k_Bs1D = self.k_norm(self.wk(x_BsH)).unsqueeze(2)
+        q_BsJD, k_Bs1D = (
+            setup.rope.rotate(x, cos, sin, self.interleaved, 0) for x in (q_BsJD, k_Bs1D)
+        )
+        return q_BsJD, gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), setup.key_gather)

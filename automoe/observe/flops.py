@@ -6,7 +6,8 @@ costs 6 FLOPs per token; of a frozen weight 4, or 2 if no earlier parameter is t
 delta net counts as its recurrence: reading a head's state with a key, updating it, and reading it
 with a query are three products of Dk x Dv numbers per token. With an indexer (sparse attention),
 attention is counted over the selected keys; the indexer scores all keys and is trained on the
-selected ones. Compressed attention is counted over its window and its entries. Router, norms, biases, softmax and recomputation are not counted.
+selected ones. Compressed attention is counted over its window and its entries. Router, norms,
+biases, softmax and recomputation are not counted.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from automoe.config.schema import Config
 from automoe.model.causal_lm import CausalLM
-from automoe.model.indexer import Indexer
+from automoe.model.indexer import KeyChooser
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
 
 Name = TypeVar("Name")  # name of a value
@@ -70,7 +70,7 @@ def gather_stats(
     model_parts = list(model_parts)
     if model.attention.index_topk:
         modules = [module for part in model_parts for module in part.modules()]
-        indexers = [module for module in modules if isinstance(module, Indexer)]
+        indexers = [module for module in modules if isinstance(module, KeyChooser)]
         total = loss_share.new_zeros(())
         for indexer in indexers:
             total = total + indexer.loss_sum

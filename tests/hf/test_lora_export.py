@@ -61,9 +61,10 @@ FAMILIES = [
     "granitemoeshared",
     "dsv2",
     "ernie4_5_moe",
+    "dsv4",
 ]
 ALWAYS = FAMILIES[:5]
-FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe", "granitemoeshared")
+FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe", "granitemoeshared", "dsv4")
 
 
 def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:

@@ -275,7 +275,8 @@ MODELS["glm-sparse"] = replace(
     ),
 )
 # Three streams of the residual, a table of token ids in the first layer, windows of two and three positions. Before the
-# first layer all streams are equal, and mixing them by columns that sum to one would have no gradient but rounding.
+# first layer all streams are equal: mixing them by columns that sum to one, or weighting them before a norm, would have no
+# gradient but rounding.
 MODELS["deepseek-v4"] = ModelConfig(
     family="deepseek_v4",
     num_layers=4,
@@ -288,6 +289,7 @@ MODELS["deepseek-v4"] = ModelConfig(
     hc_mult=3,
     hc_sinkhorn_iters=2,
     hc_eps=0.05,
+    norm_eps=1e-1,
     attention=AttentionConfig(
         kind="compressed",
         num_heads=4,
