@@ -175,7 +175,8 @@ moe.pad_to_capacity | train.fp8 == tensorwise|delayed and EXPERTS
     different tokens on each mesh | Set moe.pad_to_capacity=false, or train.fp8=blockwise
 model.moe_intermediate_size % BLOCK * mesh.etp | train.fp8 == blockwise and EXPERTS
     | gate and up of a rank's experts are whole blocks of BLOCK rows | , or train.fp8=tensorwise
-model.hidden_size % ROW_BYTES; model.moe_latent_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.etp | train.fp8 != off and EXPERTS
+model.hidden_size % ROW_BYTES; model.moe_latent_size % ROW_BYTES;
+    model.moe_intermediate_size % ROW_BYTES * mesh.etp | train.fp8 != off and EXPERTS
     | grouped products in 8 bits need rows of a multiple of ROW_BYTES bytes | , or train.fp8=off
 """, BLOCK=BLOCK, ROW_BYTES=ROW_BYTES, EXPERTS=_HAS_EXPERTS)
 

@@ -78,11 +78,9 @@ class Scores(NamedTuple):
 
         Their means over tokens are P of the balance losses.
         """
-        return (
-            self.scores
-            if self.sum_to_one
-            else self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
-        )
+        if self.sum_to_one:
+            return self.scores
+        return self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def score_experts(logits_BsE: Tensor, config: RouterConfig) -> Scores:

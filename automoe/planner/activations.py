@@ -61,6 +61,7 @@ from automoe.config.schema import (
     window_of,
 )
 from automoe.planner import compressed
+from automoe.planner.residual import connection_bytes, joined_bytes
 
 # Chunk length of automoe.kernels.delta_rule, repeated here because the planner must not import torch.
 DELTA_CHUNK = 64
@@ -229,7 +230,7 @@ def layer_activation_bytes(
     outputs *= "layernorm" not in recompute
     parts = {
         "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden)
-        + tokens * 2 * (_connection_bytes(model, size) + _joined_bytes(model, size))
+        + tokens * 2 * (connection_bytes(model, size) + joined_bytes(model, size))
         + tokens * mtp * float(2 * _norm_input(hidden, size) + 2 * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, recompute),
     }
@@ -286,29 +287,6 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
         return compressed.shared_bytes(attention, recompute, load, bool(again))
     masks = sum(map(load.mask, {window_of(attention, layer) for layer in again}))
     return float(load.number_bytes * load.tp * load.tokens * dims + masks)
-
-
-def _connection_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that a hyper-connection keeps, with ``size`` bytes per element; 0 without.
-
-    Beside the streams and the block's output these are, in at least float32, the logits before and
-    after the norm, their sigmoids and the mixing matrix.
-    """
-    if not (streams := model.hc_mult):
-        return 0.0
-    logits = (2 + streams) * streams
-    numbers = 2 * logits + 2 * streams * streams + 5 * streams + 3
-    return float(size * (model.residual_width + model.hidden_size) + max(4, size) * numbers)
-
-
-def _joined_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that norms of a block's output and gates of the residual keep, of half a layer.
-
-    A norm with a weight keeps its input before and after the product with it; of a layer's two one has it.
-    """
-    hidden = model.hidden_size
-    norm = (1.5 * size * hidden + 4) * (model.post_norm_eps is not None)
-    return norm + size * hidden * (model.residual_gate_temperature > 0)
 
 
 def _norm_input(width: int, size: int) -> int:
