@@ -18,6 +18,11 @@ from automoe.hf.families.layers import NOPE_FULL, window_layers
 from automoe.hf.keys import FUSED, KeyMap
 
 _INTERVAL, _OFFSET = "full_attention_interval", "full_attention_offset"
+_NAMES = {
+    "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
+    "attn_hc.gate": "post_attention_residual_gate.gate",
+    "ffn_hc.gate": "post_feedforward_residual_gate.gate",
+}
 
 FAMILY = Family(
     model_type="muse_spark_text",
@@ -26,8 +31,8 @@ FAMILY = Family(
     | named("num_experts=num_local_experts attention.head_dim attention.qk_scale_factor")
     | named("attention.qkv_bias=attention_bias attention.o_bias=attention_bias")
     | named("moe_latent_size=moe_hidden_size post_norm_eps residual_gate_temperature")
-    | named("final_logit_softcapping router.routed_scaling_factor")
-    | named("router.logit_scale=output_multiplier")
+    | named("final_logit_softcapping router.logit_scale=output_multiplier")
+    | named("router.routed_scaling_factor")
     | {
         "hidden_act": HIDDEN_ACT,
         "logits_scaling": Field(
@@ -45,15 +50,10 @@ FAMILY = Family(
     | {"attention.qk_norm": True, "attention.output_gate": True, "num_shared_experts": 0}
     | {"attention.split_output_gate": True, "attention.output_norm": True, "embedding_norm": True}
     | {"zero_centered_norms": True, "plain_final_norm": True, "tie_embeddings": False}
-    | {"router.score": "sigmoid"}
-    | {"router.expert_bias": True, "router.norm_topk_prob": True, "router.num_groups": 1},
+    | {"router.score": "sigmoid", "router.norm_topk_prob": True, "router.num_groups": 1}
+    | {"router.expert_bias": True},
     only={"tie_word_embeddings": False},
     written={"rope_parameters": rope_parameters},
     unread=BALANCED,
-    keys=KeyMap(
-        FUSED.rows
-        | {"post_attention_layernorm.weight": "pre_feedforward_layernorm.weight"}
-        | {"attn_hc.gate": "post_attention_residual_gate.gate"}
-        | {"ffn_hc.gate": "post_feedforward_residual_gate.gate"}
-    ),
+    keys=KeyMap(FUSED.rows | _NAMES),
 )
