@@ -93,6 +93,8 @@ model.attention.clip_qkv != null and model.attention.clip_qkv <= 0 |
     | it bounds the absolute values of queries, keys and values | Set model.attention.clip_qkv=null
 model.attention.qk_scale_factor != null | not model.attention.qk_norm; model.attention.qk_norm_over_heads
     | it follows norms of each head's queries and keys | Set model.attention.qk_scale_factor=null
+model.attention.qk_scale_factor != null and model.attention.qk_scale_factor <= 0 |
+    | must be a number larger than 0 | Set model.attention.qk_scale_factor=1.0
 model.attention.split_output_gate | not model.attention.output_gate | there is no output gate to project
     | Set model.attention.output_gate=true
 model.attention.multiplier != null and model.attention.multiplier <= 0 |
