@@ -40,9 +40,13 @@ class ResidualGate(nn.Module):
         self.temperature = config.residual_gate_temperature
         self.gate = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
 
-    def forward(self, x_BsH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x_BsH: Tensor) -> tuple[Tensor, ...]:
         """Return the block's input ``x_BsH``, and for ``join`` the weights of residual and output [H]."""
-        return x_BsH, *gate_weights(self.gate, self.temperature)
+        # Hooks of FSDP would make a view of an input that is also an output.
+        return x_BsH, *super().__call__()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return gate_weights(self.gate, self.temperature)
 
     join = staticmethod(gated_sum)
 
