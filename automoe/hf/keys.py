@@ -310,10 +310,10 @@ class KeyMap:
         """
         if self.table:
             return self.table[name]
-        found = self._pieces(name, shape, experts)
+        slices = self._pieces(name, shape, experts)
         if self.renames:
-            found = [piece._replace(key=self.renamed(piece.key)) for piece in found]
-        return found
+            slices = [piece._replace(key=self.renamed(piece.key)) for piece in slices]
+        return slices
 
     def _pieces(self, name: str, shape: Shape, experts: range | None) -> Sequence[Piece]:
         match = _LAYER.fullmatch(name)

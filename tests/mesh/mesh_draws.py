@@ -79,6 +79,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     parallel |= choose(({}, {} if attention.index_topk else ULYSSES))
     if parallel.get("context") and not attention.sliding_window and not attention.sinks:
         parallel |= choose((ULYSSES, RING))
+    plain = attention.qk_norm or attention.kind == "compressed" or parallel.get("context") == "ring"
     moe: dict[str, Any] = choose(
         (
             {},
@@ -98,7 +99,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
         parallel=parallel,
         document_mask=generator.random() < 0.8,
         moe=moe,
-        optim=choose(({}, MUON) if attention.qk_norm or parallel.get("context") == "ring" else ({}, CLIP, MUON_CLIP)),
+        optim=choose(({}, MUON) if plain else ({}, CLIP, MUON_CLIP)),
         train=choose(({}, EVALUATED)),
     )
     shapes = list(legal_meshes(world_size, Case(family, **run).config))

@@ -62,6 +62,8 @@ def _fits_heads(shape: MeshShape, model: ModelConfig) -> bool:
     tp, attention = shape.tp, model.attention
     if attention.linear_num_key_heads % (tp * shape.cp):  # cp ranks take some of tp's each
         return False
+    if attention.kind == "compressed" and (shape.cp > 1 or attention.o_groups % tp):
+        return False
     kv_heads = attention.num_kv_heads if attention.kind == "gqa" else tp
     dense = model.intermediate_size if model.first_k_dense else 0
     cut = (attention.num_heads, model.vocab_size, dense, model.shared_width)
