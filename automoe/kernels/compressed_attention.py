@@ -137,14 +137,18 @@ class _Attention(torch.autograd.Function):
         out_BSND = torch.empty_like(q_BSND)
         wide = torch.promote_types(q_BSND.dtype, torch.float32)
         lse_BSN = q_BSND.new_empty(q_BSND.shape[:3], dtype=wide)
-        for queries, _, _, keys_BKD, scores_BcNK in _chunks(q_BSND, kv_BSD, entries_BED, *settings):
+        for chunk in _chunks(q_BSND.shape[1], entries_BED.shape[1], settings[2]):
+            q_BcND = q_BSND[:, chunk.queries]
+            keys_BKD = _keys(kv_BSD, entries_BED, chunk)
+            scores_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings)
             lse_BcN = scores_BcNK.logsumexp(-1)
             if sinks_N is not None:
                 lse_BcN = lse_BcN.logaddexp(sinks_N.to(wide))
-            lse_BSN[:, queries] = lse_BcN
-            shares_BcNK = scores_BcNK.sub_(lse_BcN.unsqueeze(-1)).exp_()
-            out_BrD = _product(shares_BcNK.flatten(1, 2).to(kv_BSD.dtype), keys_BKD)
-            out_BSND[:, queries] = out_BrD.view(out_BSND[:, queries].shape)
+            lse_BSN[:, chunk.queries] = lse_BcN
+            shares_BrK = scores_BcNK.sub_(lse_BcN.unsqueeze(-1)).exp_().flatten(1, 2)
+            out_BrD = _product(shares_BrK.to(kv_BSD.dtype), keys_BKD)
+            out_BSND[:, chunk.queries] = out_BrD.view(q_BcND.shape)
+            del scores_BcNK, shares_BrK  # before those of the next chunk are made
         ctx.save_for_backward(q_BSND, kv_BSD, entries_BED, sinks_N, out_BSND, lse_BSN)
         return out_BSND
 
@@ -152,71 +156,94 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_BSND):
         q_BSND, kv_BSD, entries_BED, sinks_N, out_BSND, lse_BSN = ctx.saved_tensors
-        dtype, wide, scale = q_BSND.dtype, lse_BSN.dtype, ctx.settings[-1]
+        wide = lse_BSN.dtype
         grad_q_BSND = torch.empty_like(q_BSND)
-        grad_kv_BSD, grad_entries_BED = (
-            torch.zeros_like(x, dtype=wide) for x in (kv_BSD, entries_BED)
-        )
-        grad_sinks_N = None if sinks_N is None else torch.zeros_like(sinks_N, dtype=wide)
-        inputs = q_BSND, kv_BSD, entries_BED
-        for queries, near, far, keys_BKD, scores_BcNK in _chunks(*inputs, *ctx.settings):
-            q_BcND, grad_BcND, lse_BcN = (x[:, queries] for x in (q_BSND, grad_BSND, lse_BSN))
+        sums = [
+            None if x is None else torch.zeros_like(x, dtype=wide)
+            for x in (kv_BSD, entries_BED, sinks_N)
+        ]
+        grad_kv_BSD, grad_entries_BED, grad_sinks_N = sums
+        for chunk in _chunks(q_BSND.shape[1], entries_BED.shape[1], ctx.settings[2]):
+            q_BcND, grad_BcND, out_BcND, lse_BcN = (
+                x[:, chunk.queries] for x in (q_BSND, grad_BSND, out_BSND, lse_BSN)
+            )
             # the gradient of a score is share * (gradient of the share - delta)
-            delta_BcN = (grad_BcND.to(wide) * out_BSND[:, queries]).sum(-1)
-            shares_BcNK = scores_BcNK.sub_(lse_BcN.unsqueeze(-1)).exp_()
-            grad_BrD = grad_BcND.flatten(1, 2)
-            grad_BcNK = _product(grad_BrD, keys_BKD.mT).view(shares_BcNK.shape)
-            grad_BcNK.sub_(delta_BcN.unsqueeze(-1)).mul_(shares_BcNK).mul_(scale)
-            shares_BrK, grad_BrK = (x.flatten(1, 2).to(dtype) for x in (shares_BcNK, grad_BcNK))
-            grad_q_BSND[:, queries] = _product(grad_BrK, keys_BKD).view(q_BcND.shape)
-            grad_BKD = _product(grad_BrK.mT, q_BcND.flatten(1, 2))
-            grad_BKD += _product(shares_BrK.mT, grad_BrD)
-            split = near.stop - near.start
-            grad_kv_BSD[:, near] += grad_BKD[:, :split]
-            grad_entries_BED[:, far] += grad_BKD[:, split:]
+            delta_BcN = (grad_BcND.to(wide) * out_BcND).sum(-1)
+            keys_BKD = _keys(kv_BSD, entries_BED, chunk)
+            grad_q_BrD, grad_BKD = _chunk_gradients(
+                q_BcND, keys_BKD, grad_BcND, lse_BcN, delta_BcN, chunk, ctx.settings
+            )
+            grad_q_BSND[:, chunk.queries] = grad_q_BrD.view(q_BcND.shape)
+            near = chunk.near.stop - chunk.near.start
+            grad_kv_BSD[:, chunk.near] += grad_BKD[:, :near]
+            grad_entries_BED[:, chunk.far] += grad_BKD[:, near:]
             if sinks_N is not None:
                 grad_sinks_N -= ((sinks_N.to(wide) - lse_BcN).exp() * delta_BcN).sum((0, 1))
-        narrow = (
-            None if sum_ is None else sum_.to(x.dtype)
-            for sum_, x in (
-                (grad_kv_BSD, kv_BSD),
-                (grad_entries_BED, entries_BED),
-                (grad_sinks_N, sinks_N),
-            )
-        )
+        inputs = kv_BSD, entries_BED, sinks_N
+        narrow = (None if x is None else x.to(y.dtype) for x, y in zip(sums, inputs, strict=True))
         return grad_q_BSND, *narrow, *(None,) * 4
 
 
-def _chunks(
-    q_BSND: Tensor,
-    kv_BSD: Tensor,
-    entries_BED: Tensor,
+class _Chunk(NamedTuple):
+    """A chunk of queries, and the ranges of positions and of entries that they may see."""
+
+    queries: slice
+    near: slice
+    far: slice
+
+
+def _chunks(size: int, count: int, window: int) -> Iterator[_Chunk]:
+    for start in range(0, size, CHUNK):
+        stop = min(start + CHUNK, size)
+        far = -(-stop * count // size)  # later windows end behind the queries
+        yield _Chunk(slice(start, stop), slice(max(start - window + 1, 0), stop), slice(0, far))
+
+
+def _keys(kv_BSD: Tensor, entries_BED: Tensor, chunk: _Chunk) -> Tensor:
+    return torch.cat((kv_BSD[:, chunk.near], entries_BED[:, chunk.far]), dim=1)
+
+
+def _scores(
+    q_BcND: Tensor,
+    keys_BKD: Tensor,
+    chunk: _Chunk,
     seen_BSE: Tensor | None,
     doc_ids_BS: Tensor | None,
     window: int,
     scale: float,
-) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor]]:
-    """Yield for each chunk its queries, positions and entries, their keys [B, K, D], and scores.
+) -> Tensor:
+    """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key."""
+    queries, near, far = chunk
+    back_cK = torch.arange(queries.start, queries.stop, device=q_BcND.device).unsqueeze(1)
+    back_cK = back_cK - torch.arange(near.start, near.stop, device=q_BcND.device)
+    seen_BcK = ((back_cK >= 0) & (back_cK < window)).expand(len(q_BcND), -1, -1)
+    if doc_ids_BS is not None:
+        seen_BcK = seen_BcK & (doc_ids_BS[:, queries, None] == doc_ids_BS[:, None, near])
+    if seen_BSE is not None:
+        seen_BcK = torch.cat((seen_BcK, seen_BSE[:, queries, far]), dim=-1)
+    scores_BrK = _product(q_BcND.flatten(1, 2), keys_BKD.mT).mul_(scale)
+    return scores_BrK.view(*q_BcND.shape[:3], -1).masked_fill_(~seen_BcK.unsqueeze(2), -torch.inf)
 
-    The scores [B, c, N, K] are at least float32, -inf where a query does not see a key.
-    """
-    size, count = q_BSND.shape[1], entries_BED.shape[1]
-    place_S = torch.arange(size, device=q_BSND.device)
-    for start in range(0, size, CHUNK):
-        queries = slice(start, min(start + CHUNK, size))
-        near = slice(max(start - window + 1, 0), queries.stop)
-        far = slice(0, -(-queries.stop * count // size))  # later windows end behind the queries
-        keys_BKD = torch.cat((kv_BSD[:, near], entries_BED[:, far]), dim=1)
-        back_cK = place_S[queries].unsqueeze(1) - place_S[near]
-        seen_BcK = ((back_cK >= 0) & (back_cK < window)).expand(len(q_BSND), -1, -1)
-        if doc_ids_BS is not None:
-            seen_BcK = seen_BcK & (doc_ids_BS[:, queries, None] == doc_ids_BS[:, None, near])
-        if seen_BSE is not None:
-            seen_BcK = torch.cat((seen_BcK, seen_BSE[:, queries, far]), dim=-1)
-        scores_BrK = _product(q_BSND[:, queries].flatten(1, 2), keys_BKD.mT)
-        scores_BcNK = scores_BrK.view(*q_BSND[:, queries].shape[:3], -1).mul_(scale)
-        scores_BcNK.masked_fill_(~seen_BcK.unsqueeze(2), -torch.inf)
-        yield queries, near, far, keys_BKD, scores_BcNK
+
+def _chunk_gradients(
+    q_BcND: Tensor,
+    keys_BKD: Tensor,
+    grad_BcND: Tensor,
+    lse_BcN: Tensor,
+    delta_BcN: Tensor,
+    chunk: _Chunk,
+    settings: tuple,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32."""
+    dtype, scale = q_BcND.dtype, settings[-1]
+    shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()
+    grad_BrD = grad_BcND.flatten(1, 2)
+    grad_BcNK = _product(grad_BrD, keys_BKD.mT).view(shares_BcNK.shape)
+    grad_BcNK.sub_(delta_BcN.unsqueeze(-1)).mul_(shares_BcNK).mul_(scale)
+    shares_BrK, grad_BrK = (x.flatten(1, 2).to(dtype) for x in (shares_BcNK, grad_BcNK))
+    grad_BKD = _product(grad_BrK.mT, q_BcND.flatten(1, 2))
+    grad_BKD += _product(shares_BrK.mT, grad_BrD)
+    return _product(grad_BrK, keys_BKD), grad_BKD
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
