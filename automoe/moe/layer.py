@@ -111,7 +111,8 @@ class MoE(nn.Module):
     def _normed_experts(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
     ) -> Tensor:
-        rows_RH = self.experts(x_TH, gather_idx_R, offsets_E, torch.ones_like(probs_R))
+        args = x_TH, gather_idx_R, offsets_E, torch.ones_like(probs_R)
+        rows_RH = call_module(self.experts, *args)
         return (self.latent.post_expert_norm(rows_RH) * probs_R[:, None]).to(rows_RH.dtype)
 
 
