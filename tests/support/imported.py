@@ -38,6 +38,7 @@ MORE = (
 
 
 SIZES = (4, 8, 16)
+IN_SIGHT = 100_000  # objects that a look takes a hundredth of a second for
 
 
 class ImportedRanks(RankPool):
@@ -90,7 +91,8 @@ def leave_and_freeze(hidden: list[Any]) -> None:
     """``leave_world``, after which nothing that lives on is looked at again: imported modules above all.
 
     To leave a world is to look at every object that the garbage collector knows, which takes a process that has
-    imported much longer than most cases. As long as somebody holds a mesh, all stays in sight.
+    imported much longer than most cases. As long as somebody holds a mesh, what was made since the last freeze stays in
+    sight, up to ``IN_SIGHT`` objects.
 
     Args:
         hidden: caches of torch.distributed that are out of sight; those that this call hides are added.
@@ -100,7 +102,9 @@ def leave_and_freeze(hidden: list[Any]) -> None:
     from automoe.interop import torch_private
 
     leave_world(hidden)
-    if not any(type(thing) is DeviceMesh for thing in gc.get_objects()):
+    objects = gc.get_objects()
+    if len(objects) > IN_SIGHT or not any(type(thing) is DeviceMesh for thing in objects):
+        del objects
         hidden += torch_private.cached_functions()
         gc.freeze()
 
