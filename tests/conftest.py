@@ -100,10 +100,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """GPU tests are deselected by default; asked for on a machine without a GPU, they say so once.
 
-    What collecting leaves behind stays: Python's garbage collector need not look at it again and again.
+    What collecting leaves behind stays: Python's garbage collector need not look at it again and again. Nor at what
+    tests make after each 700 objects: a look costs a tenth of a test's time, and cycles may wait.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     if session.config.option.collectonly:
         return
     here = torch.cuda.device_count()

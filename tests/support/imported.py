@@ -87,31 +87,43 @@ def remember_caches() -> None:
     gc.freeze = freeze_imported
 
 
+def freeze_many(hidden: list[Any]) -> None:
+    """Before a world begins: freeze what is in sight, if that is more than ``IN_SIGHT`` objects.
+
+    A model that a module's tests share, with its mesh, would otherwise keep all that is imported meanwhile in sight.
+    """
+    if len(gc.get_objects()) > IN_SIGHT:
+        gc.collect()
+        _freeze(hidden)
+
+
+def _freeze(hidden: list[Any]) -> None:
+    from automoe.interop import torch_private
+
+    hidden += torch_private.cached_functions()
+    gc.freeze()
+
+
 def leave_and_freeze(hidden: list[Any]) -> None:
     """``leave_world``, after which nothing that lives on is looked at again: imported modules above all.
 
     To leave a world is to look at every object that the garbage collector knows, which takes a process that has
-    imported much longer than most cases. As long as somebody holds a mesh, what was made since the last freeze stays in
-    sight, up to ``IN_SIGHT`` objects.
+    imported much longer than most cases. As long as somebody holds a mesh, all stays in sight.
 
     Args:
         hidden: caches of torch.distributed that are out of sight; those that this call hides are added.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    from automoe.interop import torch_private
-
     leave_world(hidden)
-    objects = gc.get_objects()
-    if len(objects) > IN_SIGHT or not any(type(thing) is DeviceMesh for thing in objects):
-        del objects
-        hidden += torch_private.cached_functions()
-        gc.freeze()
+    if not any(type(thing) is DeviceMesh for thing in gc.get_objects()):
+        _freeze(hidden)
 
 
 if __name__ == "__main__":
     del sys.argv[1]  # the module that a launcher starts
     fork_server.IMPORTED += MORE
+    gc.set_threshold(20_000, 20, 20)  # as the process of the tests: ranks make many objects and few cycles
     remember_caches()
     pool.leave_world = leave_and_freeze
     sys.path.append(str(Path(__file__).parents[2]))
