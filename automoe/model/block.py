@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.run_attention, self.run_attention)
         self.attn_hc: Residual | HyperConnection = Residual(config.residual_multiplier)
-        self.ffn_hc = self.attn_hc
+        self.ffn_hc: Residual | HyperConnection = self.attn_hc
         if config.hc_mult:
             self.attn_hc = HyperConnection(config, backend.router_dtype)
             self.ffn_hc = HyperConnection(config, backend.router_dtype)
