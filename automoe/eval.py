@@ -185,7 +185,7 @@ def load_tasks(specs: list[str]) -> list[Any]:
 
     built = []
     for spec in specs:
-        path = user_path("--tasks", spec or ".")
+        path = user_path("--tasks", spec or "nameless.yaml")  # which is no folder to look through
         # The harness's own tasks are thousands of files and take half a minute to read. They are
         # left out if the text looks like a path, which names none of them.
         include = not path.exists() and os.sep not in spec and path.suffix not in (".yaml", ".yml")

@@ -24,10 +24,16 @@ if not torch.cuda.is_available():  # read when triton is first imported, which a
 
 # Files that take longest, longest first: one that began last would keep one core busy and leave the other idle.
 LONGEST = """
-    class_tier_kills hub_id remedies_carried_out tries disk_table_commands kills pages finetune damaged_files mesh_float64 hf_meshes checkpoint_kills recompute mesh_suite_can_fail resume routing_meshes
-    train_step external_launch local_launch checkpoint_bench fp8_training fake_cuda pretrain_command activations mesh_float32
-    mesh_ties mesh_torchtitan_norm hf_export hf_quantized verify signals sweep tune_kernels full_disk_run stuck soak
-    moe_layer main_job disk_faults async_save device_training report communication dispatch compose compile
+    class_tier_kills remedies_carried_out tries disk_table_commands kills finetune damaged_files checkpoint_kills
+    mesh_ties signals tune_kernels full_disk_run soak moe_layer main_job grpo mesh_float64 class_tier local_launch
+    plan weights mesh_replay resume generate compose adapter_start plain_loop verify search hf_meshes pretrain_command
+    session mesh_suite_can_fail checkpoint_damage session_calls external_launch foreign_files published_classes
+    hf_walk eval bounds unasked_code routing_meshes lora_export measured_memory vocabulary hf_registry trackers report
+    tinker fp8_training mesh_sessions skipped_streak hf_export activations upcycle export versions convert prepare
+    torch_private mesh_draws requirements params_table pretrain_steps documented_commands experts hf_quantized
+    counting served jobs gradient_dtypes expert_parallel rope_kernels fake_world hub_id pages recompute train_step
+    checkpoint_bench fake_cuda mesh_float32 mesh_torchtitan_norm sweep stuck disk_faults async_save device_training
+    communication dispatch compile
 """.split()
 
 # With ``-m gpu`` the order in which failures tell most: numbers of the whole model first, then what they are made of,
@@ -100,10 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """GPU tests are deselected by default; asked for on a machine without a GPU, they say so once.
 
-    What collecting leaves behind stays: Python's garbage collector need not look at it again and again.
+    What collecting leaves behind stays: Python's garbage collector need not look at it again and again. Nor at what
+    tests make after each 700 objects: a look costs a tenth of a test's time, and cycles may wait.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     if session.config.option.collectonly:
         return
     here = torch.cuda.device_count()

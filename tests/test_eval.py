@@ -217,6 +217,23 @@ def test_a_number_that_is_not_finite_is_no_success(
     assert json.loads(out.read_text())["results"]["nothing"]["acc,none"] == "NaN"
 
 
+def test_a_task_without_a_name_is_refused_before_the_working_directory_is_looked_through(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folders may have thousands of files, as an environment's have."""
+    from lm_eval.tasks import TaskManager
+
+    looked_through: list[Any] = []
+
+    def begin(self: Any, include_path: Any, original: Any = TaskManager.__init__, **options: Any) -> None:
+        looked_through.append(include_path)
+        original(self, include_path=include_path, **options)
+
+    monkeypatch.setattr(TaskManager, "__init__", begin)
+    assert evaluate(folder, "--tasks", f"{folder / 'tasks' / 'letters.yaml'},") == 2
+    assert "a task without a name" in capsys.readouterr().err and looked_through == [None, None]
+
+
 def test_what_cannot_be_run_says_why(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +252,6 @@ def test_what_cannot_be_run_says_why(
     )
     out = str(tmp_path / "wrong.json")
     assert "a right answer is not among the choices" in refused(tmp_path / "wrong.yaml", "--limit", "2", "--out", out)
-    assert "a task without a name" in refused(f"{task},")
     (tmp_path / "there.json").write_text("kept")
     assert "results are not overwritten" in refused(task, "--out", str(tmp_path / "there.json"))
     assert (tmp_path / "there.json").read_text() == "kept"

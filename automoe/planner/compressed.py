@@ -43,7 +43,7 @@ def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: b
         return num_bytes
     num_bytes += _pooled_bytes(attention, layer, load, dim)
     if has_indexer(attention, layer):
-        learnt = tokens * attention.index_n_heads * (attention.index_head_dim + 1)
+        learnt = float(tokens * attention.index_n_heads * (attention.index_head_dim + 1))
         learnt += row / ratio * attention.index_head_dim
         num_bytes += load.window_numbers / ratio + wide * learnt
         num_bytes += _pooled_bytes(attention, layer, load, attention.index_head_dim)

@@ -47,10 +47,11 @@ class Routes:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         chosen: dict[int, Any] = {}  # layer -> [tokens of a pass, K]
-        self._seen: dict[str, dict[int, Any]] = {}  # request -> position -> [L, K]
+        self._seen: dict[str, Any] = {}  # request -> position -> [L, K]
         for layer in layers:
-            number = layer.layer_id
-            layer.router.set_capture_fn(lambda ids, at=number: chosen.update({at: ids.tolist()}))
+            layer.router.set_capture_fn(
+                lambda ids, at=layer.layer_id: chosen.update({at: ids.tolist()})
+            )
         run = runner.execute_model
 
         def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
@@ -104,6 +105,8 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         logprobs_mode="processed_logprobs",
         # The CPU kernel rotates queries of three dims wrongly (multi-head latent attention).
         compilation_config={"custom_ops": ["-rotary_embedding"]} if on_cpu else {},
+        # The kernel for latent attention that vLLM prefers on CPUs with AMX refuses float32.
+        attention_config={"backend": "CPU_MLA"} if on_cpu else {},
     )
 
     def say(content: Any) -> None:
@@ -144,14 +147,20 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             say("updated")
             continue
-        options = {"temperature": ask["temperature"], "max_tokens": ask["max_tokens"]}
-        options |= {"stop_token_ids": ask["stops"], "ignore_eos": True, "logprobs": 0}
+        options = {
+            "temperature": ask["temperature"],
+            "max_tokens": ask["max_tokens"],
+            "stop_token_ids": ask["stops"],
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
         prompts, settings = [], []
         for number, prompt in enumerate(ask["prompts"]):
             for answer in range(ask["num"]):
                 prompts.append({"prompt_token_ids": prompt})
-                seed = ask["seed"] + 1009 * number + answer
-                settings.append(SamplingParams(seed=seed, **options))
+                settings.append(
+                    SamplingParams(seed=ask["seed"] + 1009 * number + answer, **options)
+                )
         groups: list[Any] = [[] for _ in ask["prompts"]]
         for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):
             [answer] = request.outputs

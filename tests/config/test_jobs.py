@@ -48,11 +48,13 @@ def test_a_checkpoint_takes_the_defaults_of_its_job(overrides: list[str], expect
 
 @pytest.mark.parametrize("name", [name for name in list_options() if not name.endswith("_g8t8")])
 def test_every_shipped_configuration_tunes_a_checkpoint_and_trains_another_as_before(name: str) -> None:
+    """By ``data.kind``, as a choice of the group ``data`` sets it: each file is composed once."""
     plain = compose_config(name)
-    assert taken(name, *FROM)[::2] == (2e-4 if plain.lora.rank else 1e-5, 3.0) or name.endswith(
+    chats = [FROM[0], "data.kind=chat", FROM[2]]
+    assert taken(name, *chats)[::2] == (2e-4 if plain.lora.rank else 1e-5, 3.0) or name.endswith(
         ("dpo", "grpo_small", "distill_small")
     )
-    pairs = [*FROM[:1], "data=preference", "data.path=FILE", "recipe=dpo"]
+    pairs = [FROM[0], "data.kind=preference", FROM[2], "recipe=dpo"]
     assert (
         name in ("grpo_small", "distill_small") or taken(name, *pairs)[2] == 1.0
     )  # whose recipe_args are another recipe's

@@ -102,7 +102,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for name, value in (told | {"DEFAULT_ETAG_TIMEOUT": 0.2, "HF_HUB_ETAG_TIMEOUT": 0.2}).items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.chdir(tmp_path)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.ended.set()  # type: ignore[attr-defined]
     server.shutdown()
@@ -174,7 +174,7 @@ def test_a_certificate_that_is_not_the_hubs_is_said_and_the_remedy_helps(
     server.publish(folder)
     certificate, context = certified(tmp_path, host)
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     endpoint = f"https://127.0.0.1:{server.server_port}"
     files = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     told = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "cache")}

@@ -86,7 +86,12 @@ def check(found: dict[str, list[str]], *kinds: str) -> None:
     assert found["others"] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+COVERED = ("one", "stages, modules")  # by "recomputed", and by "stages" and "modules"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED else ()) for name in CASES]
+)
 def test_only_passes_of_a_step_count(ranks: RankPool, name: str) -> None:
     case = CASES[name]
     kinds = ["load.totals", "self_attn.largest"]

@@ -71,7 +71,7 @@ def without_record(replayed: Trajectory) -> tuple[Trajectory, list[float]]:
     return replayed, shares
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_natural_routes_of_both_formats_change_no_bit(ranks: RankPool, natural, case: Case) -> None:
     one, forced = natural(case)
@@ -92,8 +92,8 @@ def foreign(case: Case, natural) -> list[torch.Tensor]:
     return forced
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.one_in(18)
+@pytest.mark.parametrize("case", [*CASES[9:], *CASES[:9]], ids=str)  # by default on tp, as natural ones on pp and dp
 def test_foreign_routes_mean_the_same_on_every_mesh(ranks: RankPool, natural, case: Case) -> None:
     """Biases stand still, and all else is equal at 1e-10."""
     experts, forced = MODELS[case.family].num_experts, foreign(case, natural)

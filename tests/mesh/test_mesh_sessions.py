@@ -135,7 +135,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return cache(lambda family: answers(ranks, Case(family, rows=8), tmp_path_factory.mktemp(family)))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sessions_answer_alike_on_every_mesh(
     ranks: RankPool, alone: Callable[[str], Answers], case: Case, tmp_path: Path

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from automoe.planner.views.plan_view import print_plan
 from tests.support.configurations import quick_config
 
 
+@cache
 def plan_of(name: str, *overrides: str) -> Plan:
     config = quick_config(name, list(overrides))
     return make_plan(config, validate(config, config.launch.num_ranks))

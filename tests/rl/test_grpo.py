@@ -216,6 +216,7 @@ def with_another_engine(settings: Config) -> Any:
 def test_rewards_rise(tmp_path: Path, ranks: RankPool) -> None:
     settings = config(tmp_path / "run")
     settings.train.steps, settings.optim.lr, settings.recipe_args.samples, settings.recipe_args.prompts = 14, 0.04, 8, 3
+    settings.checkpoint.every = 0
     _, records = ranks.run(train, 1, settings)[0]
     rewards = [one["reward"] for one in records]
     assert rewards[0] < 0.15 and rewards[-1] > 0.5
@@ -382,7 +383,7 @@ def test_a_student_learns_the_teachers_answers(tmp_path: Path, ranks: RankPool) 
     """On-policy distillation: the reverse KL to the teacher, here of another shape, falls on the student's answers."""
     teacher = replace(config(tmp_path).model, num_layers=1, num_experts=6)
     settings = config(tmp_path / "run")
-    settings.train.steps, settings.optim.lr, settings.observe.sample_tokens = 16, 0.03, 2
+    settings.train.steps, settings.optim.lr, settings.observe.sample_tokens, settings.checkpoint.every = 16, 0.03, 2, 0
     settings.recipe_args = GRPOArgs(prompts=2, samples=48, teacher=str(tmp_path / "teacher"))
     ranks.run(export_sharp, 1, teacher, tmp_path / "teacher")
     _, records = ranks.run(train, 1, settings)[0]

@@ -54,7 +54,7 @@ def server() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
             pass
 
     served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=served.serve_forever, daemon=True).start()
+    Thread(target=served.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{served.server_port}", calls
     served.shutdown()
 

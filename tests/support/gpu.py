@@ -18,7 +18,7 @@ from automoe.config.convert import config_from_dict
 from automoe.config.schema import LaunchConfig, ModelConfig
 from automoe.config.shipped import shipped_folder
 from automoe.launch.ranks import close_ranks, init_ranks
-from tests.support.imported import leave_and_freeze
+from tests.support.imported import freeze_many, leave_and_freeze
 
 _hidden: list[Any] = []  # caches of torch.distributed that are frozen
 
@@ -35,6 +35,7 @@ def one_rank(device: str) -> Iterator[torch.device]:
 
     Afterwards the process groups are gone, and every cache that remembers a mesh over them is empty.
     """
+    freeze_many(_hidden)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = LaunchConfig(device=device, threads_per_rank=0)  # type: ignore[arg-type]
     rank_device = init_ranks(launch, rank=0, world_size=1, local_rank=0, store=store)

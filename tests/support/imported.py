@@ -38,6 +38,7 @@ MORE = (
 
 
 SIZES = (4, 8, 16)
+IN_SIGHT = 100_000  # objects that a look takes a hundredth of a second for
 
 
 class ImportedRanks(RankPool):
@@ -86,6 +87,23 @@ def remember_caches() -> None:
     gc.freeze = freeze_imported
 
 
+def freeze_many(hidden: list[Any]) -> None:
+    """Before a world begins: freeze what is in sight, if that is more than ``IN_SIGHT`` objects.
+
+    A model that a module's tests share, with its mesh, would otherwise keep all that is imported meanwhile in sight.
+    """
+    if len(gc.get_objects()) > IN_SIGHT:
+        gc.collect()
+        _freeze(hidden)
+
+
+def _freeze(hidden: list[Any]) -> None:
+    from automoe.interop import torch_private
+
+    hidden += torch_private.cached_functions()
+    gc.freeze()
+
+
 def leave_and_freeze(hidden: list[Any]) -> None:
     """``leave_world``, after which nothing that lives on is looked at again: imported modules above all.
 
@@ -97,17 +115,15 @@ def leave_and_freeze(hidden: list[Any]) -> None:
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    from automoe.interop import torch_private
-
     leave_world(hidden)
     if not any(type(thing) is DeviceMesh for thing in gc.get_objects()):
-        hidden += torch_private.cached_functions()
-        gc.freeze()
+        _freeze(hidden)
 
 
 if __name__ == "__main__":
     del sys.argv[1]  # the module that a launcher starts
     fork_server.IMPORTED += MORE
+    gc.set_threshold(20_000, 20, 20)  # as the process of the tests: ranks make many objects and few cycles
     remember_caches()
     pool.leave_world = leave_and_freeze
     sys.path.append(str(Path(__file__).parents[2]))
