@@ -71,6 +71,9 @@ class AttentionConfig:
     qk_norm: bool = False  # gqa: RMS norm of each head's query and key
     # gqa: qk_norm is over the queries, or keys, of all heads together (OLMoE, MiniMax-M2)
     qk_norm_over_heads: bool = False
+    # gqa: queries are multiplied by it after qk_norm, whose norms then have no weight (Muse-Spark);
+    # null: norms have weights
+    qk_scale_factor: float | None = None
     # gqa: largest absolute value of queries and keys (after their norm) and values (OLMoE)
     clip_qkv: float | None = None
     # gqa: factor of the products of queries and keys (Granite); null: head_dim ** -0.5
@@ -109,9 +112,17 @@ class AttentionConfig:
     sinks: bool = False
     # gqa: multiply each head's output by the sigmoid of a second query projection (Qwen3-Next)
     output_gate: bool = False
+    # output_gate has a projection of its own; false: that of queries has its rows (Qwen3-Next)
+    split_output_gate: bool = False
+    # gqa: RMS norm without a weight of each head's output, before the gate (Muse-Spark)
+    output_norm: bool = False
     # every n-th layer has full causal attention; the layers between have the sliding window or the
     # delta net below; 1: every layer has full attention
     full_attention_interval: int = 1
+    # intervals start this many layers after the first one
+    full_attention_offset: int = 0
+    # gqa: layers with full attention have no rotary embedding (Muse-Spark)
+    nope_full_attention: bool = False
     # layers without full attention (compressed: all layers): keys that a query sees, its own
     # position included; 0: no window
     sliding_window: int = 0
@@ -125,3 +136,13 @@ class AttentionConfig:
     # delta net: queries, keys and values have one projection, gates, betas and decays one each
     # (Qwen3.5); false: all have two, which go from key head to key head (Qwen3-Next)
     linear_split_projections: bool = False
+
+    @property
+    def qk_norm_weights(self) -> bool:
+        """True if norms of queries and keys have weights."""
+        return self.qk_norm and self.qk_scale_factor is None
+
+    @property
+    def joint_output_gate(self) -> bool:
+        """True if the projection to queries has the rows of the output gate."""
+        return self.output_gate and not self.split_output_gate

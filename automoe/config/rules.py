@@ -27,7 +27,8 @@ _AT_LEAST = {
         "cluster.intra_node_bandwidth cluster.inter_node_bandwidth cluster.host_bandwidth "
         "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
         "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
-        "moe.bias_update_rate lora.rank cluster.cores observe.log_every"
+        "moe.bias_update_rate lora.rank cluster.cores observe.log_every model.moe_latent_size "
+        "model.residual_gate_temperature model.attention.full_attention_offset"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
@@ -55,7 +56,7 @@ _NUMBERS = table("""
 model.initializer_range <= 0; model.rope.theta <= 0; model.rope.factor <= 0; model.rope.beta_fast <= 0;
     model.rope.beta_slow <= 0; model.rope.partial_rotary_factor <= 0; model.rope.low_freq_factor <= 0;
     model.router.routed_scaling_factor <= 0; model.embedding_multiplier <= 0; model.residual_multiplier <= 0;
-    model.logits_scaling <= 0; cluster.gemm_curve_from <= 0 | | must be larger than 0
+    model.logits_scaling <= 0; model.router.logit_scale <= 0; cluster.gemm_curve_from <= 0 | | must be larger than 0
 optim.eps <= 0 | | must be larger than 0 | Set optim.eps=1e-8
 model.rope.partial_rotary_factor > 1 | | the share of a head that is rotated, at most 1
 model.rope.high_freq_factor <= model.rope.low_freq_factor | model.rope.scaling == llama3

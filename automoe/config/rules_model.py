@@ -43,10 +43,12 @@ model.num_experts % mesh.ep | | mesh.ep={mesh.ep} ranks hold equal numbers of ex
 model.moe_intermediate_size % mesh.etp * mesh.ep_shard |
     | etp and FSDP cut the width of the experts evenly over mesh.etp and mesh.ep_shard
     | , or {facts.width_fits}
-model.hidden_size % mesh.ep_shard | | FSDP cuts the rows of the experts' down projection evenly | , or {facts.rows_fit}
+model.hidden_size % mesh.ep_shard; model.moe_latent_size % mesh.ep_shard |
+    | FSDP cuts the rows of the experts' down projection evenly | , or {facts.rows_fit}
 """)
 _BIASES = table("""
-model.hidden_size % mesh.etp * mesh.ep_shard | model.biased_experts and model.num_moe_layers > 0
+model.hidden_size % mesh.etp * mesh.ep_shard; model.moe_latent_size % mesh.etp * mesh.ep_shard
+    | model.biased_experts and model.num_moe_layers > 0
     | etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp and mesh.ep_shard
     | Set {facts.times} times more ranks on mesh.ep
 model.attention.index_shared_layers: facts.outside |
@@ -89,6 +91,12 @@ model.attention.qk_norm_over_heads | not model.attention.qk_norm | queries and k
     | Set model.attention.qk_norm=true
 model.attention.clip_qkv != null and model.attention.clip_qkv <= 0 |
     | it bounds the absolute values of queries, keys and values | Set model.attention.clip_qkv=null
+model.attention.qk_scale_factor != null | not model.attention.qk_norm; model.attention.qk_norm_over_heads
+    | it follows norms of each head's queries and keys | Set model.attention.qk_scale_factor=null
+model.attention.qk_scale_factor != null and model.attention.qk_scale_factor <= 0 |
+    | must be a number larger than 0 | Set model.attention.qk_scale_factor=1.0
+model.attention.split_output_gate | not model.attention.output_gate | there is no output gate to project
+    | Set model.attention.output_gate=true
 model.attention.multiplier != null and model.attention.multiplier <= 0 |
     | must be a number larger than 0 | Set model.attention.multiplier=null
 """)
@@ -102,7 +110,8 @@ _OTHERS = table("""
 model.attention.qkv_bias; model.attention.qk_norm_over_heads; model.attention.clip_qkv != null;
     model.attention.multiplier != null;
     model.rope.partial_rotary_factor != 1;
-    model.attention.linear_num_key_heads > 0; model.attention.o_bias; model.attention.output_gate
+    model.attention.linear_num_key_heads > 0; model.attention.o_bias; model.attention.output_gate;
+    model.attention.qk_scale_factor != null; model.attention.output_norm; model.attention.nope_full_attention
     | model.attention.kind != gqa | only attention kind gqa has it
 model.attention.qk_rope_head_dim % 2 | | PAIRS
 """, PAIRS=_PAIRS)
@@ -173,6 +182,19 @@ model.hc_mult > 0 | model.num_mtp_layers > 0
     | Set model.num_mtp_layers=0
 model.hc_mult > 0 | model.residual_multiplier != 1 | hyper-connections weight what a block adds themselves
     | Set model.residual_multiplier=1.0
+model.hc_mult > 0 | model.residual_gate_temperature != 0 | hyper-connections weight what a block adds themselves
+    | Set model.residual_gate_temperature=0
+model.residual_gate_temperature != 0 | model.residual_multiplier != 1 | gates weight what a block adds themselves
+    | Set model.residual_multiplier=1.0
+model.post_norm_eps != null and model.post_norm_eps <= 0 | | a norm divides by its root | Set model.post_norm_eps=1e-8
+model.post_norm_eps != null | mesh.etp > 1
+    | each expert's output is normalised whole, and ranks of mesh.etp={mesh.etp} have terms of it | Set mesh.etp=1
+model.post_norm_eps == null; model.residual_gate_temperature == 0; model.moe_latent_size < 1;
+    model.final_logit_softcapping == null; model.attention.qk_scale_factor == null | model.family == muse_spark_text
+    | models of family {model.family} have it | Set it to a number above 0
+checkpoint.export_hf | model.family == muse_spark_text and model.hf_path == null
+    | transformers loads its text model only in a wrapper with vision and audio, which a checkpoint has
+    | Set checkpoint.export_hf=false, or model.hf_path=DIR
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
 model.hc_eps < 0 | | it is added to weights and divisors | Set 0 or more
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
@@ -198,7 +220,8 @@ mesh.tp: model.attention.num_kv_heads % mesh.tp
     (model.attention.num_kv_heads)
 """)
 _TRAVEL = table("""
-model.hidden_size % 2 | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
+model.hidden_size % 2; model.moe_latent_size % 2
+    | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
     | float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones
 """)
 _MOE = table("""
@@ -217,9 +240,10 @@ model.router.softmax_after_topk | not model.router.norm_topk_prob
 moe.pad_to_capacity | moe.capacity_factor == 0 | training is dropless, so there is no capacity to pad to
     | Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false
 train.dtype != bfloat16 | moe.dispatcher == deepep | moe.dispatcher=deepep sums rows only in bfloat16
-model.hidden_size: 2 * model.hidden_size % 16 | moe.dispatcher == deepep
+model.hidden_size: 2 * model.hidden_size % 16; model.moe_latent_size: 2 * model.moe_latent_size % 16
+    | moe.dispatcher == deepep
     | moe.dispatcher=deepep sends rows of a multiple of 16 bytes | , or moe.dispatcher=alltoall
-model.hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
+model.hidden_size % BLOCK; model.moe_latent_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
     | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
     | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
 moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose

@@ -71,6 +71,7 @@ class RouterConfig:
     # first layers with experts in which a table of token ids, not the scores, selects the experts
     # (DeepSeek-V4); scores weight them
     num_hash_layers: int = 0
+    logit_scale: float = 1.0  # factor of the router's logits (Muse-Spark)
 
 
 @dataclass
@@ -101,6 +102,7 @@ class ModelConfig:
         "deepseek_v2",
         "ernie4_5_moe",
         "deepseek_v4",
+        "muse_spark_text",
         "llama",
         "qwen3",
         "transformers",
@@ -130,6 +132,9 @@ class ModelConfig:
     num_experts: int = 8  # routed experts per layer
     num_experts_per_token: int = 2  # K: experts that each token chooses
     moe_intermediate_size: int = 128  # width of a routed expert
+    # width of what routed experts read and give, which two projections take from hidden_size and
+    # back, the first with a norm (Muse-Spark); 0: hidden_size
+    moe_latent_size: int = 0
     # the shared experts are one FFN, num_shared_experts * moe_intermediate_size wide; 0: none
     num_shared_experts: int = 0
     # width of the shared FFN if it is no such multiple; 0: num_shared_experts determines it
@@ -148,6 +153,12 @@ class ModelConfig:
     norm_eps: float = 1e-6
     # RMS norms multiply by 1 + weight, except those inside delta nets (Qwen3-Next)
     zero_centered_norms: bool = False
+    # the norm before the head multiplies by its weight all the same (Muse-Spark)
+    plain_final_norm: bool = False
+    # epsilon of RMS norms of what attention (without a weight), a feed-forward and each expert give
+    # (multiplied by 1 + weight before they are normalised, Muse-Spark); null: no such norms
+    post_norm_eps: float | None = None
+    embedding_norm: bool = False  # RMS norm without a weight of the embedding's rows (Muse-Spark)
     tie_embeddings: bool = False  # the output head shares the embedding's weight
     embedding_multiplier: float = 1.0  # factor of the embedding's rows (Granite)
     residual_multiplier: float = 1.0  # factor of what a block adds to the residual stream (Granite)
@@ -158,6 +169,9 @@ class ModelConfig:
     # hyper-connections: times that rows and columns of the mixing matrix are normalised
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6  # hyper-connections: added to weights and to divisors
+    # residual and a block's output are weighted dim by dim, by gates whose parameter is divided by
+    # this temperature (Muse-Spark); 0: no gates
+    residual_gate_temperature: float = 0.0
     # logits are c * tanh(logits / c) for this c (Gemma); null: as they are
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02  # standard deviation of random initial weights
@@ -182,6 +196,16 @@ class ModelConfig:
     def residual_width(self) -> int:
         """Width of the hidden states between layers: that of all streams of the residual."""
         return max(self.hc_mult, 1) * self.hidden_size
+
+    @property
+    def centers_final_norm(self) -> bool:
+        """True if the norm before the head multiplies by 1 + weight."""
+        return self.zero_centered_norms and not self.plain_final_norm
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that routed experts read and give."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def shared_width(self) -> int:
@@ -400,6 +424,11 @@ def has_token_table(model: ModelConfig, layer: int) -> bool:
     return 0 <= layer - model.first_k_dense < model.router.num_hash_layers
 
 
+def has_rotation(attention: AttentionConfig, layer: int) -> bool:
+    """Return True if rotary embeddings apply to layer number ``layer``."""
+    return not (attention.nope_full_attention and _full(attention, layer))
+
+
 def is_linear(attention: AttentionConfig, layer: int) -> bool:
     """Return True if layer number ``layer`` is a gated delta net."""
     return attention.linear_num_key_heads > 0 and not _full(attention, layer)
@@ -427,4 +456,5 @@ def ratio_of(attention: AttentionConfig, layer: int) -> int:
 
 
 def _full(attention: AttentionConfig, layer: int) -> bool:
-    return attention.kind != "compressed" and (layer + 1) % attention.full_attention_interval == 0
+    number = layer + 1 - attention.full_attention_offset
+    return attention.kind != "compressed" and number % attention.full_attention_interval == 0

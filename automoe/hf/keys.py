@@ -333,7 +333,7 @@ class KeyMap:
             ]
         if dims == "1 E]":
             return [whole(keys[0], shape)._replace(file=(1, *shape))]
-        letters = SPECS[name].shape.split() if dims else []
+        letters = SPECS[name].shape.replace("L", "H").split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]
         if (1, 2) not in order and len(keys) < 2:

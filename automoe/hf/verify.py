@@ -287,7 +287,7 @@ def expert_product(
     Args:
         etp: number of ranks among which the width of an expert is divided.
     """
-    widths = (config.hidden_size, config.moe_intermediate_size // etp)
+    widths = (config.expert_hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.communicators import Communicator
 from automoe.interop.torch_private import AsyncTensor
 from automoe.kernels.activation import row_blocks
 
@@ -81,6 +82,64 @@ class _TritonRMSNorm(torch.autograd.Function):
 
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         return *norm_grads(grad_TD.contiguous(), x_TD, scales_T1, weight_D), None
+
+
+class RMSNormOverRanks(torch.autograd.Function):
+    """Autograd function of ``model.norm.norm_over_ranks``; x [..., w] are this rank's w features.
+
+    It saves each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
+    gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
+    """
+
+    @staticmethod
+    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights):
+        count = len(rows_and_weights) // 2
+        xs, weights = rows_and_weights[:count], rows_and_weights[count:]
+        wide = weights[0].dtype
+        squares = [x.to(wide).square().sum(-1, keepdim=True) for x in xs]
+        totals = ranks.all_reduce(torch.cat(squares, dim=-1)).split(1, dim=-1)
+        scales = [
+            torch.rsqrt(total / (x.shape[-1] * ranks.num_ranks) + eps)
+            for x, total in zip(xs, totals, strict=True)
+        ]
+        ctx.ranks = ranks
+        ctx.save_for_backward(*xs, *weights, *scales)
+        return tuple(
+            (x.to(wide) * scale * weight).to(x.dtype)
+            for x, weight, scale in zip(xs, weights, scales, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        count = len(grads)
+        saved = ctx.saved_tensors
+        xs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        products = [grad.to(w.dtype) * x for grad, x, w in zip(grads, xs, weights, strict=True)]
+        dots = [(p @ w).unsqueeze(-1) for p, w in zip(products, weights, strict=True)]
+        totals = ctx.ranks.all_reduce(torch.cat(dots, dim=-1)).split(1, dim=-1)
+        grad_xs, grad_weights = [], []
+        for grad, x, weight, scale, product, total in zip(
+            grads, xs, weights, scales, products, totals, strict=True
+        ):
+            shrink = total * scale.pow(3) / (x.shape[-1] * ctx.ranks.num_ranks)
+            grad_xs.append((grad * weight * scale - x * shrink).to(x.dtype))
+            grad_weights.append((product * scale).flatten(0, -2).sum(0))
+        return None, None, *grad_xs, *grad_weights
+
+
+def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor:
+    """Return the RMSNorm of ``x * (1 + weight_D)`` over the last dim, in the dtype of ``x``.
+
+    The weight comes before the mean, unlike that of ``rms_norm``; None: there is none. Without
+    ``eps`` it returns ``x``.
+    """
+    if eps is None:
+        return x
+    if weight_D is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x = (x * (1 + weight_D.to(wide))).to(x.dtype)
+    return rms_norm(x, None, eps)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:

@@ -17,7 +17,7 @@ from automoe.comm.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.local_shard import local_shard
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
-from automoe.config.schema import ModelConfig, has_blocks, has_indexer, window_of
+from automoe.config.schema import ModelConfig, has_blocks, has_indexer, has_rotation, window_of
 from automoe.kernels.attention import prepare_cuda
 from automoe.kernels.rotation import rotary_cos_sin, softmax_scale
 from automoe.model.attention_masks import QueryBlock, document_ids, seen_keys
@@ -25,7 +25,7 @@ from automoe.model.backend import BackendConfig
 from automoe.model.compressed_attention import Compression
 from automoe.model.indexer import Indexer, IndexInputs
 from automoe.model.linear import Features, Linear
-from automoe.model.norm import norm_over_ranks
+from automoe.model.norm import OutputNorm, norm_over_ranks
 from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_dim
 from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
@@ -167,8 +167,9 @@ class GroupedQueryAttention(nn.Module):
     """Attention in which num_heads query heads share num_kv_heads key and value heads.
 
     Optional: biases, RMSNorm on q and k, of each head or of all together (OLMoE, arXiv 2409.02060,
-    section 4.2), clipping of q, k and v to +-``clip_qkv``, an output gate (Qwen3-Next), a sliding
-    window (by layer), attention sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
+    section 4.2), clipping of q, k and v to +-``clip_qkv``, an output gate (Qwen3-Next) after a norm
+    of outputs (Muse-Spark), a sliding window or no rotation (by layer), attention sinks (GPT-OSS,
+    arXiv 2508.10925, section 2.3).
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
@@ -185,32 +186,38 @@ class GroupedQueryAttention(nn.Module):
         self.k_features = own_features(self.tp, attention.num_kv_heads, self.head_dim)
         # Ranks that outnumber key and value heads keep the whole projection and use some rows.
         kv_features = self.k_features if attention.num_kv_heads < self.tp.num_ranks else None
-        self.output_gate = attention.output_gate
-        # With an output gate each head has the rows of its query first, then the rows of its gate.
-        self.q_proj = Linear(
-            hidden, (1 + self.output_gate) * attention.num_heads * self.head_dim, bias
-        )
+        sizes = sizes_of(config)
+        self.output_gate = attention.joint_output_gate
+        # With the rows of a gate each head has those of its query first.
+        self.q_proj = Linear(hidden, sizes["Q"] * self.head_dim, bias)
+        split, width = attention.split_output_gate, attention.num_heads * self.head_dim
+        self.gate_proj = Linear(hidden, width) if split else None
         self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_features)
         self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_features)
-        self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
+        self.o_proj = Linear(width, hidden, attention.o_bias)
         self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
         self.window = window_of(attention, layer)
         self.clip = attention.clip_qkv
         self.over_heads = attention.qk_norm_over_heads
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        if attention.qk_norm:
-            sizes, of_norm = sizes_of(config), (config.norm_eps, config.zero_centered_norms)
+        if attention.qk_scale_factor is not None:
+            self.q_norm = self.k_norm = OutputNorm(config.norm_eps)
+        elif attention.qk_norm:
+            of_norm = config.norm_eps, config.zero_centered_norms
             self.q_norm = backend.norm(sizes["Yq"], *of_norm)
             self.k_norm = backend.norm(sizes["Yk"], *of_norm)
         self.core_attention = calls.core_attention(AttentionSetup.softmax_attention)
         self.scale = attention.multiplier or softmax_scale(config.rope, self.head_dim)
+        self.scale *= attention.qk_scale_factor or 1
+        self.output_norm = OutputNorm(config.norm_eps if attention.output_norm else None)
+        self.rotates = has_rotation(attention, layer)
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
         x_BSH = self.gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
         q_BSND = self.q_proj(x_BSH)
-        gate = None
+        gate = None if self.gate_proj is None else self.gate_proj(x_BSH).view(heads)
         if self.output_gate:
             q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         q_BSND, k_BSGD = self._norm(q_BSND.reshape(heads), self.k_proj(x_BSH).view(heads))
@@ -219,14 +226,15 @@ class GroupedQueryAttention(nn.Module):
             q_BSND, k_BSGD, v_BSGD = (
                 x.clamp(-self.clip, self.clip) for x in (q_BSND, k_BSGD, v_BSGD)
             )
-        q_BSND, k_BSGD = setup.rotate(q_BSND), setup.rotate(k_BSGD)
+        if self.rotates:
+            q_BSND, k_BSGD = setup.rotate(q_BSND), setup.rotate(k_BSGD)
         keys_and_values = (gather_row(x, setup.key_gather) for x in (k_BSGD, v_BSGD))
         exchanged = exchange_heads(setup.head_exchange, q_BSND, *keys_and_values)
         sinks_N = (
             None if self.sinks is None else own_heads(setup.head_exchange, local_shard(self.sinks))
         )
         out_BSND = self.core_attention(setup, *exchanged, self.scale, self.window, sinks_N)
-        out_BSND = exchange_positions(setup.head_exchange, out_BSND)
+        out_BSND = self.output_norm(exchange_positions(setup.head_exchange, out_BSND))
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.project_and_scatter(out_BSND.flatten(2), self.tp)
 

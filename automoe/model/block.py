@@ -18,7 +18,8 @@ from automoe.model.backend import BackendConfig
 from automoe.model.compressed_attention import CompressedAttention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
-from automoe.model.residual import HyperConnection, Residual
+from automoe.model.norm import OutputNorm
+from automoe.model.residual import residual_of
 from automoe.moe.layer import MoE
 from automoe.passes.calls import Wrap, as_it_is, bind, call_module
 
@@ -64,6 +65,27 @@ class MLP(nn.Module):
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
 
 
+class Latent(nn.Module):
+    """What surrounds routed experts: projections to their latent, with a norm, and back; a norm of their outputs.
+
+    Without ``moe_latent_size`` there are no projections.
+    """
+
+    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.moe_latent_size
+        self.pre_expert_proj = self.pre_expert_norm = self.post_expert_proj = nn.Identity()
+        if width:
+            self.pre_expert_proj = Linear(hidden, width)
+            self.pre_expert_norm = backend.norm(width, config.norm_eps, config.zero_centered_norms)
+            self.post_expert_proj = Linear(width, hidden)
+        self.post_expert_norm = OutputNorm(config.post_norm_eps, config.expert_hidden_size)
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        """Return what experts read of hidden states [B, s, H], as wide as the latent if there is one."""
+        return self.pre_expert_norm(self.pre_expert_proj(x_BsH))
+
+
 class Block(nn.Module):
     """Pre-norm decoder layer number ``layer``, from 0: attention and a feed-forward with residuals.
 
@@ -79,11 +101,8 @@ class Block(nn.Module):
         mlp_args = backend.pg_collection.tp, calls.gather, activation_of(config)
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.run_attention, self.run_attention)
-        self.attn_hc: Residual | HyperConnection = Residual(config.residual_multiplier)
-        self.ffn_hc: Residual | HyperConnection = self.attn_hc
-        if config.hc_mult:
-            self.attn_hc = HyperConnection(config, backend.router_dtype)
-            self.ffn_hc = HyperConnection(config, backend.router_dtype)
+        self.attn_hc, self.ffn_hc = (residual_of(config, backend.router_dtype) for _ in range(2))
+        self.attention_out_norm = OutputNorm(config.post_norm_eps)
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
         self.input_layernorm = norm()
@@ -92,15 +111,15 @@ class Block(nn.Module):
         else:
             self.self_attn = SOFTMAX[config.attention.kind](config, layer, backend)
         self.post_attention_layernorm = norm()
+        self.post_feedforward_layernorm = OutputNorm(config.post_norm_eps, hidden)
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, False, *mlp_args)
             self.call_mlp = calls.mlp(call_module)
         else:
             width = config.shared_width
-            gated = config.shared_expert_gate
-            shared = MLP(hidden, width, gated, *mlp_args) if width else None
-            self.mlp = MoE(config, moe, layer, shared, backend)
+            shared = MLP(hidden, width, config.shared_expert_gate, *mlp_args) if width else None
+            self.mlp = MoE(config, moe, layer, shared, backend, Latent(config, backend))
 
     @property
     def attention(self) -> nn.Module:
@@ -133,7 +152,7 @@ class Block(nn.Module):
         x_BsH, h_BsH, *weights = self.wrapped_run_attention(x_BsH, setup)
         moe = isinstance(self.mlp, MoE)
         out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
-        return self.ffn_hc.join(x_BsH, out_BsH, *weights)
+        return self.ffn_hc.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:
         """Return the residual after attention, the norm that the feed-forward reads, and what ``join`` takes.
@@ -142,6 +161,6 @@ class Block(nn.Module):
         """
         h_BsH, *weights = self.attn_hc(x_BsH)
         out_BsH = self.attention(self.call_norm(self.input_layernorm, h_BsH), setup)
-        x_BsH = self.attn_hc.join(x_BsH, out_BsH, *weights)
+        x_BsH = self.attn_hc.join(x_BsH, self.attention_out_norm(out_BsH), *weights)
         h_BsH, *weights = self.ffn_hc(x_BsH)
         return x_BsH, self.call_norm(self.post_attention_layernorm, h_BsH), *weights

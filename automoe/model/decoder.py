@@ -20,6 +20,7 @@ from automoe.model.block import Block
 from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
+from automoe.model.norm import OutputNorm
 from automoe.model.residual import HyperHead
 from automoe.moe.layer import MoE
 from automoe.passes.calls import call_module
@@ -60,6 +61,7 @@ class Decoder(CausalLM):
         self.embed_tokens = (
             Embedding(vocab, hidden, self.first_id) if embeds or embeds_again else None
         )
+        self.embed_norm = OutputNorm(config.norm_eps if config.embedding_norm else None)
         self.layers = nn.ModuleDict(
             {str(layer): kind(config, moe, layer, self.backend) for layer, kind in kinds.items()}
         )
@@ -67,7 +69,7 @@ class Decoder(CausalLM):
         norms = config.num_layers in layers if config.num_mtp_layers else predicts
         dtype = self.backend.router_dtype
         self.hc_head = HyperHead(config, dtype) if norms and config.hc_mult else None
-        self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if norms else None
+        self.norm = norm(hidden, config.norm_eps, config.centers_final_norm) if norms else None
         self.call_norm = self.backend.last_norm(call_module)
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
@@ -123,6 +125,7 @@ class Decoder(CausalLM):
     def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
         x_BsH = self.tp.reduce_scatter(self.embed_tokens(ids_BS))
+        x_BsH = self.embed_norm(x_BsH)
         multiplier = self.config.embedding_multiplier
         return x_BsH if multiplier == 1 else x_BsH * multiplier
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from automoe.comm.communicators import Communicator
-from automoe.kernels.rms_norm import rms_norm
+from automoe.kernels.rms_norm import RMSNormOverRanks, output_norm, rms_norm
 from automoe.model.linear import Features, take_features
 
 
@@ -39,48 +38,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-class _NormOverRanks(torch.autograd.Function):
-    """Autograd function of ``norm_over_ranks``; x [..., w] are this rank's w features.
+class OutputNorm(nn.Module):
+    """RMSNorm with the weight [``dim``] before the mean (``output_norm``); with ``dim`` 0 without a weight."""
 
-    It saves each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
-    gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
-    """
+    first_values = {"weight": "zeros"}
 
-    @staticmethod
-    def forward(ctx, ranks: Communicator, eps: float, *rows_and_weights):
-        count = len(rows_and_weights) // 2
-        xs, weights = rows_and_weights[:count], rows_and_weights[count:]
-        wide = weights[0].dtype
-        squares = [x.to(wide).square().sum(-1, keepdim=True) for x in xs]
-        totals = ranks.all_reduce(torch.cat(squares, dim=-1)).split(1, dim=-1)
-        scales = [
-            torch.rsqrt(total / (x.shape[-1] * ranks.num_ranks) + eps)
-            for x, total in zip(xs, totals, strict=True)
-        ]
-        ctx.ranks = ranks
-        ctx.save_for_backward(*xs, *weights, *scales)
-        return tuple(
-            (x.to(wide) * scale * weight).to(x.dtype)
-            for x, weight, scale in zip(xs, weights, scales, strict=True)
-        )
+    def __init__(self, eps: float | None, dim: int = 0) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim)) if eps and dim else None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        count = len(grads)
-        saved = ctx.saved_tensors
-        xs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        products = [grad.to(w.dtype) * x for grad, x, w in zip(grads, xs, weights, strict=True)]
-        dots = [(p @ w).unsqueeze(-1) for p, w in zip(products, weights, strict=True)]
-        totals = ctx.ranks.all_reduce(torch.cat(dots, dim=-1)).split(1, dim=-1)
-        grad_xs, grad_weights = [], []
-        for grad, x, weight, scale, product, total in zip(
-            grads, xs, weights, scales, products, totals, strict=True
-        ):
-            shrink = total * scale.pow(3) / (x.shape[-1] * ctx.ranks.num_ranks)
-            grad_xs.append((grad * weight * scale - x * shrink).to(x.dtype))
-            grad_weights.append((product * scale).flatten(0, -2).sum(0))
-        return None, None, *grad_xs, *grad_weights
+    def forward(self, x: Tensor) -> Tensor:
+        return output_norm(x, self.weight, self.eps)
 
 
 def norm_over_ranks(
@@ -105,4 +74,4 @@ def norm_over_ranks(
         take_features(norm.weight, held).to(wide) + float(norm.zero_centered)
         for norm, held in zip(norms, features, strict=True)
     ]
-    return _NormOverRanks.apply(ranks, norms[0].eps, *inputs, *weights)
+    return RMSNormOverRanks.apply(ranks, norms[0].eps, *inputs, *weights)

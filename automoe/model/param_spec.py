@@ -18,6 +18,7 @@ PARTS = (
     "attention",
     "dense_ffn",
     "routed_experts",
+    "latent",
     "shared_experts",
     "router",
     "residual",

@@ -7,8 +7,9 @@ Sizes (``sizes_of``) that the table writes shapes in:
 
     H  hidden                  V   vocabulary                  E   experts
     F  width of a dense FFN    S   width of the shared FFN     I   width of a routed expert
+    L  what routed experts read and give: H, or the width of their latent
     N  query heads             G   key and value heads         D   dim of a head
-    Q  rows of queries: N, or 2 N with an output gate          r   rank of an adapter
+    Q  rows of queries: N, or 2 N with those of a gate         r   rank of an adapter
     P  MLA: dim of a query     C, T  of it from the latent, and rotary     W  dim of a value
     Rq rank of queries         Rkv MLA: rank of keys and values
     Og, Or  compressed: groups of heads, and the rank of their outputs     Dg  width of a group
@@ -39,25 +40,28 @@ _LAYER = re.compile(r"layers\.\d+\.")
 _NORMS = parse_rows("""
 input_layernorm.weight          | H | 0 | norm
 post_attention_layernorm.weight | H | 6 | norm
+post_feedforward_layernorm.weight | H | 8 | norm when=post_norm_eps
 """)
 _CONNECTION = parse_rows("""
-fn    | 2*U+U*U U*H | 0 | matrix
-base  | 2*U+U*U     | 0 | vector
-scale | 3           | 0 | vector
+fn    | 2*U+U*U U*H | 0 | matrix when=hc_mult
+base  | 2*U+U*U     | 0 | vector when=hc_mult
+scale | 3           | 0 | vector when=hc_mult
+gate  | H           | 0 | vector when=residual_gate_temperature
 """)
 # Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
 _GQA = parse_rows("""
 q_proj.weight | Q*D H | 1 | colwise
 k_proj.weight | G*D H | 1 | colwise
 v_proj.weight | G*D H | 1 | colwise
+gate_proj.weight | N*D H | 1 | colwise when=attention.split_output_gate
 o_proj.weight | H N*D | 5 | rowwise
 q_proj.bias   | N*D   | 1 | vector tp=0 when=attention.qkv_bias
 k_proj.bias   | G*D   | 1 | vector tp=0 when=attention.qkv_bias
 v_proj.bias   | G*D   | 1 | vector tp=0 when=attention.qkv_bias
 o_proj.bias   | H     | 5 | vector when=attention.o_bias
 sinks         | N     | 3 | vector tp=0 when=attention.sinks
-q_norm.weight | Yq    | 2 | norm when=attention.qk_norm
-k_norm.weight | Yk    | 2 | norm when=attention.qk_norm
+q_norm.weight | Yq    | 2 | norm when=attention.qk_norm_weights
+k_norm.weight | Yk    | 2 | norm when=attention.qk_norm_weights
 """)
 _MLA = parse_rows("""
 q_proj.weight             | N*P H       | 1 | colwise unless=attention.q_lora_rank
@@ -138,10 +142,17 @@ _BY_TABLE = parse_rows("""
 tid2eid | V Ek | 7 | buffer hf=mlp.gate.tid2eid
 """)
 _EXPERTS = parse_rows("""
-gate_up_proj      | E 2 I H | 7 | experts fsdp=2 lora=gate_up_proj hf=EXPERT.gate_proj.weight,EXPERT.up_proj.weight
-down_proj         | E H I   | 8 | experts fsdp=1 lora=down_proj hf=EXPERT.down_proj.weight
+gate_up_proj      | E 2 I L | 7 | experts fsdp=2 lora=gate_up_proj hf=EXPERT.gate_proj.weight,EXPERT.up_proj.weight
+down_proj         | E L I   | 8 | experts fsdp=1 lora=down_proj hf=EXPERT.down_proj.weight
 gate_up_proj_bias | E 2 I   | 7 | vector etp=2 fsdp=2 when=biased_experts hf=mlp.experts.gate_up_proj_bias
-down_proj_bias    | E H     | 8 | vector etp=1 fsdp=1 when=biased_experts hf=mlp.experts.down_proj_bias
+down_proj_bias    | E L     | 8 | vector etp=1 fsdp=1 when=biased_experts hf=mlp.experts.down_proj_bias
+""")
+# Replicated over tp: each rank projects its own positions.
+_LATENT = parse_rows("""
+pre_expert_proj.weight  | L H | 6 | linear hf=mlp.pre_expert_proj.weight when=moe_latent_size
+pre_expert_norm.weight  | L   | 6 | norm hf=mlp.pre_expert_norm.weight when=moe_latent_size
+post_expert_proj.weight | H L | 8 | linear hf=mlp.post_expert_proj.weight when=moe_latent_size
+post_expert_norm.weight | L   | 8 | norm hf=mlp.experts.post_expert_norm.weight when=post_norm_eps
 """)
 # eh_proj is replicated over tp, and has neither an adapter nor 8 bits
 _MTP = parse_rows("""
@@ -219,15 +230,15 @@ def _selects_by_scores(model: ModelConfig, layer: int) -> bool:
     return _is_moe(model, layer) and not has_token_table(model, layer)
 
 
-def _has_streams(model: ModelConfig, layer: int) -> bool:
-    return model.hc_mult > 0
+def _always(model: ModelConfig, layer: int) -> bool:
+    return True
 
 
 _MODULES = (
     _Module("", "mtp", _MTP, lambda model, layer: layer >= model.num_layers),
-    _Module("attn_hc", "residual", _CONNECTION, _has_streams),
-    _Module("ffn_hc", "residual", _CONNECTION, _has_streams),
-    _Module("", "norms", _NORMS, lambda model, layer: True),
+    _Module("attn_hc", "residual", _CONNECTION, _always),
+    _Module("ffn_hc", "residual", _CONNECTION, _always),
+    _Module("", "norms", _NORMS, _always),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),
     _Module("self_attn", "attention", _MLA, _has_softmax("mla"), "attention"),
@@ -239,6 +250,7 @@ _MODULES = (
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
     _Module("mlp.router", "router", _BY_TABLE, has_token_table),
+    _Module("mlp.latent", "latent", _LATENT, _is_moe, "latent"),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(
         "mlp.shared_experts",
@@ -265,12 +277,12 @@ LORA_GROUPS = tuple(dict.fromkeys(module.group for module in _MODULES if module.
 # Adapters of stacked experts: A13 multiplies the input of gate and up, B13 gives both outputs.
 _EXPERT_ADAPTERS = {
     "gate_up_proj": (
-        ParamSpec("lora.A13", "E r H", fsdp=2),
+        ParamSpec("lora.A13", "E r L", fsdp=2),
         ParamSpec("lora.B13", "E 2 I r", etp=2, fsdp=2),
     ),
     "down_proj": (
         ParamSpec("lora.A2", "E r I", etp=2, fsdp=2),
-        ParamSpec("lora.B2", "E H r", fsdp=1),
+        ParamSpec("lora.B2", "E L r", fsdp=1),
     ),
 }
 
@@ -330,10 +342,11 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "F": model.intermediate_size,
         "S": model.shared_width,
         "I": model.moe_intermediate_size,
+        "L": model.expert_hidden_size,
         "N": a.num_heads,
         "G": a.num_kv_heads,
         "D": a.head_dim,
-        "Q": (1 + a.output_gate) * a.num_heads,
+        "Q": (1 + a.joint_output_gate) * a.num_heads,
         "P": a.qk_nope_head_dim + a.qk_rope_head_dim,
         "C": a.qk_nope_head_dim,
         "T": a.qk_rope_head_dim,

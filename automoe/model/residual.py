@@ -1,6 +1,6 @@
-"""Residual of a decoder layer: one stream, or several that hyper-connections mix.
+"""Residual of a decoder layer: one stream, with or without gates, or several that hyper-connections mix.
 
-Both kinds have the interface of ``Residual``. Letters of dimensions: ``automoe.model``; here n
+All kinds have the interface of ``Residual``. Letters of dimensions: ``automoe.model``; here n
 streams side by side, W = n H.
 """
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from automoe.config.schema import ModelConfig
 from automoe.kernels.hyper_connections import collapse, doubly_stochastic, expand, stream_logits
+from automoe.kernels.residual_gate import gate_weights, gated_sum
 
 
 class Residual:
@@ -26,6 +27,28 @@ class Residual:
     def join(self, x_BsH: Tensor, out_BsH: Tensor) -> Tensor:
         """Return the residual after a block whose output is ``out_BsH``."""
         return x_BsH.add(out_BsH, alpha=self.multiplier)
+
+
+class ResidualGate(nn.Module):
+    """Gate of the residual and of a block's output, a weight of each per dim (Muse-Spark).
+
+    ``dtype`` is the parameter's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.temperature = config.residual_gate_temperature
+        self.gate = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
+
+    def __call__(self, x_BsH: Tensor) -> tuple[Tensor, ...]:
+        """Return the block's input ``x_BsH``, and for ``join`` the weights of residual and output [H]."""
+        # Hooks of FSDP would make a view of an input that is also an output.
+        return x_BsH, *super().__call__()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return gate_weights(self.gate, self.temperature)
+
+    join = staticmethod(gated_sum)
 
 
 class HyperConnection(nn.Module):
@@ -83,3 +106,14 @@ class HyperHead(nn.Module):
         logits_Bsn = stream_logits(x_BsW, self.hc_fn, self.config.norm_eps)
         gates_Bsn = (logits_Bsn * self.hc_scale + self.hc_base).sigmoid()
         return collapse(x_BsW, gates_Bsn + self.config.hc_eps)
+
+
+def residual_of(
+    config: ModelConfig, dtype: torch.dtype | None
+) -> Residual | HyperConnection | ResidualGate:
+    """Return the residual around attention or a feed-forward; its parameters have ``dtype``."""
+    if config.hc_mult:
+        return HyperConnection(config, dtype)
+    if config.residual_gate_temperature:
+        return ResidualGate(config, dtype)
+    return Residual(config.residual_multiplier)

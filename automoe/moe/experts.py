@@ -135,7 +135,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, config: ModelConfig, make_expert_backend: MakeExpertBackend) -> None:
         super().__init__()
         num_experts = config.num_experts
-        hidden = config.hidden_size
+        hidden = config.expert_hidden_size
         width = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, width))

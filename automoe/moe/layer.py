@@ -24,6 +24,7 @@ from automoe.passes.discard_outputs import discard_scope
 
 if TYPE_CHECKING:
     from automoe.model.backend import BackendConfig
+    from automoe.model.block import Latent
 
 
 class MoE(nn.Module):
@@ -34,6 +35,7 @@ class MoE(nn.Module):
             have no experts.
         shared_experts: dense FFN that every token passes, or None.
         backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
+        latent: projections around the routed experts, and the norm of their outputs.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class MoE(nn.Module):
         layer: int,
         shared_experts: nn.Module | None,
         backend: BackendConfig,
+        latent: Latent,
     ) -> None:
         super().__init__()
         calls = backend.calls(layer)
@@ -63,6 +66,8 @@ class MoE(nn.Module):
         scope = partial(discard_scope, outermost=True) if fp8 else as_it_is
         self.wrapped_run_experts = bind(chain(scope, calls.run_experts), self.run_experts)
         self.shared_experts = shared_experts
+        self.latent = latent
+        self.norms_outputs = config.post_norm_eps is not None
         self.call_shared_experts = calls.shared_experts(call_module)
         self.side_stream = moe.overlap_shared_experts and calls.side_stream
         self.moe = moe
@@ -77,7 +82,8 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             start = run_on_side_stream if self.side_stream and x_BsH.is_cuda else partial
             shared = start(partial(self.call_shared_experts, self.shared_experts), x_BsH)
-        y_BsH = self.wrapped_run_experts(x_BsH, routing, tokens)
+        y_BsL = self.wrapped_run_experts(self.latent(x_BsH), routing, tokens)
+        y_BsH = self.latent.post_expert_proj(y_BsL)
         return y_BsH if shared is None else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
@@ -99,7 +105,15 @@ class MoE(nn.Module):
             slots = slots_per_expert(self.moe, tokens, self.pg_collection, *sizes)
             run = partial(dispatch_padded, run, self.num_experts, slots)
         # Rows travel to the ranks of their experts, these run on them, and their sums come back.
-        return run(x_TH, ids_TK, probs_TK, self.experts).view(x_BsH.shape)
+        experts = self._normed_experts if self.norms_outputs else self.experts
+        return run(x_TH, ids_TK, probs_TK, experts).view(x_BsH.shape)
+
+    def _normed_experts(
+        self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
+    ) -> Tensor:
+        args = x_TH, gather_idx_R, offsets_E, torch.ones_like(probs_R)
+        rows_RH = call_module(self.experts, *args)
+        return (self.latent.post_expert_norm(rows_RH) * probs_R[:, None]).to(rows_RH.dtype)
 
 
 @functools.cache

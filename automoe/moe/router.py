@@ -78,11 +78,9 @@ class Scores(NamedTuple):
 
         Their means over tokens are P of the balance losses.
         """
-        return (
-            self.scores
-            if self.sum_to_one
-            else self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
-        )
+        if self.sum_to_one:
+            return self.scores
+        return self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def score_experts(logits_BsE: Tensor, config: RouterConfig) -> Scores:
@@ -364,6 +362,8 @@ class Router(BalancedRouter):
         if jitter_BsH is not None:
             x_BsH = x_BsH.to(dtype) * jitter_BsH.to(dtype)
         logits_BsE = wide_product(x_BsH, self.weight.to(dtype)).to(wide)
+        if self.config.logit_scale != 1:
+            logits_BsE = logits_BsE * self.config.logit_scale
         if self.bias is not None:
             logits_BsE = logits_BsE + self.bias.to(wide)
         return score_experts(logits_BsE, self.config)

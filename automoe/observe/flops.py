@@ -151,7 +151,7 @@ def _active(model: ModelConfig, param: Param) -> int:
         return 0
     if param.part == "routed_experts":
         return param.numel * model.num_experts_per_token // model.num_experts
-    counted = ("attention", "dense_ffn", "shared_experts", "mtp")
+    counted = ("attention", "dense_ffn", "latent", "shared_experts", "mtp")
     return param.numel if param.part in counted else 0
 
 

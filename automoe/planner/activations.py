@@ -61,6 +61,7 @@ from automoe.config.schema import (
     window_of,
 )
 from automoe.planner import compressed
+from automoe.planner.residual import connection_bytes, joined_bytes
 
 # Chunk length of automoe.kernels.delta_rule, repeated here because the planner must not import torch.
 DELTA_CHUNK = 64
@@ -229,7 +230,7 @@ def layer_activation_bytes(
     outputs *= "layernorm" not in recompute
     parts = {
         "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden)
-        + tokens * 2 * _connection_bytes(model, size)
+        + tokens * 2 * (connection_bytes(model, size) + joined_bytes(model, size))
         + tokens * mtp * float(2 * _norm_input(hidden, size) + 2 * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, recompute),
     }
@@ -244,12 +245,17 @@ def layer_activation_bytes(
     if not routed:
         return parts
     width = model.moe_intermediate_size / load.etp
-    per_row = hidden + 5 * width if load.loop else 2 * width
-    received = size * hidden * load.read_rows * (load.dispatched and not load.loop)
+    read = model.expert_hidden_size
+    per_row = read + 5 * width if load.loop else 2 * width
+    received = size * read * load.read_rows * (load.dispatched and not load.loop)
     if load.in_8_bits:
-        received = wire_row_bytes(hidden) * load.read_rows
+        received = wire_row_bytes(read) * load.read_rows
     experts = size * load.expert_rows * per_row + received
+    if model.post_norm_eps:  # the output, as it is and multiplied by the weight and normalised
+        experts += load.expert_rows * (3 * size * read + 4)
     parts["experts"] = 0.0 if "moe" in recompute else experts
+    if model.moe_latent_size:  # the norm's input and output, and the sum that is projected back
+        parts["experts"] += tokens * (_norm_input(read, size) + 2 * size * read)
     # Bytes of each choice's expert index, weight and positions; a recomputed dispatch keeps no
     # positions.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
@@ -281,19 +287,6 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
         return compressed.shared_bytes(attention, recompute, load, bool(again))
     masks = sum(map(load.mask, {window_of(attention, layer) for layer in again}))
     return float(load.number_bytes * load.tp * load.tokens * dims + masks)
-
-
-def _connection_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that a hyper-connection keeps, with ``size`` bytes per element; 0 without.
-
-    Beside the streams and the block's output these are, in at least float32, the logits before and
-    after the norm, their sigmoids and the mixing matrix.
-    """
-    if not (streams := model.hc_mult):
-        return 0.0
-    logits = (2 + streams) * streams
-    numbers = 2 * logits + 2 * streams * streams + 5 * streams + 3
-    return float(size * (model.residual_width + model.hidden_size) + max(4, size) * numbers)
 
 
 def _norm_input(width: int, size: int) -> int:
@@ -338,8 +331,10 @@ def _attention_bytes(
             groups = heads
         if attention.output_gate:
             # Autograd keeps the gate and the gated output; the query norm keeps the whole
-            # projection.
-            num_bytes += 3 * size * tokens * heads * dim
+            # projection, with rows of a gate that has no projection of its own.
+            num_bytes += (2 + attention.joint_output_gate) * size * tokens * heads * dim
+        if attention.output_norm:
+            num_bytes += tokens * heads * (size * dim + 4)
         if by_math:
             return num_bytes + _math_bytes(load, heads, dim, dim, attention.sinks)
         if attention.sinks and load.flex and not again:

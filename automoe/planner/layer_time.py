@@ -94,6 +94,7 @@ def local_time(place: Place, layer: int) -> Passes:
     # A module for multi-token prediction has three more norms, and joins its inputs.
     moved = 20.0 if layer >= model.num_layers else 10.0
     moved += 12.0 * model.hc_mult  # two connections, which pass over all streams six times each
+    moved += 5.0 * (model.post_norm_eps is not None)  # two norms more, one of them with two passes
     norms = machine.pass_over(moved * size * place.tokens * model.hidden_size)
     passes.add("layernorm", norms, 2 * norms)
     width = model.shared_width if routed else model.intermediate_size
@@ -228,7 +229,7 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
     passes.add("core_attn", seconds, ATTENTION_BACKWARD * seconds)
     keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
     heads = attention.num_heads + keys
-    times = 1 + attention.qk_norm + (attention.clip_qkv is not None)
+    times = 1 + attention.qk_norm + (attention.clip_qkv is not None) + attention.output_norm
     moved = 1.0 * size * tokens / tp * heads * sum(score_dims(attention)) * times
     turned = machine.pass_over(moved)
     passes.add("attention", turned, 2 * turned)
@@ -370,19 +371,19 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
     # Rows are permuted by rank before they are sent, by expert after they arrive, and back. DeepEP
     # sends unpermuted rows.
     sorted_here = 0.0 if config.moe.dispatcher == "deepep" or mesh.ep * mesh.etp == 1 else chosen
-    moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.hidden_size)
+    moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.expert_hidden_size)
     act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
-    row = 1.0 * size * model.hidden_size
+    row = 1.0 * size * model.expert_hidden_size
     sent_row = row
     cast = decoded = 0.0
     if config.moe.dispatch_dtype == "fp8":
-        sent_row = 1.0 * wire_row_bytes(model.hidden_size)
+        sent_row = 1.0 * wire_row_bytes(model.expert_hidden_size)
         # Tokens become codes; codes are gathered to be sent in place of numbers, and arrived ones
         # become numbers, which are then scaled.
         arrived = place.rows if mesh.ep * mesh.etp > 1 else place.tokens
-        decoded = machine.pass_over((1 + 3.0 * size) * arrived * model.hidden_size)
+        decoded = machine.pass_over((1 + 3.0 * size) * arrived * model.expert_hidden_size)
         saved = 2 * (size - 1) * sorted_here - (size + 1.0) * place.tokens
-        cast = decoded - machine.pass_over(saved * model.hidden_size)
+        cast = decoded - machine.pass_over(saved * model.expert_hidden_size)
     # Experts keep codes, unless their rows arrive again.
     passes.add("moe", moved + act + cast, moved + 2 * act + decoded * (not run_again))
     if mesh.ep > 1:
@@ -435,7 +436,7 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
     moe = place.config.moe
     tokens = place.tokens * place.mesh.ep
     top_k = model.num_experts_per_token
-    row = 1.0 * machine.number_bytes * model.hidden_size
+    row = 1.0 * machine.number_bytes * model.expert_hidden_size
     once = NOTHING
     if not moe.pad_to_capacity:
         once = exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))

@@ -116,7 +116,7 @@ def layer_workspaces(
 
 def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: int) -> float:
     rows = load.expert_rows
-    hidden = model.hidden_size
+    hidden = model.expert_hidden_size
     width = model.moe_intermediate_size / load.etp
     read = load.read_rows
     if load.loop:

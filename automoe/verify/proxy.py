@@ -184,6 +184,7 @@ def _cut_model(
         num_experts=num_experts,
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
         moe_intermediate_size=_multiple(min(model.moe_intermediate_size, widest), 8),
+        moe_latent_size=model.moe_latent_size and _multiple(min(model.moe_latent_size, widest), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
         shared_intermediate_size=min(model.shared_intermediate_size, widest),
         attention=replace(attention, compress_ratios=ratios),

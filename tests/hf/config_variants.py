@@ -19,8 +19,9 @@ from automoe.config.schema import MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
 from automoe.hf.keys import hf_tensors
+from automoe.hf.wrapper import loading_class, names_in_class
 from automoe.parallel.parallelize import build_decoder
-from tests.support.hf_models import as_our_tensor
+from tests.support.hf_models import as_our_tensor, in_wrapper
 
 Variant = dict[str, Any]
 ABSENT = object()
@@ -117,6 +118,22 @@ BASES: dict[str, Variant] = {
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
         "mlp_layer_types": ["hash_moe", "moe"],
+    },
+    "muse_spark_text": {
+        "head_dim": 12,
+        "moe_intermediate_size": 16,
+        "moe_hidden_size": 20,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "layer_rope_theta": [100.0, 0],
+        "final_logit_softcapping": 3.0,
+        "output_multiplier": 0.7,
+        "qk_scale_factor": 2.0,
+        "post_norm_eps": 1e-3,
+        "residual_gate_temperature": 3.0,
     },
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
@@ -254,6 +271,8 @@ def _others(key: str, value: Any, start: Variant) -> list[Any]:
     if key == "compress_rates":
         other = {kind: rate + 1 for kind, rate in value.items()}
         return [ABSENT, None, {}, other, dict.fromkeys(value, 4), dict.fromkeys(value, 1), dict.fromkeys(value, 0)]
+    if key == "layer_rope_theta":
+        return [ABSENT, None, [], [100.0], *([list(pair) for pair in product((0, 100.0, 50, "0"), repeat=layers)])]
     if key == "mlp_only_layers":
         return [ABSENT, None, [0], [1], [0, 1], [5], [0, 0], 1]
     if isinstance(value, bool):
@@ -346,23 +365,32 @@ class Reference:
     """What ``transformers`` makes of a ``config.json``: a model with random weights, or why there is none."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         self.config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=torch.float32)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            model = _build(deepcopy(self.config))
+        plain = names_in_class(model).plain
+        named = ((plain(name), tensor) for name, tensor in model.state_dict().items())
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named if name is not None}
         self.is_small = sum(tensor.numel() for tensor in model.state_dict().values()) <= MAX_PARAMS
         if not self.is_small:
             return
-        self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
-        self.state = self.model.state_dict()
-        for name, tensor in self.state.items():
-            tensor.copy_(_random(name, tensor.shape))
+        self.model = _build(self.config).eval()
+        self.whole = self.model.state_dict()
+        for name, tensor in self.whole.items():
+            tensor.copy_(_random(plain(name) or name, tensor.shape))
+        self.state = {name: tensor for key, tensor in self.whole.items() if (name := plain(key)) is not None}
         with torch.no_grad():
             self.logits = self.model(_tokens(self.config.vocab_size)).logits
         if not self.logits.isfinite().all():
             raise ArithmeticError("logits that are no numbers")
+
+
+def _build(config: Any) -> Any:
+    """A model of transformers with this text model, which is in a wrapper if there is no class for text alone."""
+    config = in_wrapper(config)
+    return loading_class(config, whole=True).from_config(config, dtype=torch.float32)
 
 
 @cache
@@ -425,13 +453,13 @@ def _tied(name: str, ours: Any) -> bool:
 
 def _round_trip(ours: Any, config: Variant, theirs: Reference, folder: Path) -> str:
     """The written config.json is the same model, to us and to transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     (folder / "config.json").write_text(json.dumps(family_of(ours).write_config(ours, config)))
     if model_config_from_hf(folder) != ours:
         return "what is written reads otherwise"
-    again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
-    again.load_state_dict(theirs.state)
+    again = _build(AutoConfig.from_pretrained(folder)).eval()
+    again.load_state_dict(theirs.whole)
     with torch.no_grad():
         off = _relative(again(_tokens(ours.vocab_size)).logits, theirs.logits)
     return "equal" if off < TOLERANCE else f"written, logits are {off:.2g} off"

@@ -24,7 +24,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
-from tests.support.hf_models import SMALL_MODELS, save_small_hf
+from tests.support.hf_models import SMALL_MODELS, save_small_hf, text_parameters
 
 TOLERANCE = 1e-5
 
@@ -111,6 +111,9 @@ def exhaustive(*case: str) -> Any:
         exhaustive("dsv4_odd", "pp2"),
         exhaustive("dsv4_odd", "ep_shard2"),
         exhaustive("dsv4", "hsdp2x2_ep2"),
+        ("muse", "tp2_dp2_ep2_ep_shard2"),
+        exhaustive("muse_odd", "pp2"),
+        exhaustive("muse", "hsdp2x2_ep2"),
         exhaustive("ernie4_5_moe_odd", "pp2"),
         exhaustive("qwen2_moe", "tp2_dp2_ep2_etp2"),
         ("qwen2_moe_odd", "ep_shard2"),
@@ -179,11 +182,11 @@ def refusal_of(path: Path, mesh: MeshConfig) -> str:
 
 def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool) -> None:
     hf = save_small_hf(name, tmp_path)
-    tokens, labels = tokens_and_labels(hf.config.vocab_size)
+    tokens, labels = tokens_and_labels(hf.config.get_text_config().vocab_size)
     logits = hf(tokens).logits
     their_loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
     their_loss.backward()
-    theirs = {key: parameter.grad for key, parameter in hf.named_parameters() if parameter.requires_grad}
+    theirs = {key: parameter.grad for key, parameter in text_parameters(hf).items() if parameter.requires_grad}
 
     results = ranks.run(train_step, world_size(mesh), tmp_path, mesh)
     loss = sum(share for share, _ in results)

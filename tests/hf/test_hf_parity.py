@@ -17,7 +17,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
 from automoe.parallel.parallelize import build_decoder
 from tests.support.class_models import AllInFloat64
-from tests.support.hf_models import SMALL_MODELS, as_our_tensor, save_small_hf
+from tests.support.hf_models import SMALL_MODELS, as_our_tensor, hf_model_of, save_small_hf, text_parameters
 
 TOLERANCE = 1e-5
 ROWS, SEQ = 3, 40
@@ -46,11 +46,9 @@ def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_equal_in_float64(name: str, tmp_path: Path) -> None:
     """Of what transformers computes in float32 the same in float64, loss and every gradient are equal to 1e-12."""
-    from transformers import AutoModelForCausalLM
-
     save_small_hf(name, tmp_path)
     with AllInFloat64():
-        hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+        hf = hf_model_of(tmp_path, dtype=torch.float64, experts_implementation="eager")
     with default_dtype(torch.float64):
         model = Decoder(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
     load_hf(model, tmp_path)
@@ -64,7 +62,7 @@ def test_equal_in_float64(name: str, tmp_path: Path) -> None:
         loss = model.train()(batch=MicroBatch(tokens, labels=labels)).sum()
         loss.backward()
     assert abs(loss.item() - expected.item()) < 1e-12 * expected.item()
-    theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
+    theirs = {key: parameter.grad for key, parameter in text_parameters(hf).items()}
     with default_dtype(torch.float64):
         for ours, parameter in with_gradients(model, theirs):
             wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
@@ -113,7 +111,7 @@ def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
     loss = model(batch=MicroBatch(tokens, labels=labels)).sum()
     loss.backward()
     assert abs(loss.item() - their_loss.item()) < TOLERANCE * their_loss.item()
-    theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
+    theirs = {key: parameter.grad for key, parameter in text_parameters(hf).items()}
     for ours, parameter in with_gradients(model, theirs):
         wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
         assert wanted.norm() > 0

@@ -104,6 +104,42 @@ MODELS["qwen3.5"] = replace(
     family="qwen3_5_moe_text",
     attention=replace(MODELS["qwen3-next"].attention, linear_split_projections=True),
 )
+# Gates of the residual, experts on a latent, norms of all outputs, full layers without rotation, one dense layer.
+MODELS["muse"] = ModelConfig(
+    family="muse_spark_text",
+    num_layers=4,
+    first_k_dense=1,
+    intermediate_size=24,
+    num_experts_per_token=3,
+    moe_latent_size=8,
+    zero_centered_norms=True,
+    plain_final_norm=True,
+    post_norm_eps=1e-6,
+    embedding_norm=True,
+    residual_gate_temperature=0.3,
+    logits_scaling=1 / 0.7,
+    final_logit_softcapping=3.0,
+    attention=AttentionConfig(
+        kind="gqa",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm=True,
+        qk_scale_factor=2.5,
+        qkv_bias=True,
+        o_bias=True,
+        output_gate=True,
+        split_output_gate=True,
+        output_norm=True,
+        full_attention_interval=3,
+        full_attention_offset=2,
+        nope_full_attention=True,
+        sliding_window=5,
+    ),
+    rope=RopeConfig(theta=50.0),
+    router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=1.5, logit_scale=0.7),
+    **SIZES,
+)
 MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
 # Kimi's form: one direct query projection, no groups of experts; and more heads, for tp4.
 MODELS["deepseek-direct"] = replace(

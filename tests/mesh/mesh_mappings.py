@@ -97,6 +97,9 @@ CORE = [
     # streams of the residual, experts by token id, compressed keys
     Case("deepseek-v4", dict(tp=2, ep=2), rows=4),
     Case("deepseek-v4", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
+    # gates of the residual, experts on a latent, norms of outputs
+    Case("muse", dict(cp=2, tp=2, ep=2), rows=4),
+    Case("muse", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
     # what is evaluated between steps counts nowhere; keys of their own are clipped too
@@ -105,6 +108,14 @@ CORE = [
 ]
 
 MORE = [
+    # experts on a latent
+    Case("muse", rows=2),
+    Case("muse", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=PER_MICRO_BATCH),
+    Case("muse", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, parallel=FULL),
+    Case("muse", dict(dp_shard=2, tp=4, ep=2), rows=2, parallel=PARTS, lora=LORA),
+    Case("muse", dict(pp=2, tp=2, ep=2), rows=2, parallel=ZBV),
+    Case("muse", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | DELAYED),
+    Case("muse", dict(dp_shard=2, tp=2, ep=2), rows=2, optim=MUON, moe=DROP),
     # streams of the residual
     Case("deepseek-v4", rows=2),
     Case("deepseek-v4", dict(dp_shard=2), rows=4, document_mask=False, parallel=PER_MICRO_BATCH),

@@ -1,4 +1,4 @@
-"""Hyper-connections against DeepSeek-V4's modules of transformers in float64, and their arithmetic by itself."""
+"""Residuals and norms of outputs against modules of transformers in float64, and their arithmetic by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 from automoe.config.schema import ModelConfig
 from automoe.kernels.hyper_connections import doubly_stochastic, stream_logits
 from automoe.model.init import default_dtype
-from automoe.model.residual import HyperConnection, HyperHead
+from automoe.model.norm import OutputNorm
+from automoe.model.residual import HyperConnection, HyperHead, ResidualGate, residual_of
 from tests.support.class_models import AllInFloat64
 
 HIDDEN = 12
@@ -94,3 +95,53 @@ def test_bfloat16_streams_are_kept_once_and_multiplied_in_float32() -> None:
     wanted = (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()) @ weight.detach().double().T
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
+def test_gates_weight_residual_and_output_as_in_transformers(temperature: float) -> None:
+    """Sum and every gradient to 1e-14, with gates so large that the residual has its least weight."""
+    from transformers import AutoConfig
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
+
+    hf = AutoConfig.for_model(
+        "muse_spark_text", hidden_size=HIDDEN, num_attention_heads=1, residual_gate_temperature=temperature
+    )
+    model = ModelConfig(hidden_size=HIDDEN, residual_gate_temperature=temperature)
+    generator = torch.Generator().manual_seed(5)
+    x, out = (torch.randn(2, 5, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    results = []
+    with default_dtype(torch.float64):
+        for kind in (residual_of(model, None), MuseSparkResidualGate(hf)):
+            kind.gate.data = torch.linspace(-4, 4, HIDDEN)
+            given = [one.clone().requires_grad_() for one in (x, out)]
+            if isinstance(kind, ResidualGate):
+                read, *weights = kind(given[0])
+                assert read is given[0]
+                found = kind.join(*given, *weights)
+            else:
+                found = kind(*given)
+            found.sin().sum().backward()
+            results.append([found, kind.gate.grad, *(one.grad for one in given)])
+    for ours, wanted in zip(*results, strict=True):
+        assert relative(ours, wanted) < 1e-14
+    least = results[0][2].abs() / results[0][0].cos().abs()
+    assert temperature > 1 or least[..., -1].max() < 0.04  # the root of 1e-3
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.3])
+def test_a_norm_of_outputs_scales_first(eps: float) -> None:
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextInputScaledRMSNorm
+
+    generator = torch.Generator().manual_seed(6)
+    x, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((7, HIDDEN), (HIDDEN,)))
+    results = []
+    with default_dtype(torch.float64), AllInFloat64():
+        for norm in (OutputNorm(eps, HIDDEN), MuseSparkTextInputScaledRMSNorm(HIDDEN, eps)):
+            norm.weight.data, given = weight.clone(), x.clone().requires_grad_()
+            found = norm(given)
+            found.sin().sum().backward()
+            results.append((found, norm.weight.grad, given.grad))
+    for ours, wanted in zip(*results, strict=True):
+        assert relative(ours, wanted) < 1e-13
+    torch.testing.assert_close(results[0][0], OutputNorm(eps)(x * (1 + weight)))  # without a weight
+    assert OutputNorm(None, HIDDEN)(x) is x

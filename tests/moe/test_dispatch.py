@@ -24,6 +24,7 @@ from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.model.backend import BackendConfig
+from automoe.model.block import Latent
 from automoe.moe.dispatch import wire
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
@@ -238,7 +239,7 @@ def test_experts_keep_rows_in_8_bits(monkeypatch: pytest.MonkeyPatch, recomputed
         return rows
 
     model = ModelConfig(hidden_size=160, num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)
-    layer = MoE(model, MoEConfig(dispatch_dtype="fp8"), 0, None, BackendConfig())
+    layer = MoE(model, MoEConfig(dispatch_dtype="fp8"), 0, None, BackendConfig(), Latent(model, BackendConfig()))
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)

@@ -13,6 +13,7 @@ from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.kernels.tiling import HOPPER
 from automoe.model.backend import BackendConfig
+from automoe.model.block import Latent
 from automoe.moe.layer import MoE
 from tests.support.gpu import conf_model
 
@@ -34,7 +35,8 @@ def saved_bytes(model: ModelConfig, experts: str, rows: int = 2, seq_len: int = 
     try:
         with torch.device("meta"):
             moe = MoEConfig(experts=experts, seq_balance_coef=1e-4)  # type: ignore[arg-type]
-            layer = MoE(model, moe, model.first_k_dense, None, BackendConfig())  # type: ignore[arg-type]
+            latent = Latent(model, BackendConfig())
+            layer = MoE(model, moe, model.first_k_dense, None, BackendConfig(), latent)  # type: ignore[arg-type]
             layer.router.float()  # as within FSDP
             x = torch.empty(rows, seq_len, model.hidden_size, requires_grad=True)
     finally:

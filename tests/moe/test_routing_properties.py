@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.model.backend import BackendConfig
+from automoe.model.block import Latent
 from automoe.moe.balance import LOSSES
 from automoe.moe.capacity import expert_capacity, rank_within_expert
 from automoe.moe.layer import MoE
@@ -153,7 +154,9 @@ def test_the_router_is_the_reference(
 
 def make_layer(model: ModelConfig, shared: bool, **moe: object) -> MoE:
     dense = torch.nn.Linear(model.hidden_size, model.hidden_size, dtype=torch.float64) if shared else None
-    layer = MoE(model, MoEConfig(experts="loop", **moe), 0, dense, BackendConfig()).to(torch.float64)
+    layer = MoE(model, MoEConfig(experts="loop", **moe), 0, dense, BackendConfig(), Latent(model, BackendConfig())).to(
+        torch.float64
+    )
     generator = torch.Generator().manual_seed(5)
     for parameter in layer.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -23,6 +23,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
 from automoe.model.backend import BackendConfig
+from automoe.model.block import Latent
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.experts import GroupedExperts
@@ -239,7 +240,9 @@ def differences_of_our_layer(axes: dict[str, int]) -> list[float]:
     sizes = dict(num_experts=8, num_experts_per_token=2, moe_intermediate_size=16, hidden_size=32, biased_experts=True)
     model = ModelConfig(num_layers=1, first_k_dense=0, **sizes)
     torch.manual_seed(0)
-    whole = MoE(model, MoEConfig(experts="loop"), 0, None, BackendConfig()).to(torch.float64)
+    whole = MoE(model, MoEConfig(experts="loop"), 0, None, BackendConfig(), Latent(model, BackendConfig())).to(
+        torch.float64
+    )
     for parameter in whole.parameters():
         nn.init.normal_(parameter)
     layer = copy.deepcopy(whole)

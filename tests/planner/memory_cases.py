@@ -15,7 +15,7 @@ COMMON += [f"mesh.{axis}=1" for axis in ("pp", "ep", "dp_shard")]
 
 GLM, MTP = "model=small_glm4_moe", "model.num_mtp_layers=1"
 QWEN, DSV3, GPT_OSS, MIXTRAL, LLAMA = (f"model=small_{n}" for n in ("qwen3_moe", "dsv3", "gpt_oss", "mixtral", "llama"))
-DSV4 = "model=small_dsv4"
+DSV4, MUSE = "model=small_dsv4", ["model=small_muse", "checkpoint.export_hf=false"]
 ONE, TWO, FOUR = "mesh.dp_shard=1", "mesh.dp_shard=2", "mesh.dp_shard=4"
 BF16, NARROW = "train.dtype=bfloat16", "optim.master_weights=stochastic"
 MUON = "optim.algorithm=muon"
@@ -120,6 +120,11 @@ CASES: dict[str, list[str]] = {
     "dsv4 layernorm moe shared_experts": [DSV4, TWO, "mesh.ep=2", BF16, again("layernorm", "moe", "shared_experts")],
     "dsv4 tp2": [DSV4, "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2"],
     "dsv4 pp2 interleaved": [DSV4, ONE, PP2, *TWICE, BF16, "train.global_batch_size=16"],
+    "muse": [*MUSE, ONE],
+    "muse bfloat16, wide latent": [*MUSE, ONE, BF16, "model.moe_latent_size=192"],
+    "muse ep2 moe": [*MUSE, TWO, "mesh.ep=2", BF16, again("layernorm", "moe")],
+    "muse tp2 full": [*MUSE, "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2", BF16, again("full")],
+    "muse pp2 interleaved": [*MUSE, ONE, PP2, *TWICE, BF16, "train.global_batch_size=16"],
     "mixtral replicas": [MIXTRAL, "mesh.dp_shard=1", "mesh.dp_replicate=2", BF16],
     "llama": [LLAMA, ONE],
     "llama full bfloat16": [LLAMA, ONE, BF16, again("full"), "model.num_layers=6", "model.first_k_dense=6"],

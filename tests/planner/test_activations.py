@@ -142,7 +142,7 @@ def token_load(config: Config, documents: bool, dtype: torch.dtype) -> TokenLoad
 
 LAYERS = [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1), ("small_mixtral", 1)]
 LAYERS += [("small_gpt_oss", 0), ("small_gpt_oss", 1)]  # with a window, and without
-LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3)]
+LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3), ("small_muse", 1)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

@@ -227,6 +227,20 @@ def test_what_travels_over_cp_is_what_the_model_gathers() -> None:
     assert heads[config.cluster.gpu].traffic["cp"] == pytest.approx(32 / 4 * heads["cpu"].traffic["cp"])
 
 
+def test_rows_as_wide_as_a_latent_travel_over_ep() -> None:
+    """The row of a token's choice has a weight of 4 bytes beside its numbers, on the way there alone."""
+    size = primary("dsv3_671b").model.hidden_size
+
+    def sent(latent: int) -> float:
+        config = deepcopy(primary("dsv3_671b"))
+        config.model.moe_latent_size = latent
+        return step_time(config, resolve_mesh(config.mesh, config.launch.num_ranks)).traffic["ep"]
+
+    whole, half = sent(0), sent(size // 2)
+    assert sent(size) == pytest.approx(whole)
+    assert 0.5 < half / whole < 0.502
+
+
 def test_heads_exchanged_over_cp_are_counted_by_their_widths() -> None:
     """Bytes a step and a rank: queries, keys, values and outputs, and half of them go to the other of two ranks."""
 

@@ -10,6 +10,8 @@ import torch
 
 from automoe.config.schema import ModelConfig
 from automoe.hf.families.registry import family_of
+from automoe.hf.wrapper import loading_class, names_in_class
+from tests.support.class_models import hf_class_config
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -132,6 +134,24 @@ _DSV4: dict[str, Any] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     "num_nextn_predict_layers": 0,
+}
+_MUSE: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "moe_hidden_size": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "layer_rope_theta": [0, 500.0, 500.0, 0],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "final_logit_softcapping": 3.0,
+    "output_multiplier": 0.7,
+    "residual_gate_temperature": 3.0,  # of less, gates and sharp attention would blow rounding up
+    "qk_scale_factor": 2.0,
 }
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -373,6 +393,19 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}}
         | {"rope_scaling": _YARN, "compress_rope_theta": 300.0},
     ),
+    "muse": ("muse_spark_text", _MUSE),
+    # A dense layer, biases, a window and a rotation in all layers but the second.
+    "muse_odd": (
+        "muse_spark_text",
+        _MUSE
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 10, "num_key_value_heads": 1, "num_local_experts": 5}
+        | {"attention_bias": True, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "moe_hidden_size": 12}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]}
+        | {"layer_rope_theta": [50.0, 0, 50.0, 50.0], "hidden_act": "gelu_pytorch_tanh"}
+        | {"post_norm_eps": 1e-2, "rms_norm_eps": 1e-3}
+        | {"rope_parameters": _YARN | {"rope_theta": 50.0}}
+        | {"output_multiplier": 1.3, "qk_scale_factor": 1.0, "sliding_window": 5},
+    ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (
         "llama",
@@ -397,16 +430,42 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 PUBLISHED_FUSED = ("qwen3_5_moe", "qwen3_5_moe_text")
 
 
+def in_wrapper(config: Any) -> Any:
+    """A text model's configuration; of one that transformers has in wrappers alone, that of a small wrapper."""
+    if config.model_type != "muse_spark_text":
+        return config
+    from transformers import AutoConfig
+
+    small = hf_class_config("muse_spark").to_dict()
+    small["audio_config"]["out_hidden_size"] = config.hidden_size
+    sizes = {"text_config": config.to_dict(), "out_hidden_size": 16, "projector_hidden_size": 16}
+    return AutoConfig.for_model(**deepcopy(small | sizes))
+
+
+def text_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Parameters of the text model, by their names in it alone."""
+    plain = names_in_class(model).plain
+    return {name: one for key, one in model.named_parameters() if (name := plain(key)) is not None}
+
+
+def hf_model_of(folder: Path, **options: Any) -> Any:
+    """The checkpoint in ``folder`` as a model of transformers, with vision and audio if it has them."""
+    from transformers import AutoConfig
+
+    kind = loading_class(AutoConfig.from_pretrained(folder), whole=True)
+    return kind.from_pretrained(folder, **options)
+
+
 def small_hf_model(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, other_sizes: dict[str, Any] | None = None
 ) -> Any:
     """A transformers model of ``SMALL_MODELS`` with random weights, norms and selection biases."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model_type, sizes = SMALL_MODELS[name]
     sizes = sizes | (other_sizes or {})
-    config = AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes))  # it writes into nested dicts
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = in_wrapper(AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes)))  # it writes into nested dicts
+    model = loading_class(config, whole=True).from_config(config, dtype=dtype)
     for module in model.modules():
         if hasattr(module, "alpha"):  # GPT-OSS: transformers before 5.19 does not read them
             module.alpha = sizes.get("swiglu_alpha", module.alpha)

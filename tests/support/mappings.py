@@ -54,7 +54,8 @@ def _fits_experts(shape: MeshShape, model: ModelConfig) -> bool:
     return (
         model.num_experts % shape.ep == 0
         and model.moe_intermediate_size % width_ranks == 0
-        and model.hidden_size % (width_ranks if model.biased_experts else shape.ep_shard) == 0
+        and model.expert_hidden_size % (width_ranks if model.biased_experts else shape.ep_shard) == 0
+        and not (model.post_norm_eps and shape.etp > 1)
     )
 
 

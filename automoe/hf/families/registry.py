@@ -32,6 +32,7 @@ from automoe.hf.families import (
     llama,
     minimax_m2,
     mixtral,
+    muse_spark,
     olmoe,
     qwen,
 )
@@ -65,6 +66,7 @@ FAMILIES: dict[str, Family] = {
         deepseek_v2.FAMILY,
         ernie4_5_moe.FAMILY,
         deepseek_v4.FAMILY,
+        muse_spark.FAMILY,
         llama.FAMILY,
         qwen.QWEN3,
     )
