@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -57,6 +58,14 @@ def ranks() -> Iterator[RankPool]:
     pool = ImportedRanks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def allocator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The counting allocator of ``support/memory.py``, compiled once."""
+    from tests.support.memory import build_allocator
+
+    return build_allocator(tmp_path_factory.mktemp("allocator"))
 
 
 @pytest.fixture(autouse=True)

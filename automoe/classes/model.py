@@ -86,8 +86,8 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
             made = torch.full_like(buffer, fill, device="cpu")
             vars(module)[kind][key] = nn.Parameter(made) if kind == "_parameters" else made
         for name, module in reversed(modules):  # submodules before their parent
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(stream_key(name, seed) % (1 << 63))
+            with torch.random.fork_rng([]):
+                torch.default_generator.manual_seed(stream_key(name, seed) % (1 << 63))
                 try:
                     owner[module]._init_weights(module)
                 except RuntimeError as error:  # such as a negative initializer_range

@@ -147,20 +147,14 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             say("updated")
             continue
-        options = {
-            "temperature": ask["temperature"],
-            "max_tokens": ask["max_tokens"],
-            "stop_token_ids": ask["stops"],
-            "ignore_eos": True,
-            "logprobs": 0,
-        }
+        options = {"temperature": ask["temperature"], "max_tokens": ask["max_tokens"]}
+        options |= {"stop_token_ids": ask["stops"], "ignore_eos": True, "logprobs": 0}
         prompts, settings = [], []
         for number, prompt in enumerate(ask["prompts"]):
             for answer in range(ask["num"]):
                 prompts.append({"prompt_token_ids": prompt})
-                settings.append(
-                    SamplingParams(seed=ask["seed"] + 1009 * number + answer, **options)
-                )
+                seed = ask["seed"] + 1009 * number + answer
+                settings.append(SamplingParams(seed=seed, **options))
         groups: list[Any] = [[] for _ in ask["prompts"]]
         for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):
             [answer] = request.outputs

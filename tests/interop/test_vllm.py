@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +17,9 @@ from automoe.rl.engine import Sampling, TransformersEngine
 from automoe.rl.vllm import LocalVLLM
 from automoe.rl.weights import WeightStream
 from automoe.session import Sample, Session, close, open_session
+from tests.support.grpo_vllm import LOOPS, MLA, faults_of, run_loop
 
-ROOT = Path(__file__).parents[2]
 SIZES = ["train.seq_len=64", "train.dtype=float32", "mesh=fsdp", "launch.device=cpu", "model.num_layers=3"]
-MLA = ["model.attention.kv_lora_rank=512", "model.attention.qk_rope_head_dim=64"]  # its kernel for CPUs has no other
 # The families that vLLM serves in float32 on a CPU, and sizes that its kernels take.
 FAMILIES: dict[str, list[str]] = {
     "qwen3_moe": [],
@@ -32,9 +28,9 @@ FAMILIES: dict[str, list[str]] = {
     "glm4_moe": [],
     "gpt_oss": ["model.attention.sliding_window=8"],
     "olmoe": [],  # vLLM takes norm_eps=1e-5 for granted
-    "dsv3": MLA,
+    "dsv3": [*MLA],
     "moonlight": [*MLA, "model.attention.q_lora_rank=null"],  # DeepSeek-V3 without a query's latent
-    "glm4_moe_lite": MLA,
+    "glm4_moe_lite": [*MLA],
 }
 PROMPTS = [[5, 17, 3, 88, 41], [9, 200, 31], [77]]
 ANSWER = 24  # tokens
@@ -131,14 +127,7 @@ def test_the_table_of_ignored_keys_is_true(tmp_path: Path) -> None:
         close()
 
 
-def test_a_run_repeats_the_routes_of_its_engine(tmp_path: Path) -> None:
-    words = ["--config-name", "grpo_small", "train.steps=3", f"run_dir={tmp_path / 'run'}", "train.dtype=float32"]
-    words += ["recipe_args.sampler=vllm", f"recipe_args.engine={os.environ['VLLM_PYTHON']}"]
-    command = [sys.executable, "-m", "automoe.cli", "train", *words]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "reward" in step]
-    assert len(steps) == 3
-    for step in steps:
-        assert step["routes_differ"] < 0.01 and step["engine_gap_max"] < 5e-6
+@pytest.mark.parametrize("name", LOOPS)
+def test_rewards_rise_and_the_engine_stays_with_the_trainer(name: str, tmp_path: Path) -> None:
+    """The routes of the engine are replayed, and its weights are new in each of thirty steps."""
+    assert faults_of(name, run_loop(name, os.environ["VLLM_PYTHON"], tmp_path / "run")) == []

@@ -50,7 +50,7 @@ from tests.support.class_models import (
     tier_config,
     trajectory_in_float64,
 )
-from tests.support.memory import build_allocator, measure_step
+from tests.support.memory import measure_step
 
 CPU = torch.device("cpu")
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
@@ -259,7 +259,7 @@ PLANNED = ["flex_olmo", "granitemoe", "dots1", "ernie4_5_moe", "phimoe", "nemotr
 @pytest.mark.parametrize("recompute", [[], "full"])
 @pytest.mark.parametrize("model_type", PLANNED)
 def test_the_plan_of_a_class_is_within_a_tenth(
-    ranks: RankPool, tmp_path: Path, model_type: str, recompute: list[str] | str, mesh: MeshConfig
+    ranks: RankPool, allocator: Path, tmp_path: Path, model_type: str, recompute: list[str] | str, mesh: MeshConfig
 ) -> None:
     wide = dict(hidden_size=256, moe_intermediate_size=128, intermediate_size=256, vocab_size=1024, head_dim=64)
     hf_class_config(model_type, num_hidden_layers=4, **wide).save_pretrained(tmp_path / "model")
@@ -272,7 +272,7 @@ def test_the_plan_of_a_class_is_within_a_tenth(
     shape = validate(config, None)
     [planned] = plan_memory(config, shape, plan_batch(config, shape))
     assert not list(not_modelled(config, shape, plan_batch(config, shape)))
-    for rank in ranks.run(measure_step, shape.world_size, config, build_allocator(tmp_path)):
+    for rank in ranks.run(measure_step, shape.world_size, config, allocator):
         assert planned.peak == pytest.approx(rank["step"], rel=0.1)
 
 

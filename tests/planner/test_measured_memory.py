@@ -162,11 +162,6 @@ def test_no_term_can_be_left_out_or_doubled(mutant: str, factor: int) -> None:
         assert any(abs(off) >= TOLERANCE for name in CASES for off in errors(name, MEASURED[name]))
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_allocator(tmp_path_factory.mktemp("allocator"))
-
-
 def most_alive(ranks: RankPool, config: Config, library: Path) -> list[int]:
     shape = validate(config, None)
     return [each["step"] for each in ranks.run(measure_step, shape.world_size, config, library)]
@@ -175,16 +170,16 @@ def most_alive(ranks: RankPool, config: Config, library: Path) -> list[int]:
 @pytest.mark.parametrize(
     "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 )
-def test_a_step_takes_what_is_written_down(ranks: RankPool, library: Path, name: str) -> None:
+def test_a_step_takes_what_is_written_down(ranks: RankPool, allocator: Path, name: str) -> None:
     config, shape = prepared(name)
     message = 4 * config.train.micro_batch_size * config.train.seq_len * config.model.residual_width
     on_the_way = 2 * message if shape.pp > 1 else 0  # how many sends wait at the peak depends on the ranks' clocks
-    for measured, expected in zip(most_alive(ranks, config, library), MEASURED[name], strict=True):
+    for measured, expected in zip(most_alive(ranks, config, allocator), MEASURED[name], strict=True):
         assert abs(measured - expected) <= 0.02 * expected + on_the_way
 
 
 @pytest.mark.exhaustive
-def test_a_pipeline_holds_no_more_for_more_micro_batches(ranks: RankPool, library: Path) -> None:
+def test_a_pipeline_holds_no_more_for_more_micro_batches(ranks: RankPool, allocator: Path) -> None:
     """Torch's own keeps what it received, and under interleaved stages what it sent, for all of them."""
     config = prepared("llama pp2 interleaved full")[0]
     config = replace(config, train=replace(config.train, seq_len=64))
@@ -192,7 +187,7 @@ def test_a_pipeline_holds_no_more_for_more_micro_batches(ranks: RankPool, librar
     def most(rows: int) -> list[int]:
         each = replace(config, train=replace(config.train, global_batch_size=rows))
         inputs = (automoe.planner.memory.INPUT_BYTES + automoe.planner.memory.BATCH_BYTES) * rows * config.train.seq_len
-        return [alive - inputs for alive in most_alive(ranks, each, library)]
+        return [alive - inputs for alive in most_alive(ranks, each, allocator)]
 
     border = 2 * config.train.micro_batch_size * config.train.seq_len * config.model.hidden_size
     for few, many in zip(most(16), most(64), strict=True):  # 4 micro-batches, and 16

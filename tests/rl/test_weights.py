@@ -24,7 +24,7 @@ from automoe.parallel.parallelize import allocate, build_parts
 from automoe.rl.weights import WeightStream
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
-from tests.support.memory import Allocator, build_allocator
+from tests.support.memory import Allocator
 from tests.support.wrappers import save_wrapper
 
 BUCKET = 60_000  # bytes; the small models have some 400 kB
@@ -163,11 +163,10 @@ def most_memory(source: Path, mesh: MeshConfig, library: Path, bucket: int, enco
 
 
 @pytest.mark.parametrize("encoding", ["plain", "fp8"])
-def test_an_iteration_takes_a_bucket_of_memory(encoding: str, tmp_path: Path, ranks: RankPool) -> None:
+def test_an_iteration_takes_a_bucket_of_memory(encoding: str, tmp_path: Path, ranks: RankPool, allocator: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16, "vocab_size": 256}
     save_small_hf("dsv3", tmp_path / "source", dtype=torch.bfloat16, other_sizes=sizes)
-    library = build_allocator(tmp_path)
     bucket = 2 << 20
     for mesh in (MeshConfig(dp_shard=1), MeshConfig(pp=2, dp_shard=2, ep=2)):
-        for most, count in ranks.run(most_memory, world(mesh), tmp_path / "source", mesh, library, bucket, encoding):
+        for most, count in ranks.run(most_memory, world(mesh), tmp_path / "source", mesh, allocator, bucket, encoding):
             assert count > 2 and most <= bucket, (mesh, most, count)
