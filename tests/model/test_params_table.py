@@ -45,6 +45,14 @@ def test_names_shapes_and_buffers_are_those_of_the_modules(name: str) -> None:
     assert with_buffers == {name for name, _ in built.named_buffers() if name.endswith((".expert_bias", ".tid2eid"))}
 
 
+def test_a_bias_of_queries_has_the_rows_of_their_gate() -> None:
+    model = few_layers("small_qwen3_next")
+    model = replace(model, attention=replace(model.attention, qkv_bias=True))
+    built = build_decoder(model, MoEConfig(), torch.float32).state_dict()
+    shapes = {param.name: param.shape for param in model_params(model) if param.name.endswith("q_proj.bias")}
+    assert shapes and shapes == {name: tuple(built[name].shape) for name in shapes}
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_agree_with_the_modules_that_own_the_parameters(name: str) -> None:
