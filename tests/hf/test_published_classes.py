@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import automoe
@@ -182,3 +182,17 @@ def test_pieces_of_a_published_tensor_have_its_numbers(make: Callable[[Tensor], 
             assert (piece.file or piece.shape) == tuple(stored.shape)
             filled[piece.box] = piece.within(stored.reshape(piece.shape))
     assert torch.equal(filled[filled > 0], real[filled > 0]) and int((filled > 0).sum()) == numbers
+
+
+def test_modules_for_multi_token_prediction_are_copied_unread(tmp_path: Path) -> None:
+    """The release has one under names of its own; transformers passes over it."""
+    save_class("deepseek_v4", tmp_path / "saved")
+    automoe.to_hf(automoe.from_hf(tmp_path / "saved", dtype=torch.float32), tmp_path / "in", tokenizer="byte")
+    path = tmp_path / "in" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    module = {"mtp.0.e_proj.weight": torch.randn(32, 32), "mtp.0.hc_head_scale": torch.randn(1)}
+    save_file(tensors(tmp_path / "in") | module, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    automoe.to_hf(automoe.from_hf(tmp_path / "in", dtype=torch.float32), tmp_path / "out", tokenizer="byte")
+    written = tensors(tmp_path / "out")
+    assert all(torch.equal(written[name], x) for name, x in module.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -58,6 +58,8 @@ def row_by_row(
     down_proj_bias=None,
     limit=None,
     act=lambda gate: gate * torch.sigmoid(gate),
+    alpha=1.702,
+    offset=1.0,
 ):
     """probs * expert(x), with the probability last: nothing of the backends' arrangement."""
     expert = torch.searchsorted(offsets.long(), torch.arange(gather_idx.numel()), right=True)
@@ -71,7 +73,7 @@ def row_by_row(
     else:  # min and max instead of the clamps of the activation
         gate = torch.minimum(gate, gate.new_tensor(limit))
         up = torch.minimum(torch.maximum(up, up.new_tensor(-limit)), up.new_tensor(limit))
-        act = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+        act = gate / (1 + torch.exp(-alpha * gate)) * (up + offset)
     out = torch.einsum("ri,rhi->rh", act, down_proj[expert])
     return (out if down_proj_bias is None else out + down_proj_bias[expert]) * probs[:, None]
 
@@ -136,13 +138,17 @@ def test_every_function_of_the_gate(backend: str, hidden_act: str) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("counts", ["skewed", "first and last empty", "no rows"])
+@pytest.mark.parametrize("factors", [(1.702, 1.0), (1.0, 0.0)], ids=["gpt-oss", "deepseek-v4"])
 @COMPUTED
-def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tolerance: float, counts: str) -> None:
+def test_biases_and_the_clamped_activation(
+    backend: str, dtype: torch.dtype, tolerance: float, factors: tuple[float, float], counts: str
+) -> None:
     # Rounded to bfloat16, a gate may fall on the other side of the limit and lose its gradient.
     limit = LIMIT if dtype != torch.bfloat16 else 7.0
-    clamped = ClampedSwiGLU(alpha=1.702, limit=limit)
+    alpha, offset = factors
+    clamped = ClampedSwiGLU(alpha, limit, offset)
     args = inputs(COUNTS[counts], torch.float64, biased=True)
-    expected = outputs_and_gradients(partial(row_by_row, limit=limit), args)
+    expected = outputs_and_gradients(partial(row_by_row, limit=limit, alpha=alpha, offset=offset), args)
     args = inputs(COUNTS[counts], dtype, biased=True)
     got = outputs_and_gradients(flat(expert_backend(backend)), args, activation=clamped)
     names = ("out", "x", "probs", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")

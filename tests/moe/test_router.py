@@ -213,3 +213,28 @@ def test_a_softmax_with_a_bias_is_divided_by_no_less_than_transformers_divides_b
     few = routing_probs(shares, torch.tensor([0, 1]), config)
     assert few.tolist() == pytest.approx([0.03, 0.07], rel=1e-12)
     assert routing_probs(shares, torch.tensor([1, 2]), config).sum().item() == pytest.approx(1, rel=1e-12)
+
+
+def test_a_table_of_token_ids_selects_experts_and_no_loss_balances_them() -> None:
+    """Scores weight what the table says; layers after the first ``num_hash_layers`` have none."""
+    config = RouterConfig(score="sqrt_softplus", expert_bias=True, routed_scaling_factor=1.5, num_hash_layers=1)
+    router, x = (
+        make_router(config, seq_balance_coef=1.0, micro_batch_balance_coef=1.0, z_loss_coef=0.0),
+        hidden_states(),
+    )
+    table = router.tid2eid
+    assert router.expert_bias is None and table is not None and table.dtype == torch.int64
+    counts = table.flatten().bincount(minlength=E)
+    assert counts.max() - counts.min() <= 1 and all(len(set(row)) == 3 for row in table.tolist())
+    generator = torch.Generator().manual_seed(3)
+    table.copy_(torch.rand(len(table), E, generator=generator).topk(3).indices)
+    ids = torch.randint(len(table), (B, S), generator=generator)
+    routing = router(x.requires_grad_(), replace(make_rows(), ids=ids))
+    assert torch.equal(routing.topk_expert_ids, table[ids]) and torch.equal(routing.plain_ids, table[ids])
+    scores = (1 + (x @ router.weight.T).exp()).log().sqrt().gather(-1, table[ids])
+    torch.testing.assert_close(routing.topk_probs, 1.5 * scores / scores.sum(-1, keepdim=True))
+    (gradient,) = torch.autograd.grad(routing.topk_probs.sum(), router.weight)
+    assert gradient.norm() < 1e-12  # the weights sum to 1.5, and no balance loss adds to them
+    model = ModelConfig(num_experts=E, num_experts_per_token=3, hidden_size=H, router=config)
+    later = Router(model, MoEConfig(), moe_index=1)
+    assert later.tid2eid is None and later.expert_bias is not None
