@@ -7,9 +7,9 @@ from unittest.mock import patch
 import hydra
 import pytest
 
-from automoe.config.compose import compose_config
+from automoe.config.compose import compose_config, list_options
 from automoe.errors import ConfigError
-from tests.support.configurations import quick_compose, quick_config
+from tests.support.configurations import quick_compose, quick_config, quick_model
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,9 @@ def test_the_same_errors(wrong: str) -> None:
     with patch.object(hydra, "compose", quick_compose), pytest.raises(ConfigError) as quick:
         compose_config(overrides=[wrong])
     assert str(own.value) == str(hydras.value) == str(quick.value)
+
+
+@pytest.mark.one_in(11)
+@pytest.mark.parametrize("name", list_options("model"))
+def test_the_same_model_as_hydra(name: str) -> None:
+    assert quick_model(name) == compose_config(overrides=[f"model={name}"]).model
