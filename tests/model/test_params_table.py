@@ -16,7 +16,7 @@ from automoe.model.linear import Linear
 from automoe.model.params import EXPERT_SPECS, PARTS, SPECS, find_spec, model_params
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel.parallelize import build_decoder
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_model
 from tests.support.hf_models import SMALL_MODELS, small_hf_model
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
@@ -25,7 +25,7 @@ LAYERS = 6
 
 def few_layers(name: str) -> ModelConfig:
     """Every kind of layer that the configuration has, in few of them."""
-    model = quick_config(overrides=[f"model={name}"]).model
+    model = quick_model(name)
     if model.first_k_dense == model.num_layers:
         return replace(model, num_layers=LAYERS, first_k_dense=LAYERS)
     ratios = (2 * model.attention.compress_ratios)[:LAYERS]
