@@ -130,12 +130,8 @@ def _read_json(path: Path) -> Record:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _warn(path, error)
+        print(f"automoe: the report omits {path}: {error}", file=sys.stderr)
         return {}
-
-
-def _warn(path: Path, problem: object) -> None:
-    print(f"automoe: the report omits {path}: {problem}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
