@@ -14,11 +14,11 @@ from typing import Any
 
 from automoe.config.batch import plan_batch
 from automoe.config.compose import Arguments, compose_config, key_of
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import ONE_RANK
 from automoe.config.paths import user_path
 from automoe.config.rule_engine import check_rows
 from automoe.config.rules import number_rows
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config
 from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError, say
 from automoe.launch.hardware import halves_missing, resolve_device
@@ -212,8 +212,7 @@ def least_ranks(config: Config) -> float:
     if not config.cluster.memory_bytes:
         return 1
     plain = changed(config, parallel=ONE_STAGE)
-    single = resolve_mesh(MeshConfig(), 1)
-    (rank,) = plan_memory(plain, single, plan_batch(config, single))
+    (rank,) = plan_memory(plain, ONE_RANK, plan_batch(config, ONE_RANK))
     return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
 
 
