@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from automoe import __version__
-from automoe.errors import exit_status
+from automoe.errors import exit_status, say
 
 COMMANDS = {
     "demo": "in a minute: prove a step, break a collective, kill a run",
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         close = get_close_matches(argv[0], [*COMMANDS, *_HERE], n=1)
         meant = f". Did you mean automoe {' '.join([*close, *argv[1:]])}?" if close else ""
-        print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
+        say(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}")
         return 2
     return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
 

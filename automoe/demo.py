@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automoe.errors import ConfigError, exit_status
+from automoe.errors import ConfigError, exit_status, say
 from automoe.storage.files import free_name
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         resumed = show_run(console, folder)
     except TrialError as error:
-        print(f"error: a run failed: {error}", file=sys.stderr)
+        say(f"error: a run failed: {error}")
         return EXIT_DIFFERENT
     seconds = time.monotonic() - started
     if not equal or not resumed:

@@ -162,6 +162,11 @@ class BackendError(AutomoeError, RuntimeError):
     """Backend, package or device that is missing here or fails; the message says what to do."""
 
 
+def say(text: object) -> None:
+    """Print ``text`` on standard error, at once: standard output is for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def exit_status(command: Callable[P, int]) -> Callable[P, int]:
     """Decorate an entry point so that errors and Ctrl-C become exit statuses.
 
@@ -200,7 +205,7 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
             said = in_words(error)
             if not isinstance(said, AutomoeError):
                 raise
-            print(f"error: {said}", file=sys.stderr)
+            say(f"error: {said}")
             return EXIT_WRONG
         finally:
             if outermost:
@@ -275,7 +280,7 @@ def _lost_output() -> int | None:
         return None
     if lost.errno == errno.EPIPE:
         return EXIT_NO_READER
-    print(f"error: standard output: {lost.strerror}", file=sys.stderr)
+    say(f"error: standard output: {lost.strerror}")
     return EXIT_WRONG
 
 

@@ -31,6 +31,7 @@ from automoe.errors import (
     listed,
     number_option,
     one_line,
+    say,
 )
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.interop.lm_eval import guard_harness, in_time, rehearse
@@ -168,7 +169,7 @@ class _Once(logging.Handler):
             raise ConfigError("--tasks", self._tasks, rule, "Correct doc_to_target")
         if (place := (record.pathname, record.lineno)) not in self._places:
             self._places.add(place)
-            print(f"warning: lm_eval: {text}", file=sys.stderr)
+            say(f"warning: lm_eval: {text}")
         return True
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from automoe.config.paths import user_path
 from automoe.config.schema import Config, export_name
-from automoe.errors import CheckpointError, ConfigError, exit_status, number_option
+from automoe.errors import CheckpointError, ConfigError, exit_status, number_option, say
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +188,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         steps = committed_steps(run_dir / FOLDER)
     newest = run_dir / FOLDER / steps[-1] if steps else None
     for warning in misnamed(run_dir / FOLDER, steps):
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     if newest is not None:
         if (problem := damage(newest)) is not None:
             raise CheckpointError(

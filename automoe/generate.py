@@ -32,6 +32,7 @@ from automoe.errors import (
     listed,
     number_option,
     one_line,
+    say,
     spelled_out,
 )
 from automoe.launch.run_dir import read_status
@@ -195,7 +196,7 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
         from automoe.export import export_run
 
         with tempfile.TemporaryDirectory() as scratch:
-            print(f"the newest weights of {where}:", file=sys.stderr, flush=True)
+            say(f"the newest weights of {where}:")
             export_run(where, Path(scratch, "hf"))
             yield Path(scratch, "hf")
 
@@ -240,7 +241,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     for note in unread_adapter(folder):
-        print(f"note: {note}", file=sys.stderr, flush=True)
+        say(f"note: {note}")
     # The folder is untrusted: check it before loading anything.
     tensors = read_headers(folder, last=True)
     check_model(folder)
@@ -300,7 +301,7 @@ def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any)
             "config.json with the published one, and copy the missing files"
         )
     if unread := loaded["unexpected_keys"]:
-        print(f"note: {folder}: not read: {listed(unread)}", file=sys.stderr, flush=True)
+        say(f"note: {folder}: not read: {listed(unread)}")
     # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
     # still gets a share of multiple choices right.
     if odd := [
@@ -333,9 +334,7 @@ def _generation_config(folder: Path) -> Any:
     settings = GenerationConfig(**{key: stored[key] for key in FOLLOWED & stored.keys()})
     others = {key for key in settings.to_dict() if stored.get(key)} - FOLLOWED - _OVERRIDDEN
     if others and name != "config.json":
-        print(
-            f"note: {folder / name}: settings not followed: {listed(others, 20)}", file=sys.stderr
-        )
+        say(f"note: {folder / name}: settings not followed: {listed(others, 20)}")
     return settings
 
 
@@ -414,7 +413,7 @@ class Speaker:
         stops = self.model.generation_config.eos_token_id
         ended = int(ids[-1]) in (stops if isinstance(stops, list) else [stops])
         if len(ids) == most and not ended and not isinstance(said, str):
-            print(f"note: cut off after {most} tokens ({limit})", file=sys.stderr, flush=True)
+            say(f"note: cut off after {most} tokens ({limit})")
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _ids(self, said: str | list[dict[str, Any]]) -> list[int]:

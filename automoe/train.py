@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from automoe.errors import ConfigError, exit_status
+from automoe.errors import ConfigError, exit_status, say
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
@@ -92,9 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         # If torch is imported, this process was a rank.
         return end_process(status) if "torch" in sys.modules else status
     if names := left_over(os.environ):
-        print(
-            f"note: {', '.join(names)} in the environment, but neither torchrun nor srun started this process; ignored",
-            file=sys.stderr,
+        say(
+            f"note: {', '.join(names)} in the environment, but neither torchrun nor srun started this process; ignored"
         )
     if args.multirun:
         from automoe.launch.sweep import run_sweep
@@ -112,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         print(dump_config(config), end="")
         if (train := config.train).epochs:
             note = f"train.epochs={train.epochs:g} replaces train.steps={train.steps}"
-            print(f"note: {note} once the data is read", file=sys.stderr)
+            say(f"note: {note} once the data is read")
         return 0
     if missing := missing_hardware(shape, device, config.launch.num_ranks):
         # Print the plan and the hardware and data that this machine lacks to train it.

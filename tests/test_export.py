@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from automoe.checkpoint.manifest import read_manifest, write_manifest
 from automoe.checkpoint.store import CheckpointStore
-from automoe.config.compose import compose_config
 from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
@@ -32,6 +31,7 @@ from automoe.run.weights import export_weights
 from automoe.training.state import TrainState
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
+from tests.support.configurations import quick_model
 
 MESH = MeshConfig(pp=2, dp_shard=2, ep=2)
 
@@ -41,7 +41,7 @@ def run_config(run_dir: Path) -> Config:
     run_dir.mkdir(parents=True)
     text = run_dir / "text.txt"
     text.write_text("All mesh shapes give the same numbers.\n" * 200)
-    model = compose_config("config", ["model=small_dsv3"]).model
+    model = quick_model("small_dsv3")
     model = replace(model, hidden_size=64, moe_intermediate_size=32, intermediate_size=64)
     data = DataConfig(kind="text", path=str(text), val_fraction=0.0)
     config = Config(run_dir=str(run_dir), mesh=MESH, model=model, data=data)

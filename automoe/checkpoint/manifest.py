@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Mapping
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -236,9 +235,4 @@ def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]
 
 def _with_defaults(saved: Facts) -> dict[str, Any]:
     """Return a manifest's configuration by dotted key, with defaults for keys added since then."""
-    return _defaults() | flat(saved)
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return flat(config_to_dict(Config()))
+    return flat(config_to_dict(Config())) | flat(saved)

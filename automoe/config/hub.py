@@ -11,13 +11,12 @@ import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from automoe.config.paths import user_path
-from automoe.errors import ConfigError, listed, one_line
+from automoe.errors import ConfigError, listed, one_line, say
 from automoe.storage.files import read_file, wrong_kind
 from automoe.storage.foreign import parse_json
 
@@ -102,8 +101,9 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     ):
         raise _refused(key, spec, f"{folder} has neither config.json nor tokenizer_config.json")
     if commit is None:
-        print(f"{key}={spec}: no such folder here; taking the model from the Hub, at commit {folder.name[:12]}",
-              file=sys.stderr)  # fmt: skip
+        say(
+            f"{key}={spec}: no such folder here; taking the model from the Hub, at commit {folder.name[:12]}"
+        )
     return f"{name}@{folder.name}"
 
 
@@ -161,7 +161,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         if cached is None or isinstance(error, FileMetadataError):
             raise _refused(key, f"{name}@{revision}", error) from error
         note = f"note: {cached} is used as it is: the Hub did not say which files the model has"
-        print(f"{note} ({one_line(error)})", file=sys.stderr)
+        say(f"{note} ({one_line(error)})")
         return cached
 
 
@@ -260,7 +260,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
         )
     total = sum(sizes[file] for file in missing)
     size = f"{len(missing)} files, {total / 1e9:,.1f} GB"
-    print(f"downloading {spec}: {size}, to {constants.HF_HUB_CACHE}", file=sys.stderr)
+    say(f"downloading {spec}: {size}, to {constants.HF_HUB_CACHE}")
     download(key, *pin, missing)
 
 

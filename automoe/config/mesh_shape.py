@@ -143,6 +143,9 @@ class MeshShape:
         return " x ".join(f"{axis}{size}" for axis, size in self.active_axes(view)) or "one rank"
 
 
+ONE_RANK = MeshShape(*[1] * 9)
+
+
 def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
     """Fill in axes that are 0 (by ``mesh.preset``) or -1; check that both meshes have the same ranks.
 

@@ -118,3 +118,7 @@ class ClusterConfig:
     # all_to_all and send in groups within a node, by size and stride of the group, such as
     # "all_to_all 4x2"; other groups go by the speeds above
     links: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpu == "cpu"

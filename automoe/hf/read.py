@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -305,6 +305,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     return ReadItem(shard, piece.key, source, matrices, cols, rows, place, unit)
 
 
+@dataclass
 class Reader:
     """Context that reads slices of a catalog's tensors and keeps their files open until its end.
 
@@ -314,11 +315,10 @@ class Reader:
         advance: callback that gets the number of stored bytes of each chunk, once it is copied.
     """
 
-    def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None):
-        self.catalog = catalog
-        self.advance = advance
-        self.bytes_read = 0
-        self._open: dict[str, int] = {}
+    catalog: Catalog
+    advance: Callable[[int], None] = lambda num_bytes: None
+    bytes_read: int = 0
+    _open: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> Reader:
         return self

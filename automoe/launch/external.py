@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from automoe.config.convert import named_variables
 from automoe.config.frozen import Device, dump_config, parse_config, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, LaunchError, in_words
+from automoe.errors import AutomoeError, ConfigError, LaunchError, in_words, say
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
 from automoe.launch.prepare import check, check_data, check_num_ranks, compose
@@ -240,7 +239,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             frozen = resolved(config, shape, device)
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
-                print(note, file=sys.stderr)
+                say(note)
             if config.train.epochs:
                 from automoe.data.prepare import with_steps
 
@@ -249,7 +248,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             save_config(frozen, run_dir)
         except (AutomoeError, OSError) as error:
             # The error is printed first, because telling the other ranks imports torch.
-            print(f"error: {in_words(error)}", file=sys.stderr)
+            say(f"error: {in_words(error)}")
             store = _open_store(launch)
             store.set(_KEY, json.dumps({"config": None}))
             # Wait until all ranks have read the message.

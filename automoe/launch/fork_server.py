@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from automoe.errors import in_words, without
+from automoe.errors import in_words, say, without
 from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
 from automoe.storage.guarded import die_with_parent, fork
@@ -338,5 +338,5 @@ if __name__ == "__main__":
     try:
         end_process(main())
     except OSError as error:  # no further process can be started
-        print(in_words(error), file=sys.stderr)
+        say(in_words(error))
         end_process(1)

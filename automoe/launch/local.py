@@ -23,7 +23,7 @@ from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import LaunchError
+from automoe.errors import LaunchError, say
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
@@ -85,7 +85,7 @@ def train_here(
     frozen = resolved(config, shape, device)
     another = runs.check_same_run(Path(config.run_dir).absolute(), frozen)
     for note in start_notes(config) + another:
-        print(note, file=sys.stderr)
+        say(note)
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
     print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
     env = without_rendezvous(os.environ) | LOOPBACK
@@ -102,11 +102,11 @@ def train_here(
         result = launch_local(frozen, shape.world_size, server)
     if result.error is not None:
         error = runs.describe_error(result.error)
-        print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
+        say(f"error: {error}\nlogs of every rank: {config.run_dir}/logs")
         if saved := committed_steps(Path(config.run_dir) / FOLDER):
-            print(f"newest checkpoint: {config.run_dir}/{FOLDER}/{saved[-1]}", file=sys.stderr)
+            say(f"newest checkpoint: {config.run_dir}/{FOLDER}/{saved[-1]}")
     elif result.state == "preempted":
-        print("stopped before the last step, as asked", file=sys.stderr)
+        say("stopped before the last step, as asked")
     if config.observe.report and Path(config.run_dir).is_dir():
         # This process writes the report, not rank 0, so that a run killed by SIGKILL has one too.
         runs.show_report(config.run_dir)
@@ -150,13 +150,12 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                 failures.append({"attempt": number, "step": step, "error": result.error})
                 if (why_not := refusal(failures, limit)) is not None:
                     if limit:
-                        print(f"no further attempt: {why_not}", file=sys.stderr)
+                        say(f"no further attempt: {why_not}")
                     break
                 after = "" if step is None else f" after step {step}"
-                print(
+                say(
                     f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
-                    f"starting again from the newest checkpoint: restart {number} of at most {limit}",
-                    file=sys.stderr,
+                    f"starting again from the newest checkpoint: restart {number} of at most {limit}"
                 )
                 runs.start_again(run_dir, number)
                 if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
@@ -238,11 +237,10 @@ class _Launch:
                     with runs.telling():
                         runs.record_failure(self.run_dir, killed)  # other ranks see this and leave
             if now > self.kill_at:
-                print(
+                say(
                     f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; "
                     "what they did since the newest checkpoint is lost. Give them more time, or save more often "
-                    "(checkpoint.every)",
-                    file=sys.stderr,
+                    "(checkpoint.every)"
                 )
                 self._give_up()
             elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:

@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any, Literal
 from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import CONFIG_FILE, describe, differences, flat, goes_on, read_mapping
 from automoe.config.schema import Config
-from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words
+from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words, say
 from automoe.storage.files import named, read_file, wrong_kind
 from automoe.storage.foreign import parse_json
 from automoe.storage.lock_file import take_lock
@@ -243,7 +242,7 @@ def telling() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr)
+        say(f"warning: {STATUS_FILE}: {in_words(error)}")
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:

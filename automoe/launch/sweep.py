@@ -48,7 +48,7 @@ from automoe.config.convert import config_from_dict
 from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, resolved
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, without
+from automoe.errors import AutomoeError, ConfigError, say, without
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
@@ -113,15 +113,15 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
             try:
                 print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
-                print(f"\nno plot: {error}", file=sys.stderr)
+                say(f"\nno plot: {error}")
     # The exit status depends on the jobs of this start only.
     jobs = [job for job in jobs if job["start"] == sweep.start]
     stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
     if stops or status >= STOPPED:
-        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
+        say("\nsweep stopped; the same command goes on where it left off")
         return stops[0] if stops and status <= STOPPED else status
     if all(job["state"] == "skipped" for job in jobs):
-        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
+        say(f"error: none of the {len(jobs)} jobs could run")
         return 2
     return status or int(any(job["state"] not in ("done", "skipped") for job in jobs))
 
@@ -400,7 +400,7 @@ class Sweep:
             record["tokens_per_second"] = measured["tokens_per_second"]
             return record | {"measured": measured}
         except (AutomoeError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
             return {"state": "failed", "reason": str(error)}
         except Exception as error:
             traceback.print_exc()
@@ -414,7 +414,7 @@ class Sweep:
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):
             if _read(path) is None:
-                print(f"warning: {path} is damaged; its job is not in the table", file=sys.stderr)
+                say(f"warning: {path} is damaged; its job is not in the table")
         for job in jobs:
             if job["state"] == "running":
                 job["state"] = "stopped"

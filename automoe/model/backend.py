@@ -32,7 +32,8 @@ class BackendConfig:
         dispatcher: brings tokens to the ranks of their experts; None: this rank has all experts.
         router_dtype: dtype in which routers and hyper-connections are stored; None: that of the other
             parameters.
-        attention_kernel: function that computes softmax attention.
+        attention_kernel: function that computes softmax attention; delta nets and compressed attention
+            have functions of their own.
         masks: function that makes the masks that ``attention_kernel`` takes.
         rope: functions that apply rotary embeddings.
         norm: constructor of a norm: (width, epsilon, whether it multiplies by 1 + weight) -> module.

@@ -494,6 +494,7 @@ class LossInputs:
 
 
 # A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over ranks and
-# micro-batches is the loss. It may have two attributes: ``metrics``, the names that it reports, and
-# ``mean_over="documents"`` if it (and then the validation loss) is a mean over documents and not over tokens.
+# micro-batches is the loss. It may have three attributes: ``metrics``, the names that it reports;
+# ``mean_over="documents"`` if it (and then the validation loss) is a mean over documents and not over tokens; and
+# ``uses_entropy``, True if it reads ``LossInputs.entropy``.
 Loss = Callable[[Tensor, LossInputs], Tensor]

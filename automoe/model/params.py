@@ -55,7 +55,7 @@ k_proj.weight | G*D H | 1 | colwise
 v_proj.weight | G*D H | 1 | colwise
 gate_proj.weight | N*D H | 1 | colwise when=attention.split_output_gate
 o_proj.weight | H N*D | 5 | rowwise
-q_proj.bias   | N*D   | 1 | vector tp=0 when=attention.qkv_bias
+q_proj.bias   | Q*D   | 1 | vector tp=0 when=attention.qkv_bias
 k_proj.bias   | G*D   | 1 | vector tp=0 when=attention.qkv_bias
 v_proj.bias   | G*D   | 1 | vector tp=0 when=attention.qkv_bias
 o_proj.bias   | H     | 5 | vector when=attention.o_bias

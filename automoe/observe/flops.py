@@ -18,15 +18,8 @@ from functools import partial
 
 import numpy as np
 
-from automoe.config.schema import (
-    AttentionConfig,
-    Config,
-    ModelConfig,
-    has_indexer,
-    is_linear,
-    ratio_of,
-    window_of,
-)
+from automoe.config.rules_kernels import score_dims
+from automoe.config.schema import Config, ModelConfig, has_indexer, is_linear, ratio_of, window_of
 from automoe.model.param_spec import NUM_PLACES, SCORES, Param
 from automoe.model.params import model_params
 from automoe.model.trainable import with_adapters
@@ -104,7 +97,7 @@ def train_flops_per_token(
             topk = has_indexer(attention, layer) or not ratio and attention.index_topk
             chosen = _band(attention.index_topk if topk else length, length)
             attended = _band(window, seq_len) + bool(ratio) * chosen if window else chosen
-            scores += passes * _score_dims(attention) * attended
+            scores += passes * attention.num_heads * sum(score_dims(attention)) * attended
             if has_indexer(attention, layer):
                 learns = any(param.trained and param.spec.detached for param in by_layer[layer])
                 dims = attention.index_n_heads * attention.index_head_dim
@@ -162,11 +155,3 @@ def _band(keys: float, length: float) -> np.ndarray:
     """
     keys = min(keys, length)
     return np.array([keys * (1 - keys / (2 * length)), keys])
-
-
-def _score_dims(attention: AttentionConfig) -> int:
-    """Return heads x (query-key dim + value dim): multiply-adds of attention per query and key."""
-    if attention.kind != "mla":
-        return attention.num_heads * 2 * attention.head_dim
-    qk = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    return attention.num_heads * (qk + attention.v_head_dim)

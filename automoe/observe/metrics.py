@@ -14,7 +14,6 @@ import contextlib
 import io
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from automoe.config.metrics import REQUIRED_KEYS
-from automoe.errors import FULL, ConfigError, retried
+from automoe.errors import FULL, ConfigError, retried, say
 from automoe.observe.environment import describe_environment
 from automoe.storage.files import named, open_regular, read_file, set_aside
 from automoe.storage.sealed import replace_json, sealed, unsealed
@@ -42,7 +41,7 @@ Warn = Callable[[str], object]  # function that shows a line to the user
 
 
 def to_stderr(text: str) -> None:
-    print(f"automoe: {text}", file=sys.stderr)
+    say(f"automoe: {text}")
 
 
 def load_summary(counts: Any) -> Record:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
-from automoe.errors import AutomoeError, in_words
+from automoe.errors import AutomoeError, in_words, say
 from automoe.observe.metrics import (
     ENVIRONMENT_FILE,
     LOAD_FILE,
@@ -47,7 +47,7 @@ def write_report(run_dir: StrPath) -> Path | None:
         return build_report(run_dir)
     except Exception as error:
         why = f"{type(error).__name__}: {in_words(error)}"
-        print(f"automoe: no report for {run_dir}: {why}", file=sys.stderr)
+        say(f"automoe: no report for {run_dir}: {why}")
         return None
 
 
@@ -130,12 +130,8 @@ def _read_json(path: Path) -> Record:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _warn(path, error)
+        say(f"automoe: the report omits {path}: {error}")
         return {}
-
-
-def _warn(path: Path, problem: object) -> None:
-    print(f"automoe: the report omits {path}: {problem}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -147,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         path = build_report(parser.parse_args(argv).run_dir)
     except (AutomoeError, OSError) as error:
-        print(in_words(error), file=sys.stderr)
+        say(in_words(error))
         return 1
     print(path)
     return 0

@@ -3,7 +3,7 @@
 The records are ``BackendConfig`` (``automoe.model.backend``) and, for each layer, ``LayerCalls``
 (``automoe.passes.calls``). Modules get them in their constructors and keep them. Some choices are
 made elsewhere: ``Block`` chooses the classes of attention and feed-forward,
-``automoe.parallel.expert`` the dispatcher, and SDPA its kernel at each call; LoRA and ``train.fp8``
+``automoe.parallel.dispatchers`` the dispatcher, and SDPA its kernel at each call; LoRA and ``train.fp8``
 replace linear layers after construction, and LoRA the expert backend. A wrapped call contains the
 collectives of tp, ep and cp, since modules call these. FSDP's hooks stay outside of it: they
 surround the forward of the module that makes the call, so weights are unsharded whenever the call

@@ -61,7 +61,8 @@ class LayerCalls:
         gather: the all-gathers over tp before attention and feed-forward. If the outputs of norms
             are recomputed instead of kept, the gathered copies are too.
         project_up: latent attention's projections from latents to heads.
-        core_attention: softmax attention or the delta rule, without projections.
+        core_attention: softmax attention, attention to compressed keys, or the delta rule, without
+            projections.
         mlp, shared_experts: the feed-forward of a dense layer, and the one that all tokens pass
             next to their experts.
         router: each of the router's functions for scores, choice, routing weights and losses.

@@ -150,7 +150,7 @@ class TokenLoad:
                 load.
         """
         gathered = mesh.cp if config.parallel.context == "gather" else 1
-        tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
+        tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.on_cpu
         # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
         # ranks.
         exchanged = mesh.cp if uses_ulysses(config, mesh) else 1

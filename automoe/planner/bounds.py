@@ -33,7 +33,7 @@ from automoe.planner.candidate import changed
 from automoe.planner.communication import NOTHING
 from automoe.planner.layer_time import add_experts, head_time, local_time, time_again
 from automoe.planner.layer_weights import ends_trained, layer_weights
-from automoe.planner.machine import Constants, Machine
+from automoe.planner.machine import Machine
 from automoe.planner.place import Pass, Passes, Place, key_of
 from automoe.planner.reserve import FRAGMENTATION
 from automoe.planner.schedule import GRAIN, HIDDEN
@@ -166,7 +166,7 @@ class Space:
         values = dict(zip(VALUES, np.moveaxis(added, -1, 0), strict=True))
         for name, again in (("forward", 0.0), ("backward", values["again"])):
             late = values[f"{name}_host"]
-            if self.config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
+            if not self.config.cluster.on_cpu:  # the GPU repeats work while it waits for launches
                 late = np.maximum(late - values[name], 0.0)
                 again = np.maximum(again - late, 0.0)
             values[name] = values[name] + late + again
@@ -189,7 +189,7 @@ class Space:
 
     def _of_family(self, family: Family) -> tuple[Config, Machine]:
         config = family.of(self.config)
-        return config, Machine.of(config, Constants.load())
+        return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
         """Return ``VALUES`` of each kind of layer without its routed experts: [choices, kinds, values].
@@ -304,7 +304,7 @@ def seconds_once(config: Config, ranks: int) -> float:
     They are the fixed time of a step, and the products of Muon's iterations. The run has ``ranks`` ranks.
     """
     alone = MeshShape(ranks, *[1] * 8)  # no rank shares a matrix, so none is sent
-    machine = Machine.of(config, Constants.load())
+    machine = Machine.of(config)
     place = Place(config, alone, machine, plan_batch(config, alone))
     return machine.constants.step + optimizer_time(place, [])
 
@@ -409,7 +409,7 @@ class Layout:
             moving += sharded * (count > 1)
         elif ranks > 1:
             moving += reduced * done @ columns["trained"][here].T
-        spread = 1 + FRAGMENTATION * (self.config.cluster.gpu != "cpu")
+        spread = 1 + FRAGMENTATION * (not self.config.cluster.on_cpu)
         least: Array = (moments + weights) * state + spread * np.maximum(moving, sharded)
         return least.max(axis=0)
 

@@ -21,19 +21,23 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import yaml
 
+from automoe.comm.collectives import DispatchGroup, wait_tensor
+from automoe.comm.tokens import StepBatch
 from automoe.config.batch import plan_batch
 from automoe.config.compose import Arguments
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import ONE_RANK
 from automoe.config.schema import (
     AttentionConfig,
     ClusterConfig,
     Config,
-    MeshConfig,
     ModelConfig,
     MoEConfig,
     TrainConfig,
@@ -41,16 +45,21 @@ from automoe.config.schema import (
 from automoe.errors import ConfigError
 from automoe.launch.hardware import MAX_CPU_RANKS_PER_CORE, num_cores, resolve_device, visible_gpus
 from automoe.launch.prepare import compose
+from automoe.moe.experts import ExpertWeights, expert_backend
+from automoe.observe.peak_flops import peak_flops
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.pipeline import build_runner
 from automoe.planner.communication import link_name
 from automoe.planner.layer_time import layer_time
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.output_file import write_out
 from automoe.planner.place import Place
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
+from automoe.training.state import TrainState
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.verify.pool import RankPool
+from automoe.verify.proxy import make_proxy
 
 POINTS = 7  # points of the matmul curve; each has twice the intensity of the previous one
 # timings per median; minimum seconds of one timing
@@ -90,9 +99,6 @@ class Bench:
 
     def prepare(self) -> tuple[torch.device, torch.dtype]:
         """Select this rank's GPU, or set its number of CPU threads; return torch's device and dtype."""
-        import torch
-        import torch.distributed as dist
-
         if self.device == "cuda":
             torch.cuda.set_device(dist.get_rank())
             return torch.device("cuda", dist.get_rank()), getattr(torch, self.dtype)
@@ -114,8 +120,6 @@ class Bench:
 
     def once(self, work: Callable[[], object], number: int = 1) -> float:
         """Return the seconds of ``number`` calls of ``work``: CUDA event time, or CPU time per thread."""
-        import torch
-
         if self.device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -142,8 +146,6 @@ def calibrate(folder: Path, args: Arguments) -> int:
     Raises:
         ConfigError: a file of this name exists, or the file cannot be written.
     """
-    from automoe.verify.pool import RankPool
-
     config = compose(args)
     bench = Bench.of(resolve_device(config), config.launch.threads_per_rank)
     gpus = visible_gpus() if bench.device == "cuda" else 0
@@ -176,8 +178,6 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         ``experts`` (forward matmuls of 8 experts; hidden size, width, rows of each: ``bench.expert``), ``layer``
         (both passes of an MoE layer), ``host_layer`` (one pass of a tiny layer), ``step`` (fixed part of a step).
     """
-    import torch
-
     device, dtype = bench.prepare()
     made = partial(torch.randn, device=device, dtype=dtype)
     size = dtype.itemsize
@@ -191,8 +191,6 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         seconds = bench.seconds(partial(torch.mm, rows, weight))
         speeds.append(2 * bench.rows * side**2 / seconds)
     if device.type == "cuda" and not peak:
-        from automoe.observe.peak_flops import peak_flops
-
         peak = peak_flops(measured["gpu"]) or 0.0
     measured["peak"] = peak if device.type == "cuda" and peak else max(speeds)
     measured["curve"] = [min(speed / measured["peak"], 1.0) for speed in speeds]
@@ -213,9 +211,6 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
 def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of causal attention, forward and backward, over ``bench.seq`` tokens."""
-    import torch
-    import torch.nn.functional as F
-
     heads = 4
     dim = 64
     seq = bench.seq
@@ -238,10 +233,6 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 
     Hidden size, expert width and the rows of each expert are all ``bench.expert``.
     """
-    import torch
-
-    from automoe.moe.experts import ExpertWeights, expert_backend
-
     n = bench.expert
     experts = 8
     x = torch.randn(experts * n, n, device=device, dtype=dtype)
@@ -260,9 +251,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
     It has ``model``'s kinds of layers and attention, and the dtype of ``bench``.
     """
-    from automoe.verify.proxy import make_proxy
-
-    proxy, _ = make_proxy(Config(model=model), resolve_mesh(MeshConfig(), 1), 256)
+    proxy, _ = make_proxy(Config(model=model), ONE_RANK, 256)
     dense = 0 if model.num_moe_layers else layers
     return _config(bench, replace(proxy.model, num_layers=layers, first_k_dense=dense), 8)
 
@@ -295,17 +284,7 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
         Median seconds of the forward and backward pass of each configuration, then median seconds of the optimizer's
         update of the first one.
     """
-    import torch
-
-    from automoe.comm.tokens import StepBatch
-    from automoe.optim.adamw import build_optimizer
-    from automoe.parallel.mesh import build_meshes
-    from automoe.parallel.parallelize import build_parts, materialize
-    from automoe.parallel.pipeline import build_runner
-    from automoe.training.state import TrainState
-    from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
-
-    meshes = build_meshes(resolve_mesh(MeshConfig(), 1), device)
+    meshes = build_meshes(ONE_RANK, device)
     runs = []
     for config in configs:
         parts = build_parts(config, meshes)
@@ -346,8 +325,6 @@ def measure_links(bench: Bench) -> Links:
     The name has the size and stride of a group; all such groups communicate at the same time, as those of a mesh
     axis do.
     """
-    import torch.distributed as dist
-
     device, _ = bench.prepare()
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -373,11 +350,6 @@ def _collectives(
 
     ``num_bytes`` is the size of the whole tensor, which is gathered, reduced, exchanged or sent.
     """
-    import torch
-    import torch.distributed as dist
-
-    from automoe.comm.collectives import DispatchGroup, wait_tensor
-
     size = dist.get_world_size(group)
     here = dist.get_rank(group)
     dispatch = DispatchGroup(group)
@@ -465,8 +437,7 @@ def cluster_values(
     passes = machine.pass_over(5 * machine.number_bytes * 8 * n * n)
     shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
     machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
-    mesh = resolve_mesh(MeshConfig(), 1)
-    place = Place(config, mesh, machine, plan_batch(config, mesh))
+    place = Place(config, ONE_RANK, machine, plan_batch(config, ONE_RANK))
     layer = layer_time(place, 0, frozenset())
     said = sum(half.seconds for half in layer)
     host = 2 * alone["host_layer"] * cpu  # a GPU computes while its host launches

@@ -100,7 +100,7 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     """
     cluster = config.cluster
     saves = config.checkpoint
-    on_cpu = cluster.gpu == "cpu"
+    on_cpu = cluster.on_cpu
     of_rank = (*GENERATOR_BYTES, *([] if on_cpu else [GPU_GENERATOR_BYTES]))
     mine = sum(of_rank) + SHARD_BYTES * len(of_rank)
     by_name: dict[str, _Tensor] = {}

@@ -307,7 +307,7 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
         # A ring sends keys, and values padded to the keys' width, of all heads; on the CPU of key
         # heads alone. Sending overlaps with attention to the keys that are already here.
         (dims, _), heads = score_dims(attention), attention.num_heads / mesh.tp
-        if attention.kind == "gqa" and place.config.cluster.gpu == "cpu":
+        if attention.kind == "gqa" and place.config.cluster.on_cpu:
             heads = max(attention.num_kv_heads / mesh.tp, 1)
         cost = gather(machine, place.group("cp"), whole * 2 * dims * heads)
         cost = cost.seen(max(constants.latency, cost.seconds - constants.overlap * attending))

@@ -97,7 +97,8 @@ class Machine:
     links: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, constants: Constants) -> Machine:
+    def of(cls, config: Config, constants: Constants | None = None) -> Machine:
+        """Return the speeds of ``config.cluster``; without ``constants``, by ``constants.toml``."""
         cluster = config.cluster
         gain = (
             cluster.peak_flops_fp8 / cluster.peak_flops
@@ -105,7 +106,7 @@ class Machine:
             else 1.0
         )
         link = cluster.intra_node_bandwidth or NOMINAL_LINK
-        constants = replace(constants, **cluster.constants) if cluster.constants else constants
+        constants = replace(constants or Constants.load(), **cluster.constants)
         return cls(
             constants=constants,
             peak=cluster.peak_flops or NOMINAL_FLOPS,

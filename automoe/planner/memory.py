@@ -17,7 +17,7 @@ from operator import attrgetter
 from automoe.config.batch import BatchPlan
 from automoe.config.facts import MUON_ROUND, SENDS_KEPT
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers, stays_unsharded
-from automoe.config.pipeline import ALL_FORWARDS_FIRST, Entry, pipeline_order, stages_of_ranks
+from automoe.config.pipeline import ALL_FORWARDS_FIRST, pipeline_order, stages_of_ranks
 from automoe.config.schema import Config
 from automoe.model.params import Param, num_states, stage_params
 from automoe.model.trainable import as_stored, with_adapters
@@ -216,7 +216,13 @@ def _pipeline_moments(
 
     overlap = parallel.overlap_all_to_all
     order = pipeline_order(schedule, mesh.pp, len(stages), num_micro_batches, overlap)[pp_rank]
-    for kind, i, merged in _actions(order, local):
+    # An entry has one or two actions, which run at the same time: a backward pass beside a forward one.
+    actions = (
+        (kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None)
+        for entry in order
+        for kind, stage, _ in reversed(entry)
+    )
+    for kind, i, merged in actions:
         is_forward = kind == "F"
         stage = stages[i]
         held[i] += is_forward
@@ -259,26 +265,10 @@ def _pipeline_moments(
     )  # fmt: skip
 
 
-def _actions(
-    order: tuple[Entry, ...], local: dict[int, int]
-) -> Iterator[tuple[str, int, int | None]]:
-    """Yield each action of a rank as (kind, stage, stage of a simultaneous forward pass or None).
-
-    The kind is F (forward), B (backward), or I and W: a backward pass for inputs, then for weights.
-
-    Args:
-        order: the rank's entries of one or two actions; two run at the same time.
-        local: what to yield as stage: its index among the rank's stages, by its number in the model.
-    """
-    for entry in order:
-        for kind, stage, _ in reversed(entry):
-            yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
-
-
 def _update_moment(config: Config, sizes: Sizes, params: list[Param], gradients: int) -> RankMemory:
     rounds = config.optim.master_weights == "stochastic" or config.optim.moments == "bfloat16"
     scratch = _muon_scratch(config, sizes, trained(params))
-    if config.cluster.gpu == "cpu" and rounds:
+    if config.cluster.on_cpu and rounds:
         largest = max((local_numel(param, sizes.mesh) for param in trained(params)), default=0)
         scratch += UPDATE_BYTES * min(largest, UPDATE_BLOCK)
     return RankMemory("update", gradients=gradients, temporaries=scratch)

@@ -49,23 +49,6 @@ class Pass:
         if cost is not NOTHING:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
 
-    def __add__(self, other: Pass) -> Pass:
-        """Return a pass that does the work of this one and of ``other``."""
-        parts, sent = dict(self.parts), dict(self.communication)
-        for part, seconds in other.parts.items():
-            parts[part] = parts.get(part, 0.0) + seconds
-        for axis, cost in other.communication.items():
-            sent[axis] = sent.get(axis, NOTHING) + cost
-        return Pass(
-            self.compute + other.compute,
-            parts,
-            sent,
-            self.idle + other.idle,
-            self.weights + other.weights,
-            self.experts + other.experts,
-            self.again | other.again,
-        )
-
     @property
     def seconds(self) -> float:
         return self.compute + sum(cost.seconds for cost in self.communication.values()) + self.idle
@@ -153,7 +136,7 @@ class Place:
         attention = config.model.attention
         if self.mesh.cp == 1 or config.parallel.context != "gather" or attention.kind != "mla":
             return False
-        device = "cpu" if config.cluster.gpu == "cpu" else "cuda"
+        device = "cpu" if config.cluster.on_cpu else "cuda"
         expanded = expanded_width(attention, self.mesh.tp)
         return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
 

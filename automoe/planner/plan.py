@@ -15,7 +15,7 @@ from automoe.model.params import ParamCount, count_params
 from automoe.observe.flops import TokenFlops, step_flops_per_token
 from automoe.planner.activations import UNEVEN, at_load, most_load
 from automoe.planner.checkpoint import CheckpointCost, checkpoint_cost
-from automoe.planner.machine import Constants, Machine
+from automoe.planner.machine import Machine
 from automoe.planner.memory import plan_memory
 from automoe.planner.place import busiest
 from automoe.planner.remedies import Remedy, gib, remedies
@@ -154,11 +154,8 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
         rank divided by the mean of ranks, None without MoE layers.
     """
     plan = make_plan(config, shape)
-    balance = (
-        busiest(config, shape, Machine.of(config, Constants.load()))
-        if config.model.num_moe_layers
-        else None
-    )
+    routed = config.model.num_moe_layers
+    balance = busiest(config, shape, Machine.of(config)) if routed else None
     speed = plan.time.tokens_per_second
     memory = plan.heaviest.peak
     return {"tokens_per_second": speed, "mfu": plan.time.mfu, "memory": memory, "balance": balance}
@@ -238,7 +235,7 @@ def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
     ``world_size`` of one rank, no bandwidth between GPUs is needed.
     """
     keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
-    return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
+    return [key for key in keys if not cluster.on_cpu and not getattr(cluster, key)]
 
 
 def _warnings(config: Config, plan: Plan) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Reserve:
 
 def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
     """Return the memory to leave free on a GPU, besides the peak of ``rank``; zeros on a CPU."""
-    if config.cluster.gpu == "cpu":
+    if config.cluster.on_cpu:
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)
     return Reserve(CONTEXT, _communicators(config, mesh), FRAGMENTATION * moving)
@@ -61,7 +61,7 @@ def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
 
 def standing_reserve(config: Config, mesh: MeshShape) -> float:
     """Return the bytes of CUDA context and communicators: the reserve without fragmentation."""
-    return (config.cluster.gpu != "cpu") * (CONTEXT + _communicators(config, mesh))
+    return (not config.cluster.on_cpu) * (CONTEXT + _communicators(config, mesh))
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:

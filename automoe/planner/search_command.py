@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,13 +14,13 @@ from typing import Any
 
 from automoe.config.batch import plan_batch
 from automoe.config.compose import Arguments, compose_config, key_of
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import ONE_RANK
 from automoe.config.paths import user_path
 from automoe.config.rule_engine import check_rows
 from automoe.config.rules import number_rows
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config
 from automoe.config.validate import check_writable, settings_rows
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, say
 from automoe.launch.hardware import halves_missing, resolve_device
 from automoe.launch.prepare import compose
 from automoe.planner.candidate import ONE_STAGE, Candidate, changed
@@ -163,7 +162,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     first = best.found[0]
     command = write_preset(first, question, args)
     if why := halves_missing(first.config, first.mesh):
-        print(f"note: on this machine {why}", file=sys.stderr)
+        say(f"note: on this machine {why}")
     if not as_json:
         console.print(f"[bold]take it[/] {command}", soft_wrap=True)
     return 0
@@ -213,8 +212,7 @@ def least_ranks(config: Config) -> float:
     if not config.cluster.memory_bytes:
         return 1
     plain = changed(config, parallel=ONE_STAGE)
-    single = resolve_mesh(MeshConfig(), 1)
-    (rank,) = plan_memory(plain, single, plan_batch(config, single))
+    (rank,) = plan_memory(plain, ONE_RANK, plan_batch(config, ONE_RANK))
     return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
 
 

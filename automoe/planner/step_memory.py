@@ -127,6 +127,7 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
     )
 
 
+@dataclass
 class Sizes:
     """Bytes that a rank of ``mesh`` holds of given parameters: weights, moments and gradients.
 
@@ -135,10 +136,11 @@ class Sizes:
         mesh: resolved mesh, which shards the parameters.
     """
 
-    def __init__(self, config: Config, mesh: MeshShape) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.wide, self.compute, self.reduced = DTYPE_BYTES[config.train.dtype]
+    config: Config
+    mesh: MeshShape
+
+    def __post_init__(self) -> None:
+        self.wide, self.compute, self.reduced = DTYPE_BYTES[self.config.train.dtype]
 
     def weights_each(self, param: Param) -> int:
         """Return the bytes of one stored element of ``param``.

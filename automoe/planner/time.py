@@ -163,7 +163,7 @@ def step_time(
     """
     batch = batch or plan_batch(config, mesh)
     overlap = overlap or hides_all_to_alls(config)
-    machine = Machine.of(config, constants or Constants.load())
+    machine = Machine.of(config, constants)
     place = Place(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place)
     count = batch.num_micro_batches
@@ -259,7 +259,7 @@ def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> fl
 
 def hides_all_to_alls(config: Config) -> bool:
     """Return True with ``parallel.overlap_all_to_all``; always False on a CPU, whose cores compute and send."""
-    return config.parallel.overlap_all_to_all and config.cluster.gpu != "cpu"
+    return config.parallel.overlap_all_to_all and not config.cluster.on_cpu
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
@@ -269,7 +269,7 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
         (actions of all pipeline ranks, recomputation's share of each stage's backward pass).
     """
     batch = plan_batch(config, mesh)
-    place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
+    place = Place(config, mesh, Machine.of(config), batch)
     stages = _stages(place)
     spans = list[Span]()
     border = _border(place).seconds
@@ -356,7 +356,7 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
         times: passes of that layer.
     """
     mesh = place.mesh
-    cpu = place.config.cluster.gpu == "cpu"
+    cpu = place.config.cluster.on_cpu
     for total, half, launches in zip(stage.passes, times, host_times(place, layer), strict=True):
         total.compute += number * half.compute
         total.weights += number * half.weights
@@ -383,7 +383,7 @@ def host_times(place: Place, layer: int) -> tuple[float, float]:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
     """
     config, constants = place.config, place.machine.constants
-    cpu, routed = config.cluster.gpu == "cpu", layer >= config.model.first_k_dense
+    cpu, routed = config.cluster.on_cpu, layer >= config.model.first_k_dense
     # A dense layer launches half as many kernels. A CPU's time counts if host_layer was measured.
     share = float(not cpu or "host_layer" in config.cluster.constants) * (1 if routed else 0.5)
     forward = backward = share * constants.host_layer

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +69,7 @@ def open_run(
         yield run
 
 
+@dataclass(eq=False)
 class Run:
     """Everything around the training steps of a run: decisions, records and reports.
 
@@ -81,28 +83,22 @@ class Run:
         record: printer and writer of the run's reports.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        shape: MeshShape,
-        context: RunContext,
-        state: TrainState,
-        store: CheckpointStore,
-        resumed: Resumed | None,
-    ) -> None:
-        self.config = config
-        self.shape = shape
-        self.context = context
-        self.state = state
-        self.store = store
-        self.record = RunRecord(config, shape, context, state.step, resumed)
+    config: Config
+    shape: MeshShape
+    context: RunContext
+    state: TrainState
+    store: CheckpointStore
+    resumed: Resumed | None
+
+    def __post_init__(self) -> None:
+        config, context, state = self.config, self.context, self.state
+        self.record = RunRecord(config, self.shape, context, state.step, self.resumed)
         self.note = self.record.note
         self._slow_ranks = SlowRanks(context, config.launch.probe_every, self.note)
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
         self._samples: tuple[list[dict[str, str]], float] | None = None
-        self._resumed = resumed
         self._first_step = state.step
         self._save_is_due = False
         self.stopping = False
@@ -335,10 +331,10 @@ class Run:
 
     def _fall_back(self) -> bool:
         """Load the checkpoint before the one that the run resumed; return False if there is none."""
-        before = self._resumed
+        before = self.resumed
         earlier = self.state.step
-        self._resumed = before and self.store.fall_back(self.state, before)
-        if before is None or self._resumed is None:
+        self.resumed = before and self.store.fall_back(self.state, before)
+        if before is None or self.resumed is None:
             return False
         self._first_step = self.state.step
         self._save_is_due = False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import DataError
+from automoe.errors import DataError, say
 from automoe.storage.files import checksum
 from automoe.storage.folder import flush_folder
 from automoe.storage.lock_file import take_lock
@@ -57,10 +56,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
                 return verified
             with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as scratch:
                 if verified is not None:
-                    print(
-                        f"note: {entry} is damaged ({verified}), so the text is tokenised again",
-                        file=sys.stderr,
-                    )
+                    say(f"note: {entry} is damaged ({verified}), so the text is tokenised again")
                     os.rename(entry, Path(scratch) / "damaged")
                 new = Path(scratch) / "new"
                 new.mkdir()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from automoe.errors import say
 from automoe.storage.files import named, open_regular
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -42,7 +42,7 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
         if progress is None:
             raise BlockingIOError(errno.EAGAIN, taken, str(path))
         if done is None:
-            print(f"waiting for process {taken}, which holds {path}", file=sys.stderr)
+            say(f"waiting for process {taken}, which holds {path}")
         if (now := progress()) != done:
             done = now
             since = time.monotonic()
@@ -70,7 +70,7 @@ def _take(path: Path) -> int | str:
             if error.errno not in _NO_LOCKS:
                 raise
             note = f"note: {path}: its file system has no locks ({error.strerror})"
-            print(f"{note}; only processes of this machine wait for one another", file=sys.stderr)
+            say(f"{note}; only processes of this machine wait for one another")
             name = f"automoe-{os.getuid()}-{opened.st_dev}-{opened.st_ino}.lock"
             here = _open_lock(Path(tempfile.gettempdir(), name))
             os.dup2(here, handle, inheritable=False)

@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe, connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,6 +56,7 @@ class RankError(RuntimeError):
         super().__init__(message)
 
 
+@dataclass(eq=False)
 class RankPool:
     """Pool of ``max_ranks`` processes that run functions as ranks of one world.
 
@@ -65,13 +67,12 @@ class RankPool:
             value is a safety net, far above the duration of any call.
     """
 
-    def __init__(
-        self, max_ranks: int = 16, timeout_s: float = 600.0, device: Device = "cpu"
-    ) -> None:
+    max_ranks: int = 16
+    timeout_s: float = 600.0
+    device: Device = "cpu"
+
+    def __post_init__(self) -> None:
         check_system()
-        self.max_ranks = max_ranks
-        self.device = device
-        self.timeout_s = timeout_s
         self._server: ForkServer | None = None
         self._ranks: list[ForkedRank] = []
         self._pipes: Sequence[connection.Connection] = []

@@ -20,7 +20,7 @@ from automoe.config.rule_engine import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.config.tier import tier_of
-from automoe.errors import ConfigError, LaunchError
+from automoe.errors import ConfigError, LaunchError, say
 from automoe.launch.hardware import check_backends, missing_hardware, resolve_device
 from automoe.launch.prepare import check, check_here, compose
 from automoe.model.params import count_params
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
                 results.append(verify_pass(config_pass, shape, pool))
             show_result(console, results[-1])
     except RankError as error:
-        print(f"error: the step failed: {error}", file=sys.stderr)
+        say(f"error: the step failed: {error}")
         return EXIT_FAILED
     finally:
         pool.close()

@@ -13,6 +13,7 @@ from automoe.hf.engines import IGNORED, ignored_keys
 from automoe.hf.families.family import value_of
 from automoe.hf.families.registry import FAMILIES
 from automoe.hf.folder import write_settings
+from tests.support.configurations import quick_model
 from tests.support.hf_models import save_small_hf
 
 
@@ -33,7 +34,7 @@ from tests.support.hf_models import save_small_hf
     ],
 )
 def test_published_models_say_what_is_known(preset: str, said: list[str], tmp_path: Path) -> None:
-    write_settings(tmp_path, compose_config(overrides=[f"model={preset}"]).model, torch.float32, "none")
+    write_settings(tmp_path, quick_model(preset), torch.float32, "none")
     assert ignored_keys(tmp_path) == said
 
 

@@ -368,9 +368,9 @@ def export_fresh(out: Path, mesh: MeshConfig, family: str, break_it: bool = Fals
 
 
 def _small_config(family: str, mesh: MeshConfig) -> Config:
-    from automoe.config.compose import compose_config
+    from tests.support.configurations import quick_model
 
-    model = compose_config("config", [f"model=small_{family}"]).model
+    model = quick_model(f"small_{family}")
     if family == "olmoe":  # its query heads are together as wide as the hidden size
         model = replace(model, attention=replace(model.attention, head_dim=96 // model.attention.num_heads))
     return Config(mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64))

@@ -20,7 +20,7 @@ from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.model.params import model_params
 from automoe.model.trainable import with_adapters
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_model
 from tests.support.hf_models import save_small_hf
 
 
@@ -52,7 +52,7 @@ def test_what_is_refused(source: Path, changes: dict[str, Any], said: str) -> No
 
 
 def test_a_family_without_indexers_cannot_say_that_there_are_some() -> None:
-    config = quick_config(overrides=["model=small_dsv32"]).model
+    config = quick_model("small_dsv32")
     with pytest.raises(ConfigError, match=r"index_topk=32.*deepseek_v3 checkpoint can only have 0"):
         family_of(replace(config, family="deepseek_v3")).write_config(replace(config, family="deepseek_v3"))
     shared = replace(config, attention=replace(config.attention, index_shared_layers=[1]))

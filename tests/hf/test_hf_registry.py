@@ -30,7 +30,7 @@ from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
 from tests.support.command import ROOT
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_model
 
 
 def write(folder: Path, hf: object) -> Path:
@@ -40,7 +40,7 @@ def write(folder: Path, hf: object) -> Path:
 
 
 def preset(name: str) -> ModelConfig:
-    return quick_config(overrides=[f"model={name}"]).model
+    return quick_model(name)
 
 
 @pytest.mark.one_in(3)

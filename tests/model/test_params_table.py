@@ -16,7 +16,7 @@ from automoe.model.linear import Linear
 from automoe.model.params import EXPERT_SPECS, PARTS, SPECS, find_spec, model_params
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel.parallelize import build_decoder
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_model
 from tests.support.hf_models import SMALL_MODELS, small_hf_model
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
@@ -25,7 +25,7 @@ LAYERS = 6
 
 def few_layers(name: str) -> ModelConfig:
     """Every kind of layer that the configuration has, in few of them."""
-    model = quick_config(overrides=[f"model={name}"]).model
+    model = quick_model(name)
     if model.first_k_dense == model.num_layers:
         return replace(model, num_layers=LAYERS, first_k_dense=LAYERS)
     ratios = (2 * model.attention.compress_ratios)[:LAYERS]
@@ -43,6 +43,14 @@ def test_names_shapes_and_buffers_are_those_of_the_modules(name: str) -> None:
     }
     with_buffers = {param.name for param in model_params(model, buffers=True)} - {p.name for p in model_params(model)}
     assert with_buffers == {name for name, _ in built.named_buffers() if name.endswith((".expert_bias", ".tid2eid"))}
+
+
+def test_a_bias_of_queries_has_the_rows_of_their_gate() -> None:
+    model = few_layers("small_qwen3_next")
+    model = replace(model, attention=replace(model.attention, qkv_bias=True))
+    built = build_decoder(model, MoEConfig(), torch.float32).state_dict()
+    shapes = {param.name: param.shape for param in model_params(model) if param.name.endswith("q_proj.bias")}
+    assert shapes and shapes == {name: tuple(built[name].shape) for name in shapes}
 
 
 @pytest.mark.one_in(3)

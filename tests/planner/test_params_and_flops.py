@@ -16,11 +16,11 @@ from automoe.model.params import PARTS, count_params, layer_params, model_params
 from automoe.model.trainable import is_trained, with_adapters
 from automoe.observe.flops import step_flops_per_token, train_flops_per_token
 from automoe.parallel.parallelize import allocate, build_decoder
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_config, quick_model
 
 
 def preset(name: str) -> ModelConfig:
-    return quick_config(overrides=[f"model={name}"]).model
+    return quick_model(name)
 
 
 def gqa_model(

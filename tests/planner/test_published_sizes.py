@@ -10,7 +10,7 @@ import pytest
 from automoe.config.schema import ModelConfig
 from automoe.config.shipped import shipped_folder
 from automoe.model.params import count_params, layer_params
-from tests.support.configurations import quick_config
+from tests.support.configurations import quick_model
 
 CONF = shipped_folder("conf") / "model"
 
@@ -45,7 +45,7 @@ ABOUT = {"moonlight_16b_a3b": 15_960_111_936}
 
 
 def preset(name: str) -> ModelConfig:
-    return quick_config(overrides=[f"model={name}"]).model
+    return quick_model(name)
 
 
 def selection_biases(model: ModelConfig, num_layers: int) -> int:

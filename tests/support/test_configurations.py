@@ -7,9 +7,10 @@ from unittest.mock import patch
 import hydra
 import pytest
 
-from automoe.config.compose import compose_config
+from automoe.config.compose import compose_config, list_options
 from automoe.errors import ConfigError
-from tests.support.configurations import quick_compose, quick_config
+from tests.support import configurations
+from tests.support.configurations import quick_compose, quick_config, quick_model
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,9 @@ def test_the_same_as_hydra(config_name: str, overrides: list[str]) -> None:
     of_hydra = compose_config(config_name, overrides), compose_config(config_name)
     assert quick_config(config_name, overrides) == quick_config(config_name, overrides) == of_hydra[0]
     assert quick_config(config_name) == of_hydra[1]
+    configurations._groups_composed.cache_clear()  # as another process begins, which reads what this one kept
+    assert configurations._kept().is_dir()
+    assert (quick_config(config_name, overrides), quick_config(config_name)) == of_hydra
     with patch.object(hydra, "compose", quick_compose):
         composed = compose_config(config_name, overrides), compose_config(config_name)
     assert composed == of_hydra
@@ -44,3 +48,9 @@ def test_the_same_errors(wrong: str) -> None:
     with patch.object(hydra, "compose", quick_compose), pytest.raises(ConfigError) as quick:
         compose_config(overrides=[wrong])
     assert str(own.value) == str(hydras.value) == str(quick.value)
+
+
+@pytest.mark.one_in(11)
+@pytest.mark.parametrize("name", list_options("model"))
+def test_the_same_model_as_hydra(name: str) -> None:
+    assert quick_model(name) == compose_config(overrides=[f"model={name}"]).model
