@@ -494,7 +494,6 @@ class LossInputs:
 
 
 # A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over ranks and
-# micro-batches is the loss. It may have three attributes: ``metrics``, the names that it reports;
-# ``mean_over="documents"`` if it (and then the validation loss) is a mean over documents and not over tokens; and
-# ``uses_entropy``, True if it reads ``LossInputs.entropy``.
+# micro-batches is the loss. It may have attributes: ``metrics``, the names that it reports; ``uses_entropy``, if it reads
+# ``LossInputs.entropy``; ``mean_over="documents"`` if it (and the validation loss) is a mean over documents, not tokens.
 Loss = Callable[[Tensor, LossInputs], Tensor]

@@ -129,12 +129,7 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
 
 @dataclass
 class Sizes:
-    """Bytes that a rank of ``mesh`` holds of given parameters: weights, moments and gradients.
-
-    Args:
-        config: gives the dtypes and the optimizer.
-        mesh: resolved mesh, which shards the parameters.
-    """
+    """Bytes that a rank of the resolved ``mesh`` holds of given parameters: weights, moments and gradients."""
 
     config: Config
     mesh: MeshShape

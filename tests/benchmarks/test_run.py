@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from automoe.config.shipped import load_file
+from tests.support import grpo_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_not
     others |= {"pipeline_schedules", "local_ranks"}  # of plan_correlation --schedules and --ranks
     others |= {"gpu_first"}  # of automoe doctor --gpu
     others |= {"class_experts"}  # of class_tier --experts
-    others |= {"grpo_vllm"}  # of recipes/grpo.py beside vLLM, by the command that it holds
+    others |= {"grpo_vllm"}  # of tests/support/grpo_vllm.py
     others |= {"grpo_vllm_weights"}  # of grpo_step --vllm
     others |= {"grpo_kills"}  # of tests/rl/test_grpo_kills.py, by the command that it holds
     others |= {"drawn_meshes"}  # of tests/mesh, by the command that it holds
@@ -115,3 +116,14 @@ def test_the_page_of_convergence_says_what_its_runs_show(runner: ModuleType) -> 
     spoiled = json.loads(json.dumps(report))
     list(spoiled["runs"].values())[0]["validation"][str(made.STEPS)] += 0.01
     assert made.page(spoiled) != made.PAGE.read_text()
+
+
+def test_the_loops_with_vllm_show_what_the_page_says() -> None:
+    report = json.loads(grpo_vllm.RESULT.read_text())
+    assert list(report["runs"]) == list(grpo_vllm.LOOPS)
+    for name, run in report["runs"].items():
+        curves = {field: run[field] for field in grpo_vllm.FIELDS}
+        assert " ".join(grpo_vllm.words_of(name)) in run["command"] and grpo_vllm.faults_of(name, curves) == []
+        for field in grpo_vllm.BOUNDS[name.split(", ")[1]]:
+            assert grpo_vllm.faults_of(name, curves | {field: [*curves[field][:-1], 1.0]})
+        assert grpo_vllm.faults_of(name, curves | {"reward": curves["reward"][::-1]})
