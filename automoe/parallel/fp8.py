@@ -65,7 +65,7 @@ def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
     tp = meshes.group("tp")
     for name, linear in list(model.named_modules()):
         spec = find_spec(f"{name}.weight")
-        if spec is None or not spec.fp8:
+        if not isinstance(linear, Linear) or spec is None or not spec.fp8:
             continue
         # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
         # one.

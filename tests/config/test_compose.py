@@ -83,6 +83,8 @@ def test_every_small_model_fits_every_mesh_group(model: str, mesh: str) -> None:
     config = compose_config(overrides=[f"model={model}", f"mesh={mesh}"])
     if config.model.attention.linear_num_key_heads:  # a delta net's state runs through the whole row
         config.data.document_mask = False
+    if config.model.family == "muse_spark_text":  # whose export needs a checkpoint to start from
+        config.checkpoint.export_hf = False
     assert validate(config, 4).world_size == 4
 
 
