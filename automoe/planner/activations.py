@@ -143,11 +143,10 @@ class TokenLoad:
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Return the sizes of a micro-batch of ``batch``, with the operators named in ``config``.
+        """Return the sizes of one micro-batch on a rank, with the operators that ``config`` selects.
 
         Args:
-            batch: sizes of a step; its (token, expert) pairs per rank may be those of an uneven
-                load.
+            batch: sizes of a step. Its expert rows per rank may exceed their mean (``at_load``).
         """
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.on_cpu

@@ -90,9 +90,10 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family with the least cp and micro-batch of as many tokens on a rank.
+        """This family reduced to what the times of a layer's routed experts depend on.
 
-        Families with an equal result have equal times of a layer's routed experts.
+        cp and micro-batch size are divided by their greatest common divisor, which keeps the tokens
+        per rank. Families with the same result have equal times of routed experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
         micro = self.micro_batch_size // both
@@ -215,7 +216,10 @@ class Space:
         return np.array(made).swapaxes(0, 1)
 
     def _ends(self, place: Place) -> Array:
-        """Return ``VALUES`` of the embedding, of the head, and of what a stage sends to the next one."""
+        """Return the times and bytes (``VALUES``) of the embedding, the head and a stage's output.
+
+        The result is an array [3, values]; the output is the hidden states sent to the next stage.
+        """
         config, tp = self.config, place.mesh.tp
         model, compute = config.model, DTYPE_BYTES[config.train.dtype][1]
         # A tied head has the embedding's weights.

@@ -82,14 +82,14 @@ class Bench:
     the pass over memory, ``seq`` the sequence length of the attention, ``expert`` the rows and width of an expert.
     """
 
-    device: str  # "cpu" or "cuda"
+    device: str
     dtype: str
-    threads: int  # CPU threads per rank
-    first: int  # FLOPs per byte at the curve's first point
-    rows: int  # rows of the matmuls
-    numbers: int  # elements of the tensors in the memory pass
-    seq: int  # sequence length of the attention
-    expert: int  # rows and width of one expert
+    threads: int
+    first: int
+    rows: int
+    numbers: int
+    seq: int
+    expert: int
 
     @classmethod
     def of(cls, device: str, threads: int) -> Bench:
@@ -166,17 +166,26 @@ def calibrate(folder: Path, args: Arguments) -> int:
 
 
 def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
-    """Measure what a single rank reaches, and return it by name.
+    """Measure the speeds of a single rank, and return them by name.
 
     Args:
-        model: model whose layer kinds are timed, at small sizes.
-        peak: FLOP/s of the device; 0: looked up by the GPU's name, else those of the fastest matmul.
+        bench: device, dtype and sizes of the problems.
+        model: configuration whose kinds of layers the tiny model of ``host_layer`` has.
+        peak: configured FLOP/s of a GPU; 0: looked up by the GPU's name, else measured.
 
     Returns:
-        ``gpu`` (a name, or cpu); ``memory_bytes`` (0 for a CPU); ``peak`` and ``attention`` in FLOP/s; ``curve``,
-        shares of the peak that matmuls reach as their FLOPs per byte double; ``memory`` in bytes/s; and seconds:
-        ``experts`` (forward matmuls of 8 experts; hidden size, width, rows of each: ``bench.expert``), ``layer``
-        (both passes of an MoE layer), ``host_layer`` (one pass of a tiny layer), ``step`` (fixed part of a step).
+        ``gpu``: name of the GPU, or ``cpu``.
+        ``memory_bytes``: memory of the GPU; 0 for a CPU.
+        ``peak``: FLOP/s; if measured, those of the fastest matmul.
+        ``curve``: shares of ``peak`` that matmuls reach; each has twice the FLOPs per byte of the
+            previous one.
+        ``memory``: bytes/s of an elementwise product.
+        ``attention``: FLOP/s of causal attention.
+        ``experts``: seconds of the forward matmuls of 8 experts; hidden size, width and rows of
+            each are ``bench.expert``.
+        ``layer``: seconds of the forward and backward pass of an MoE layer.
+        ``host_layer``: seconds of one pass of a tiny layer.
+        ``step``: seconds of a step that do not depend on the number of layers.
     """
     device, dtype = bench.prepare()
     made = partial(torch.randn, device=device, dtype=dtype)

@@ -1,4 +1,7 @@
-"""A configuration on a mesh with its predicted time and memory, for search and remedies."""
+"""Candidates of the mesh search and of ``remedies``, with predicted time and memory.
+
+A candidate is a configuration on a mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and work of compressed attention (DeepSeek-V4) on a rank. No torch.
+"""Memory and work of compressed attention (DeepSeek-V4) on a rank. Needs no torch.
 
 Letters as in ``automoe.planner.activations``; here T tokens of the rank, R = T tp positions that
 its heads read, N heads of all tp ranks, D their width, L the latent of queries, E = R / ratio
@@ -51,7 +51,10 @@ def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: b
 
 
 def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: int) -> float:
-    """Return the bytes that the making of entries of width ``dim`` keeps, with the rotated entries."""
+    """Return the bytes that pooling windows into entries of width ``dim`` keeps for its backward pass.
+
+    The rotated entries are included.
+    """
     size, wide, row = load.number_bytes, max(4, load.number_bytes), load.tokens * load.tp
     ratio = ratio_of(attention, layer)
     overlaps = ratio == attention.sparse_ratio
@@ -66,7 +69,7 @@ def shared_bytes(
     """Return the bytes of angles and windows that a stage's layers share for one micro-batch.
 
     Args:
-        again: True if a layer is computed again, and reads all of them again.
+        again: True if a layer is recomputed, and so reads them again.
     """
     size, row, dims = load.number_bytes, load.tokens * load.tp, attention.qk_rope_head_dim
     ratios = {ratio_of(attention, layer) for layer in layers}
@@ -78,7 +81,10 @@ def shared_bytes(
 
 
 def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> float:
-    """Return the largest temporary bytes of a layer's attention: of its backward pass or of an indexer's loss."""
+    """Return the largest temporary bytes of a layer's attention.
+
+    They are those of its backward pass or of the loss of its indexer.
+    """
     size, wide = load.number_bytes, max(4, load.number_bytes)
     row, dim, ratio = load.tokens * load.tp, attention.head_dim, ratio_of(attention, layer)
     heads = load.tokens * attention.num_heads
@@ -103,7 +109,10 @@ def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> 
 
 
 def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
-    """Return the FLOPs per position of the products of all heads with the keys that their chunks read."""
+    """Return the FLOPs per position of the attention scores and outputs of all heads.
+
+    Each chunk of queries multiplies all keys that some of its queries may see.
+    """
     ratio, queries = ratio_of(attention, layer), min(CHUNK, seq_len)
     keys = min(seq_len, queries + window_of(attention, layer))
     entries = (seq_len + queries) / (2 * ratio) if ratio else 0
@@ -111,7 +120,10 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 
 
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
-    """Return the numbers per token that tp ranks gather: latents of queries, keys, and what entries are made of."""
+    """Return the numbers per token that tp ranks gather.
+
+    They are latents of queries, keys, and projections from which entries are pooled.
+    """
     widths = attention.head_dim + attention.index_head_dim * has_indexer(attention, layer)
     ratio = ratio_of(attention, layer)
     pooled = 2 * widths * (1 + (ratio == attention.sparse_ratio)) * (ratio > 0)

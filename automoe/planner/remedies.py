@@ -31,19 +31,20 @@ _TAKEN_FROM = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings that save memory, with the memory and the speed of the run that has them.
+    """Configuration changes that save memory, with the predicted memory and speed of a run with them.
 
     Attributes:
         changes: overrides such as ``mesh.tp=2``.
-        needed: peak and reserve in bytes, at twice the even expert load.
-        tokens_per_second: predicted speed of all ranks.
-        slower: share of the speed without changes that is lost; below 0: the run is faster.
+        needed: bytes of GPU memory that the fullest rank needs, with the reserve, if its experts
+            get twice the mean number of tokens.
+        tokens_per_second: tokens/s of all ranks together.
+        slower: 1 - speed with the changes / speed without them; negative if the run is faster.
     """
 
     changes: list[str]
     needed: float
     tokens_per_second: float
-    slower: float  # lost share of the speed; below 0: the change is faster
+    slower: float
 
     def __str__(self) -> str:
         pace = f"{abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}"

@@ -1,4 +1,7 @@
-"""Bytes per token that connections around attention and a feed-forward keep for the backward pass. No torch."""
+"""Bytes per token that the residual connections of a layer keep for the backward pass.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from automoe.config.schema import ModelConfig
 
 
 def connection_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that a hyper-connection keeps, with ``size`` bytes per element; 0 without.
+    """Return the bytes per token that a hyper-connection keeps; 0 if the model has none.
 
-    Beside the streams and the block's output these are, in at least float32, the logits before and
-    after the norm, their sigmoids and the mixing matrix.
+    These are the streams and the block's output, of ``size`` bytes per element, and in at least
+    float32 the logits before and after the norm, their sigmoids and the mixing matrix.
     """
     if not (streams := model.hc_mult):
         return 0.0
@@ -19,9 +22,10 @@ def connection_bytes(model: ModelConfig, size: int) -> float:
 
 
 def joined_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that norms of a block's output and gates of the residual keep, of half a layer.
+    """Return the bytes per token that the norm of a block's output and the residual's gate keep.
 
-    A norm with a weight keeps its input before and after the product with it; of a layer's two one has it.
+    Of a layer's two output norms, only that of the feed-forward has a weight, and so keeps its
+    input twice: before and after multiplication by the weight. The mean over both is returned.
     """
     hidden = model.hidden_size
     norm = (1.5 * size * hidden + 4) * (model.post_norm_eps is not None)

@@ -129,17 +129,16 @@ def simulate(
 def _steps(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, overlap: bool
 ) -> list[tuple[int, Entry, Input, Input | None]]:
-    """Return the entries of all ranks, each after those whose results it needs.
+    """Return the entries of all pipeline ranks, each listed after those that compute its inputs.
 
     An entry is one action, or two that run at the same time: with ``overlap``, a forward and a
     backward pass.
 
     Returns:
-        For each entry (rank, entry of one or two actions, input of its first action, input of its
-        second one or None). An input is a tuple: the number, from 1 in the order of this list, of
-        the action that computes it, 0 if there is none; the later of the two stages between which
-        it is sent; the index of the consuming action in a list of seconds by kind (``KINDS``) and
-        stage.
+        A tuple per entry: rank, entry, input of its first action, input of its second one or None.
+        An input has three numbers: that of the action that computes it (actions count from 1 in the
+        order of this list; 0: none does); the later of the two stages between which it is sent; and
+        the index of the action that reads it among (kind, stage), sorted by ``KINDS``.
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank

@@ -239,14 +239,14 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return records (``Space.columns``) of ``families`` with an upper bound of tokens/s each.
+        """Return records (``Space.columns``) of ``families``, each with an upper bound of its tokens/s.
 
-        The bounds assume that layers are spread evenly over pipeline ranks that never wait.
+        The bounds assume pipeline ranks with equal work that never wait.
 
         Args:
             families: combinations of mesh axes and settings.
-            rungs: number of values of ``parallel.recompute`` to include; None: all.
-            hidden: share of all-to-alls that is assumed to take no time.
+            rungs: number of values of ``parallel.recompute`` per family; None: all.
+            hidden: share of the all-to-alls' time that is assumed to overlap with computation.
         """
         columns = self.space.columns(families, rungs)
         times = columns["forward"] + columns["backward"] - hidden * columns["sent"]

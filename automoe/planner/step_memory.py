@@ -29,7 +29,6 @@ from automoe.planner.workspace import Workspace, head_workspace_bytes, layer_wor
 # so are moments with optim.moments=bfloat16.
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 
-
 PARTS = tuple(
     "weights moments averages gradients gathered_weights unsharded_gradients inputs receive_buffers activations head "
     "recompute widened temporaries".split()
@@ -39,48 +38,47 @@ _parts_of = attrgetter(*PARTS)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by kind at one moment of a step, on the rank with the largest shards of one pipeline rank.
+    """Memory at one moment of a training step: bytes of each kind on one rank.
 
-    Functions that yield the moments of a step leave ``weights``, optimizer state and ``inputs``, which never change,
-    at 0. ``plan_rank`` fills them in for the fullest moment.
+    Of the ranks with pipeline coordinate ``pp_rank``, it is the one with the largest shards. ``weights``, ``moments``,
+    ``averages`` and ``inputs`` are the same at every moment, so functions that yield moments leave them at 0, and
+    ``plan_rank`` sets them.
 
     Attributes:
-        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (by the
-            optimizer).
-        pp_rank, layers, params: pipeline rank, numbers of its layers, and number of its parameters before sharding,
-            without adapters.
-        weights, moments, averages, gradients: sharded weights, optimizer moments, weight averages
-            (``optim.ema_decay``) and reduced gradients.
-        gathered_weights: weights gathered by FSDP; ``unsharded_gradients``: not yet reduced.
+        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of the weights).
+        layers, params: numbers of the rank's layers, and number of its parameters before sharding, without adapters.
+        weights, moments, gradients: sharded weights, optimizer moments, and reduced gradients.
+        averages: sharded float32 averages of the weights (``optim.ema_decay``).
+        gathered_weights: weights gathered by FSDP; with ``train.fp8`` also their codes if these are kept.
+        unsharded_gradients: gradients that wait for their reduction.
         inputs: token ids, labels, positions and document numbers of all rows of the step.
-        receive_buffers: gradients that a pipeline stage received, and those on their way to the stage before.
-        activations: those of all micro-batches between forward and backward pass; ``micro_batches_in_flight`` has
-            their number for each stage of the rank.
-        head: workspace of the cross-entropy.
+        receive_buffers: gradients received by a pipeline stage, and gradients on their way to the previous stage.
+        activations: activations of all micro-batches between their forward and backward pass.
+        head: workspace of the cross-entropy, on the last stage.
         recompute: activations of the module that is being recomputed.
-        widened: the largest matrix of ``lora.base``, unpacked.
+        widened: the largest packed matrix (``lora.base``), unpacked.
         temporaries: scratch of the operators.
+        micro_batches_in_flight: for each stage of the rank, the number of micro-batches in ``activations``.
     """
 
-    moment: str  # in a backward pass, a loss, a (gradient) reduction, or the optimizer's update
+    moment: str
     pp_rank: int = 0
     layers: list[int] = field(default_factory=list)
-    params: int = 0  # parameters of the rank's stages, before sharding, without adapters
-    weights: int = 0  # sharded weights, as the optimizer updates them
-    moments: int = 0  # AdamW's two moments, sharded
-    averages: int = 0  # averages of weights (optim.ema_decay), sharded, in float32
-    gradients: float = 0.0  # sharded gradients, after reduction
-    # Unsharded weights in compute precision; with train.fp8 their codes too if they are kept.
+    params: int = 0
+    weights: int = 0
+    moments: int = 0
+    averages: int = 0
+    gradients: float = 0.0
     gathered_weights: float = 0.0
-    unsharded_gradients: float = 0.0  # unsharded gradients that wait for their reduction
-    inputs: int = 0  # all rows of a step: ids, labels, positions, documents
+    unsharded_gradients: float = 0.0
+    inputs: int = 0
     receive_buffers: float = 0.0
-    activations: float = 0.0  # activations of all micro-batches in flight
-    head: float = 0.0  # workspace of the cross-entropy, only on the last stage
-    recompute: float = 0.0  # activations of one recomputed region during its backward pass
-    widened: int = 0  # largest packed matrix (lora.base) after widening
+    activations: float = 0.0
+    head: float = 0.0
+    recompute: float = 0.0
+    widened: int = 0
     temporaries: float = 0.0
-    micro_batches_in_flight: list[int] = field(default_factory=list)  # for each stage of the rank
+    micro_batches_in_flight: list[int] = field(default_factory=list)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -109,8 +107,8 @@ class LayerKind(NamedTuple):
     linear: bool
     window: int
     recomputed: frozenset[str]
-    indexed: bool = False  # an indexer of its own
-    mtp: bool = False  # a module for multi-token prediction
+    indexed: bool = False
+    mtp: bool = False
     ratio: int = 0
 
 
@@ -203,7 +201,7 @@ def rows_of(param: Param, mesh: MeshShape) -> int:
 
 
 def gathered_numel(param: Param, mesh: MeshShape) -> int:
-    """Return the number of elements of the tp, or ep and etp, shard of ``param``, which FSDP gathers on a rank."""
+    """Return the number of elements of ``param``'s shard over tp, or over ep and etp, as FSDP gathers it."""
     if param.expert:
         return param.numel // (mesh.ep * (1 if param.whole_over_etp else mesh.etp))
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
@@ -218,15 +216,15 @@ class LayerPlan:
         workspaces: temporary bytes of each part of the backward pass, in its order.
         weights, gradients: weights gathered by FSDP, and unsharded gradients.
         sharded: reduced gradients.
-        experts: unsharded gradients of the routed experts, which FSDP reduces on their own.
+        experts: unsharded gradients of the routed experts, which are an FSDP unit of their own.
     """
 
-    kept: float  # activations that a micro-batch keeps
+    kept: float
     workspaces: list[Workspace]
-    weights: int  # gathered weights
-    gradients: int  # unsharded gradients
+    weights: int
+    gradients: int
     sharded: int
-    experts: int  # unsharded gradients of the routed experts, which are an FSDP unit of their own
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -235,29 +233,29 @@ class StagePlan:
 
     Attributes:
         layers: bytes of each layer.
-        last: the stage has the output head.
-        received, border: activations from the previous stage, and those sent to the next one.
+        last: True if the stage has the output head.
+        received, border: activations from the previous stage, and activations sent to the next one.
         shared: activations that a micro-batch keeps once for all layers: rotary angles and masks.
-        head, head_kept: workspace of the loss, and what is kept from it to the backward pass.
-        rest_weights, rest_gradients, rest_sharded: weights, unsharded and reduced gradients outside layers:
-            embedding, last norm, head.
+        head: workspace of the loss.
+        head_kept: bytes kept from the loss to the backward pass: input of the last norm, both gradients of the head.
+        rest_weights, rest_gradients, rest_sharded: gathered weights, unsharded gradients and reduced gradients outside
+            layers: embedding, last norm, head.
         mtp: number of the stage's last layers that are modules for multi-token prediction.
-        deeper: number of such modules on earlier stages, whose hidden states come along.
+        deeper: number of such modules on earlier stages, whose hidden states are sent along.
     """
 
     layers: list[LayerPlan]
     last: bool
     received: float
     border: float
-    shared: float  # bytes that a micro-batch keeps once for all layers: angles and masks
-    head: float  # workspace of a loss
-    # Kept from the loss to the backward pass: the last norm's input, both gradients of the head.
+    shared: float
+    head: float
     head_kept: float
-    rest_weights: int  # gathered weights outside layers: embedding, last norm, head
+    rest_weights: int
     rest_gradients: int
     rest_sharded: int
-    mtp: int = 0  # the last layers that are modules for multi-token prediction
-    deeper: int = 0  # depths of multi-token prediction that come from stages before
+    mtp: int = 0
+    deeper: int = 0
 
     @cached_property
     def kept(self) -> float:

@@ -263,10 +263,10 @@ def hides_all_to_alls(config: Config) -> bool:
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
-    """Simulate a step for its plot.
+    """Simulate a training step; return what a plot of its schedule shows.
 
     Returns:
-        (actions of all pipeline ranks, recomputation's share of each stage's backward pass).
+        (actions of all pipeline ranks; for each stage, recomputation's share of its backward pass).
     """
     batch = plan_batch(config, mesh)
     place = Place(config, mesh, Machine.of(config), batch)

@@ -66,7 +66,9 @@ def layer_workspaces(
     expert_numbers: int,
     ffn_numbers: int,
 ) -> list[Workspace]:
-    """Return the bytes that each part of a layer needs, in the order of the backward pass.
+    """Return how memory changes in the backward pass of each part of a layer, in order of running.
+
+    The parts are the dense or shared FFN, routed experts and attention.
 
     Args:
         layer: number of the layer.
