@@ -123,9 +123,9 @@ class _Sum(torch.autograd.Function):
 
 
 class _Group:
-    """A process group of ``num_ranks`` ranks, in which this rank is number ``rank``.
+    """Process group of ``num_ranks`` ranks, in which this rank is number ``rank``.
 
-    Tensors are gathered and scattered along the class's ``dim``, differentiably.
+    Tensors are gathered and scattered along ``dim``, which subclasses set, differentiably.
     """
 
     dim = 0

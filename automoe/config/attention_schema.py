@@ -144,5 +144,5 @@ class AttentionConfig:
 
     @property
     def joint_output_gate(self) -> bool:
-        """True if the projection to queries has the rows of the output gate."""
+        """True if one weight matrix projects to queries and to the output gate."""
         return self.output_gate and not self.split_output_gate

@@ -1,7 +1,7 @@
-"""Compute and traffic of context parallelism, shared by the model and the plan. No torch.
+"""FLOPs and bytes sent of context parallelism, for the model and the planner. Needs no torch.
 
-The P ranks of a cp group shard a row as ``automoe.model.rows.head_tail_index`` does: the row
-has 2 P chunks, and each rank holds one chunk from the head and its mirror from the tail.
+The P ranks of a cp group share a row, which is cut into 2 P chunks. Rank r holds chunk r and its
+mirror, chunk 2 P - 1 - r (``automoe.model.rows.head_tail_index``).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Exchange(NamedTuple):
         out: sent in the all-to-all of attention's output.
     """
 
-    into: int  # the all-to-all of queries, keys and values (the share that it keeps included)
-    gathered: int  # the gather of what all heads share, sent to each other rank
-    out: int  # the all-to-all of attention's output
+    into: int
+    gathered: int
+    out: int
 
 
 def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) -> Exchange:

@@ -372,8 +372,9 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     """Return ``mesh`` with its unset axes (0) set to the sizes of its preset, or to 1 without one.
 
-    A preset doubles axes in its own order while the number of ranks is even. Its ``ep`` is 1 for ``fsdp``,
-    else the largest divisor, up to ``MAX_EP``, of the ranks that experts may be sharded over.
+    A preset doubles pp, cp, tp and data parallelism in an order of its own, until the rest of the
+    ranks is odd or the order ends. Its ``ep`` is 1 for ``fsdp``, else the largest divisor, up to
+    ``MAX_EP``, of the number of ranks over which experts may be sharded.
 
     Raises:
         ConfigError: the preset is unknown, or it is set and ``num_ranks`` is None.

@@ -295,8 +295,8 @@ def _parts(row: tuple[str, ...]) -> tuple[Comparison, ...]:
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
     """Yield (key, True, rule, remedy) of each rule in ``tables`` that the settings ``see`` break.
 
-    The key is the configuration key to blame; rule and remedy are sentences with the values: what must
-    hold, and what to change. True stands for broken.
+    ``key`` is the configuration key to blame, and True means broken. ``rule`` is a sentence that
+    states the rule with the present values; ``remedy`` is a sentence that says what to change.
     """
     for row in holding(see, *tables):
         yield _row(see, *row)

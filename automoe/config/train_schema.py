@@ -111,11 +111,11 @@ class Phase(Shown):
 class OptimConfig:
     """Settings of the optimizer, AdamW or Muon, and of the learning-rate schedule.
 
-    Muon updates the matrices of layers, AdamW all other parameters. ``lr`` is the highest learning
-    rate, ``min_lr_ratio`` the last one divided by it; ``decay_steps`` is for ``wsd``, ``momentum`` and
-    ``muon_dtype`` are for Muon. ``phases`` follow the warm-up with ``schedule`` phases.
-    ``master_weights`` and ``moments`` are formats of the optimizer's numbers. ``ema_decay`` keeps an
-    average of the weights, ``qk_clip`` limits attention logits (MuonClip); 0 turns either off.
+    Muon updates the matrices of layers, and AdamW all other parameters. ``lr`` is the peak learning
+    rate; the final one is ``min_lr_ratio`` times as large. ``decay_steps`` is for the schedule
+    ``wsd``, ``phases`` for the schedule ``phases``, ``momentum`` and ``muon_dtype`` are for Muon.
+    ``master_weights`` and ``moments`` are number formats. ``ema_decay`` averages the weights, and
+    ``qk_clip`` limits attention logits (MuonClip); 0 turns either off.
     """
 
     # muon: the matrices of layers are updated by Muon (arXiv 2502.16982), all other parameters by

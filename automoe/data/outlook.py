@@ -1,4 +1,7 @@
-"""Lines for the user before the first step: the length of a run, and tokens that it cannot learn."""
+"""Notes before the first step: the length of a run, and a warning about tokens that it cannot learn.
+
+A new token cannot be learned if its rows of the embedding or the output head are frozen.
+"""
 
 from __future__ import annotations
 

@@ -146,11 +146,12 @@ class _DocumentWriter(CorpusWriter):
         self._add(document, self.tokenizer.encode_long(texts()), text_hash)
 
     def _add(self, document: Document, encoded: Iterable[np.ndarray], text_hash: Any) -> None:
-        """Write a document's ids and EOS, and add it to the table.
+        """Write a document's token ids and an EOS, and add the document to the table.
 
         Args:
-            encoded: arrays of the document's ids, one after the other.
-            text_hash: BLAKE2b object that has seen the whole text once ``encoded`` is exhausted.
+            encoded: arrays of ids, which together are the document's ids.
+            text_hash: BLAKE2b hash of the document's text. It is complete once ``encoded`` has been
+                read to its end, since producing the ids may update it.
 
         Raises:
             DataError: an id is beyond the tokenizer's vocabulary.

@@ -122,15 +122,17 @@ def choose_kept(
     moe: MoEConfig,
     num_experts: int,
 ) -> Tensor:
-    """Return which choices fit their expert's capacity: [B, s, K] bool. No host sync.
+    """Return a mask [B, s, K]: True for choices that fit into their expert's capacity. No host sync.
 
-    With ``moe.drop_scope=sequence`` collective over the ranks that share a sequence.
+    A choice is one of the K experts of a token. If an expert has too many, it keeps those with the
+    largest routing weights (``moe.drop_policy=probs``) or at the first positions. Choices of
+    padding are not kept. Collective over the ranks that share a sequence if ``moe.drop_scope=sequence``.
 
     Args:
-        tokens: per-token tensors, which say what is padding (it is not kept) and the positions.
-        probs_BsK: routing weights; with ``moe.drop_policy=probs`` an expert keeps the choices with
-            the largest, else those of the first positions.
-        pg_collection: groups of the ranks that share the sequences and the micro-batch.
+        topk_ids_BsK: ids of the chosen experts, at this rank's s positions of B sequences.
+        probs_BsK: routing weights of the choices.
+        tokens: per-token tensors; the mask of padding and the positions are read.
+        pg_collection: process groups, among them those of the ranks that share a sequence.
     """
     num_sequences, size, top_k = topk_ids_BsK.shape
     ids_BsK = topk_ids_BsK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)

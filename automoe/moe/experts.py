@@ -57,17 +57,18 @@ MakeExpertBackend = Callable[[nn.Module], ExpertBackend]
 def loop_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> Tensor:
-    """Return probs * expert(x) of R rows, sorted by expert: [R, H], one expert after the other.
+    """Compute the rows of one expert after the other; return probs * expert(x) for all rows [R, H].
 
-    This reference ``ExpertBackend`` takes any dtype, float64 included.
+    This is the reference ``ExpertBackend``: it takes any dtype, float64 included. The R rows are
+    (token, expert) pairs, sorted by expert.
 
     Args:
-        x_TH: rows to read from, such as a rank's tokens.
-        gather_idx_R: row of x that each of the R computed rows reads.
-        offsets_E: int32, end of each expert's rows among the R.
-        probs_R: routing weight of each computed row.
+        x_TH: T hidden states of size H, such as a rank's tokens.
+        gather_idx_R: for each row, the index of its hidden state in ``x_TH``.
+        offsets_E: int32, for each of this rank's E experts the end of its rows.
+        probs_R: routing weight of each row.
         weights: matrices and biases of this rank's experts.
-        activation: function of gate and up.
+        activation: function of an expert's gate and up projections.
     """
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.

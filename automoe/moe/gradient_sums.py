@@ -25,12 +25,13 @@ Later = Callable[[Callable[[], None]], None]  # takes a function and calls it la
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Sums of the gradients of one layer's expert matrices over the micro-batches of a step.
+    """Accumulator of the gradients of one MoE layer's expert matrices over a step's micro-batches.
 
     Args:
-        experts: module that holds the matrices, wrapped by FSDP or not.
-        later: function that defers a product until gradients of tokens are being sent to other
-            ranks; None: every product runs at once.
+        experts: module whose parameters are the matrices, wrapped by FSDP or not.
+        later: function that takes the product of a gradient, to be called without arguments, and
+            calls it while gradients of tokens are being sent to other ranks; None: products are
+            computed at once.
     """
 
     experts: nn.Module

@@ -162,12 +162,12 @@ def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
 
 
 class BalancedRouter(nn.Module):
-    """Base of routers: balance losses and load counters, whatever chooses the experts.
+    """Base class of routers: balance losses and load counters. Subclasses choose the experts and set ``weight`` [E, H].
 
-    Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores), ``load_fractions`` [E]
-    float64 (saved: each expert's share of the choices of the previous step, for the global balance loss), and the
-    step's counters (not saved). Subclasses set ``weight`` [E, H]. ``moe_index`` counts MoE layers from 0, and
-    ``wrap`` wraps methods (``LayerCalls.router``).
+    The buffer ``expert_bias`` [E] float32 is added to scores (None: nothing is), and ``load_fractions`` [E] float64 are
+    each expert's share of the choices of the previous step, for the global balance loss. Checkpoints have both.
+    ``moe_index`` is the layer's number among MoE layers, from 0. ``wrap`` is a wrapper of the router's methods, such as
+    recomputation (``LayerCalls.router``).
     """
 
     expert_bias: Tensor | None

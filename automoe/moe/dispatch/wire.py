@@ -54,9 +54,9 @@ def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return two views, as uint8, of rows ``lines_BW`` that ``encode_rows`` made from H = ``hidden`` columns.
+    """Return uint8 views of the codes [B, H] and the scales [B, 4 S] of B rows from ``encode_rows``.
 
-    They are the codes [B, H] and the S float32 scales as bytes [B, 4 S].
+    A row encodes H = ``hidden`` columns; it has S float32 scales, of 4 bytes each.
     """
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
