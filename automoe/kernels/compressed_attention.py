@@ -1,4 +1,4 @@
-"""Compressed attention of DeepSeek-V4 (its report, section 2.3): entries of windows, and the softmax over them.
+"""Compressed attention of DeepSeek-V4 (its report, section 2.3), to entries that stand for windows.
 
 A window is W successive positions of a document, counted from the document's start; its entry is a
 learned average of them. A query attends to the last positions of its document and to entries of
@@ -21,12 +21,12 @@ CHUNK = 256  # queries whose scores are in memory at once
 
 
 class Windows(NamedTuple):
-    """The complete windows of rows, E = S // W for each; rows with fewer have unseen ones last.
+    """The complete windows of rows: E = S // W per row, of which those that a row lacks are unseen.
 
     Attributes:
         places_BEW: int64, the positions of each window in its row.
         first_BE: int64, index in its document of a window's first position; 0: no window before it.
-        seen_BSE: bool, True where a query sees an entry: the window is of its document and complete.
+        seen_BSE: True where a query sees an entry: the window is of its document and complete.
     """
 
     places_BEW: Tensor
@@ -67,8 +67,9 @@ def pool_windows(
     """Return the entries [B, E, D] of windows: averages of ``kv``, weighted by a softmax of ``gate``.
 
     Each dim has weights of its own, softmax(gate + bias) over the window's W positions, in at least
-    float32. If windows overlap, 2 W positions have a part in an entry: with their first D numbers
-    those of the window before it, if the document has one, and with their last D the window's own.
+    float32. If windows overlap, the average is over 2 W positions: the previous window of the
+    document, if any, with the first D numbers of ``kv`` and ``gate``, and the window itself with
+    the last D.
 
     Args:
         kv, gate: [B, S, D], or [B, S, 2 D] if windows overlap.
@@ -112,12 +113,12 @@ def attend_entries(
 
     One vector per position and per entry is key and value of all heads. Scores are computed a chunk
     of queries at a time, in at least float32, and again in the backward pass: the memory of scores
-    and masks of positions does not grow with S, that of the mask of entries is S x E bytes.
+    and masks of positions does not grow with S; the mask of entries has S x E bytes.
 
     Args:
-        q_BSND, kv_BSD, entries_BED: queries, and keys that are values too.
-        seen_BSE: True where a query sees an entry. Entries are in the order of their windows, which
-            are equally long, and E as many as fit in a row. None: there are none (E = 0).
+        q_BSND, kv_BSD, entries_BED: queries; keys (and values) of positions, and of entries.
+        seen_BSE: True where a query sees an entry. Entries are sorted by the ends of their windows,
+            which have one length. None: there are no entries (E = 0).
         sinks_N: per head a logit that takes probability and has no value; None: no sinks.
         doc_ids_BS: document of each position; None: a row is one document.
         window: positions that a query sees, its own included.

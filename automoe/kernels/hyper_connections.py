@@ -15,13 +15,10 @@ from automoe.kernels.wide_product import wide_product
 
 
 def stream_logits(x_BsW: Tensor, fn_MW: Tensor, eps: float) -> Tensor:
-    """Return the product of each token's RMS-normed streams with ``fn_MW``: [B, s, M].
+    """Return M logits per token: the product of its RMS-normed streams with ``fn_MW``, [B, s, M].
 
-    It is computed in at least float32. Streams are scaled after the product, so that autograd keeps
-    them once, as they are.
-
-    Args:
-        eps: added to the mean square.
+    It is in at least float32. The product of the unscaled streams is divided by their root mean
+    square, so autograd keeps no scaled copy of them. ``eps`` is added to the mean square.
     """
     wide = torch.promote_types(x_BsW.dtype, torch.float32)
     norm_Bs1 = torch.linalg.vector_norm(x_BsW, dim=-1, keepdim=True, dtype=wide)
@@ -36,7 +33,7 @@ def collapse(x_BsW: Tensor, weights_Bsn: Tensor) -> Tensor:
 
 
 def expand(x_BsW: Tensor, out_BsH: Tensor, post_Bsn: Tensor, comb_Bsnn: Tensor) -> Tensor:
-    """Return the next streams [B, s, W]: the mixed ones, plus each one's share of a block's output.
+    """Return the next streams [B, s, W]: mixtures of the streams, plus a block's output times factors.
 
     Args:
         out_BsH: output of attention or of a feed-forward.
@@ -62,7 +59,7 @@ def doubly_stochastic(logits_Bsnn: Tensor, iterations: int, eps: float) -> Tenso
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Autograd function of ``doubly_stochastic``: it saves the logits, and scales them again."""
+    """Autograd function of ``doubly_stochastic``; the backward repeats it from saved logits."""
 
     @staticmethod
     def forward(ctx, logits, iterations, eps):

@@ -131,8 +131,8 @@ class RMSNormOverRanks(torch.autograd.Function):
 def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor:
     """Return the RMSNorm of ``x * (1 + weight_D)`` over the last dim, in the dtype of ``x``.
 
-    The weight comes before the mean, unlike that of ``rms_norm``; None: there is none. Without
-    ``eps`` it returns ``x``.
+    The weight, None for zeros, comes before the mean, unlike that of ``rms_norm``. Without ``eps``
+    it returns ``x``.
     """
     if eps is None:
         return x
@@ -145,7 +145,7 @@ def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor
 def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight_D`` over the last dim, in the dtype of ``x``.
 
-    The weight is at least float32; None: there is none.
+    The weight is at least float32; None stands for ones.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if weight_D is None:

@@ -106,7 +106,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function: ``turn`` of x [B, S, N, D]; its backward turns the other way, to x's layout."""
+    """Autograd function of ``turn``; the backward rotates gradients back, to the layout of x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, start: int, layouts: tuple[bool, bool], back: bool, turn):

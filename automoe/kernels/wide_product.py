@@ -1,4 +1,4 @@
-"""Product with a weight in a wider dtype than its input, which keeps the input as it is."""
+"""Product with a weight in a wider dtype; autograd saves the input in its own dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _WideProduct(torch.autograd.Function):
-    """Autograd function: x @ weight.T in the weight's wider dtype. It saves x in its own dtype, as others do: no copy."""
+    """Autograd function: x @ weight.T in the weight's dtype; it saves x in its own dtype."""
 
     @staticmethod
     def forward(ctx, x, weight):

@@ -129,14 +129,14 @@ class Block(nn.Module):
     def forward(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
     ) -> Tensor:
-        """Return the layer's output, computed by ``run`` under the layer's wrappers.
+        """Return the layer's output: ``run`` with the layer's recomputation or compilation, if any.
 
         Args:
-            x_BsH: hidden states at the s positions of this tp rank; with hyper-connections all their
+            x_BsH: hidden states at the s positions of this tp rank; with hyper-connections all
                 streams, side by side.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
-            embedded_BsH: in a module for multi-token prediction, the embeddings of the later tokens
+            embedded_BsH: in a module for multi-token prediction, embeddings of the later tokens
                 that it reads; nothing in other layers.
         """
         return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)

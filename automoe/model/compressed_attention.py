@@ -38,7 +38,7 @@ class Compression:
         layers: numbers of the layers that get windows.
 
     Attributes:
-        angles: cos and sin [B, S, 1, P] of positions, for layers without entries and with entries.
+        angles: (cos, sin) [B, S, 1, P] of positions, in layers without and in layers with entries.
         windows: {ratio: windows of this many positions}.
         entry_angles: {ratio: cos and sin [B, E, 1, P] of the first positions of windows}.
     """
@@ -67,9 +67,9 @@ class Compression:
 
 
 class Pooling(nn.Module):
-    """Makes the entries of windows of ``ratio`` positions: projections, and a norm over ``dim`` numbers.
+    """Pooling of windows of ``ratio`` positions to entries of ``dim`` numbers: projections and a norm.
 
-    The entries of layers of ``sparse_ratio`` are of two windows each, which overlap.
+    In layers of ``sparse_ratio`` windows overlap: an entry pools the previous window too.
     """
 
     first_values = {"position_bias": "zeros"}
@@ -98,7 +98,7 @@ class Pooling(nn.Module):
 
 
 class EntryIndexer(KeyChooser, Pooling):
-    """Indexer whose keys are entries of its own, of the same windows as those that it chooses from."""
+    """Indexer that chooses entries; its keys are narrower entries of the same windows."""
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         attention = config.attention
@@ -116,7 +116,7 @@ class EntryIndexer(KeyChooser, Pooling):
 
 
 class Compressor(Pooling):
-    """Makes the entries of a layer, and chooses those that a query attends to, if it has an indexer."""
+    """Pooling of a layer's windows, with an indexer, if any, that chooses each query's entries."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         attention = config.attention
@@ -125,11 +125,11 @@ class Compressor(Pooling):
 
 
 class CompressedAttention(nn.Module):
-    """Attention to a sliding window and to entries of windows; one key, its own value, serves all heads.
+    """Attention to a sliding window and entries of windows; heads share one vector as key and value.
 
-    Queries are projected from a latent and normalised. The last dims of heads and entries rotate, and
-    outputs are rotated back by their query's position. Outputs of a group of heads are projected to
-    a narrow width first.
+    Queries are projected from a latent and normalised. The last dims of heads and entries rotate,
+    and outputs are rotated back by their query's position. Outputs of a group of heads are
+    projected to a narrow width first.
     """
 
     first_values = {"sinks": "zeros"}
@@ -187,9 +187,9 @@ class CompressedAttention(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """Projection of each of G groups of input features [I / G] to features of its own [O]; weight [G O, I / G].
+    """Projection of G groups of input features, [I / G] to [O] each; weight [G O, I / G].
 
-    A tp rank has the weights and inputs of some of the groups.
+    A tp rank has some of the groups: their weights and inputs.
     """
 
     def __init__(self, in_features: int, groups: int, out_features: int) -> None:

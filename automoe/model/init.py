@@ -132,7 +132,10 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
 
 
 def _fill_log_uniform_(parameter: Tensor, name: str, seed: int) -> None:
-    """Fill this rank's shard with logarithms of numbers uniform in 0 ... 16, drawn by ``name`` and ``seed``."""
+    """Fill this rank's shard with log(16 u), u uniform in (0, 1).
+
+    u depends on ``seed``, ``name`` and the element's index.
+    """
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
         local[block] = (16 * uniform_at(index, name, seed)).log().to(local.dtype)

@@ -453,7 +453,7 @@ class LossInputs:
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head itself reads three:
             ``temperature`` [B, S], ``candidates`` [B, S, N], ``scored_ids`` [B, S, K] (as ``token_scores`` does).
         reported: dict to which ``report`` adds this rank's sums of metrics, by name.
-        entropy: [B, S] for a loss whose attribute ``uses_entropy`` is True, else None.
+        entropy: [B, S] entropy of predictions if the loss sets ``uses_entropy``, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
     """
 

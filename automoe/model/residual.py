@@ -21,7 +21,7 @@ class Residual:
         self.multiplier = multiplier
 
     def __call__(self, x_BsH: Tensor) -> tuple[Tensor, ...]:
-        """Return what the block reads [B, s, H], and further tensors that ``join`` takes."""
+        """Return the block's input [B, s, H], then further arguments of ``join``: none here."""
         return (x_BsH,)
 
     def join(self, x_BsH: Tensor, out_BsH: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Residual:
 
 
 class ResidualGate(nn.Module):
-    """Gate of the residual and of a block's output, a weight of each per dim (Muse-Spark).
+    """Gate (Muse-Spark): per dim, a weight of the residual and one of a block's output.
 
     ``dtype`` is the parameter's.
     """
@@ -71,7 +71,10 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty(3, dtype=dtype))
 
     def forward(self, x_BsW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's input [B, s, H], and for ``join`` [B, s, n] and [B, s, n, n]."""
+        """Return the block's input [B, s, H].
+
+        For ``join`` also return factors of the output [B, s, n], and the mixing matrix [B, s, n, n].
+        """
         config, streams = self.config, self.config.hc_mult
         logits_BsM = stream_logits(x_BsW, self.fn, config.norm_eps)
         sizes = streams, streams, streams * streams
