@@ -115,9 +115,10 @@ def obstacle(module: nn.Module) -> str:
 
 
 class OwnCode(nn.Module):
-    """Module that stores the current forward of another module, to be called with other weights.
+    """Module that calls the ``forward`` that ``module`` had when this object was made.
 
-    It makes ``torch.func.functional_call`` work after the other module's ``forward`` is replaced.
+    With it ``torch.func.functional_call`` can run that forward with other weights, even after
+    ``module.forward`` was replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:

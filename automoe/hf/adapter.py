@@ -182,15 +182,19 @@ def fill_from(parts: Parts, path: str, model: ModelConfig, merge: bool = False) 
 
 
 def _check_blocks(file: Any, table: list[tuple[str, Piece]]) -> None:
-    """Raise ``CheckpointError`` if a stored tensor is not zero outside the slices of ``table``.
+    """Check that stored LoRA factors are zero wherever no adapter of our model has numbers.
 
-    If gate and up are one module in peft, its B may be nonzero in two blocks only: gate's rows and
-    gate's ranks, and up's rows and up's ranks.
+    In peft gate and up may be one module with one B. Here they have an adapter each, so only two
+    blocks of B may be nonzero: gate's rows in the columns of gate's ranks, and up's rows in the
+    columns of up's ranks.
 
     Args:
         file: open safetensors file.
-        table: for each slice of a factor A or B in our model: the factor's name, and the slice with
-            the stored tensor that has its numbers.
+        table: (name of one of our factors A or B, piece) for each slice of the factor; the piece
+            says which slice of which stored tensor has its numbers.
+
+    Raises:
+        CheckpointError: a stored tensor has a nonzero number elsewhere.
     """
     read: dict[str, list[Piece]] = {}
     for _, piece in table:

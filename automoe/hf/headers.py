@@ -169,20 +169,19 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 @without_collection()
 def read_headers(path: str | Path, last: bool = False, partial_ok: bool = False) -> Contents:
-    """Return file, dtype, shape and byte range of every tensor of a checkpoint directory, by name.
+    """Return the file, dtype, shape and byte range of each tensor in a checkpoint directory, by name.
 
     Args:
-        last: True if transformers will read the files. If two files have a tensor, transformers
-            takes the one in the last file, whatever the index says; so both must have the same
-            numbers.
-        partial_ok: True to return {} while files are missing.
+        last: True if transformers will read the files. It reads a tensor that two files contain
+            from the last one, whatever the index says, so both must then contain the same numbers.
+        partial_ok: True to return {} if files are missing.
 
     Raises:
-        CheckpointError: the directory is missing or has no safetensors files; a file of the index
-            is missing, truncated, a Git LFS pointer, not safetensors, not a regular file or a link
-            out of the directory; tensors overlap, leave holes, differ in size from their shape or
-            are in two files of which the index names neither; or the index contradicts the headers, or
-            names other files beside a ``model.safetensors``.
+        CheckpointError: the directory does not exist, or one of its files is missing; a file is
+            truncated, a Git LFS pointer, not safetensors, not a regular file, or a link out of the
+            directory; tensors overlap, leave holes, or differ in size from their shape; two files
+            contain a tensor, and the index names neither; the index names a file without the
+            tensor; or the index does not name a ``model.safetensors`` that exists.
     """
     folder = local_folder(path)
     if not folder.is_dir():
@@ -293,14 +292,14 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def check_holds(folder: Path, config: ModelConfig, tensors: Contents) -> None:
-    """Refuse a model far larger than the files of ``folder``.
+    """Raise an error if config.json describes a model far larger than its files, so is damaged.
 
-    The sizes are only multiplied: a list of the tensors of an absurd model could take all memory.
-    While files are missing, only sizes that no model has are refused.
+    Sizes are only multiplied, because a list of an absurd model's tensors could fill the memory.
+    While files are missing (``tensors`` is {}), only the numbers of layers and experts are checked.
 
     Args:
         config: configuration read from config.json.
-        tensors: headers of the files by name; {} while files are missing.
+        tensors: headers of the files by name.
 
     Raises:
         ConfigError: the model has more than 10,000 layers or experts per layer, or more than twice

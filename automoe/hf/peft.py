@@ -1,10 +1,10 @@
 """Adapters in the format of ``peft``: adapter_config.json and adapter_model.safetensors.
 
-Routed experts have two layouts. ``published`` has an adapter for every expert and projection, like families that
-store experts one by one; gate and up get the same A. ``fused`` has one adapter for all experts of a tensor, lora_A
-[E r, I] and lora_B [O, r E], as in transformers 5 and in published GPT-OSS. Both layouts represent the adapter
-exactly, at rank r. The adapter of a checkpoint with vision or audio uses the parameter names of the wrapper's class.
-Shapes: E experts, I input and O output features of a matrix, r rank.
+Adapters of routed experts can be stored in two layouts, both exact at rank r. ``published`` has one adapter for each
+matrix as published checkpoints of the family store it, mostly one per expert and projection; gate and up then have the
+same factor A. ``fused`` has one adapter for each tensor that stacks all experts, as in transformers 5 and in published
+GPT-OSS: lora_A [E r, I] and lora_B [O, r E]. If the checkpoint has vision or audio, parameters have their names in
+transformers' class for the whole model. Shapes: E experts, I input and O output features of a matrix, r rank.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def adapter_names(config: ModelConfig) -> Names:
-    """Return the map between names in a text model alone and in transformers' class, which peft adapts."""
+    """Return the map between parameter names in transformers' class, which peft adapts, and in its text model."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
@@ -464,7 +464,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[Tensor]:
-    """Yield what peft's layer ``module`` adds to its parameter, scale B A: one matrix, or one per expert if stacked."""
+    """Yield scale B A of peft's LoRA layer ``module``: one matrix, or one per expert if its parameter stacks experts."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:

@@ -89,9 +89,9 @@ def dequantize(
 
 
 def _widened(encoding: Encoding, codes: Tensor) -> tuple[Tensor, int]:
-    """Return float32 numbers [R, C] and a factor; a code's value is its number times the factor.
+    """Return (float32 [R, C], factor): the value of a code is its float32 number times the factor.
 
-    ``codes`` are [R, C], or have several numbers per element along the columns.
+    ``codes`` are [R, C], or [R, fewer columns] if an element packs several codes.
     """
     if encoding in ("mxfp4", "mxfp4_rows", "nvfp4"):
         return _from_e2m1(codes), 1

@@ -49,11 +49,11 @@ Span = tuple[int, int]  # half-open range
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of ``load_hf``: the same on all ranks, or numbers of one rank that loads alone.
+    """Result of ``load_hf``: of all ranks that load together, or of a rank that loads alone.
 
     Attributes:
         path: the checkpoint directory.
-        bytes_read: bytes read from files, summed over the ranks that load together.
+        bytes_read: bytes read from files, summed over the ranks.
         seconds: time of the slowest rank.
         granularity: number of experts that share a copy of the dense FFN; 0 if not upcycled.
         not_finite: count of NaN and infinite values by the tensor's name in the files; tensors without any are left

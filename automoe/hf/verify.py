@@ -282,7 +282,7 @@ def expert_product(
 ) -> Literal["grouped_mm", "loop"]:
     """Return grouped_mm if torch's grouped product can multiply the model's experts, else loop.
 
-    It does not support float64, and the size of its rows must be a multiple of 16 bytes.
+    The grouped product does not support float64, and needs rows of a multiple of 16 bytes.
 
     Args:
         etp: number of ranks among which the width of an expert is divided.

@@ -1,4 +1,4 @@
-"""Rules of adapters and freezing, by the names and shapes of a model's parameters. No torch."""
+"""Rules on adapters and frozen parameters, which need the model's names and shapes. No torch."""
 
 from __future__ import annotations
 

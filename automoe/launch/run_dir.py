@@ -192,8 +192,8 @@ def start_run(run_dir: Path) -> None:
     Checkpoints and metrics stay.
 
     Raises:
-        ConfigError: a folder has the name of a file, or a file that of a folder; nothing was
-            deleted.
+        ConfigError: a folder is where a file belongs, or a file where the folder of logs belongs;
+            nothing was deleted.
     """
     logs = run_dir / LOG_FOLDER
     if logs.exists() and not logs.is_dir():

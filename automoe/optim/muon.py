@@ -311,10 +311,9 @@ def _holds(shard: tuple[slice, ...], index: tuple[int, ...]) -> bool:
 
 
 def _orthogonalize_all(whole: dict[_Matrix, Tensor]) -> dict[_Matrix, Tensor]:
-    """Return the matrices orthogonalised, those of one shape in one batch.
+    """Return the matrices of ``whole`` orthogonalised; matrices of one shape run as one batch.
 
-    ``whole`` has the matrices that this rank owns, with their numbers; it is emptied meanwhile, to
-    free them.
+    ``whole``, the numbers of the matrices that this rank owns, is emptied to free memory.
     """
     by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
     for matrix, values in whole.items():

@@ -122,10 +122,10 @@ class MergedPasses:
         self.wait_for_turn(me)
 
     def overlap(self, wait: Callable[[], object]) -> None:
-        """Run the functions that ``defer`` kept, then let the other pass run; then call ``wait``.
+        """Run the deferred functions, then the other pass, and then call ``wait``.
 
-        ``wait`` awaits an all-to-all that the calling pass has started. The other pass runs until it
-        starts an all-to-all itself (``swap``) or ends.
+        The calling pass has started an all-to-all, which ``wait`` awaits. The other pass runs until
+        it starts an all-to-all itself (``swap``) or ends.
         """
         self.run_deferred()
         self.swap()

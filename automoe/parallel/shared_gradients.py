@@ -78,9 +78,9 @@ class SharedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Context: on exit sum the shared parameters' gradients over ranks and copies (``sum``).
+        """Context manager: on exit, sum the shared parameters' gradients over ranks and copies.
 
-        Gradients from before the context, which are sums already, are left out and added afterwards.
+        Gradients from before the context are sums already: they are only added to the results.
         """
         shared = [p for _, parameters in self._by_group for copies in parameters for p in copies]
         with earlier_gradients_added(shared):  # these are sums already

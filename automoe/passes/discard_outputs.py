@@ -80,7 +80,7 @@ def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saved-tensor hooks of a ``discard_scope``: they save how to compute a discarded output again.
+    """Saved-tensor hooks of a ``discard_scope``: for a discarded output they save its recomputation.
 
     Other tensors are saved as they would be without these hooks.
     """

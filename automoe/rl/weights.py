@@ -129,7 +129,10 @@ class WeightStream:
             tensors.clear()
 
     def _plan(self) -> dict[str, WriteItem]:
-        """Return checkpoint name -> tensor to write, for this rank's pipeline stages. Collective."""
+        """Return the tensors of this rank's pipeline stages to write, by name in the checkpoint.
+
+        Collective.
+        """
         fused = self._layout == "fused"
         plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE

@@ -1,4 +1,4 @@
-"""Conversions for DeepSeek-V4: ``config.json`` says some things of each layer, and the release has names of its own."""
+"""DeepSeek-V4: conversion of per-layer keys of ``config.json``, tensor names of the release."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _read_tables(kinds: list[str], hf: Any) -> int:
 
 
 def rotation(hf: Any) -> dict[str, Any]:
-    """Return the scaling of layers with compressed keys, with the theta of the others.
+    """Return the rotary settings: scaling of layers with compressed keys, theta of the other layers.
 
-    transformers looks for ``truncate`` beside the two settings and not in them, so it is always true.
+    ``truncate`` (of YaRN) is always True: transformers looks for it outside of the two settings.
     """
     main, compress = hf.rope_parameters["main"], hf.rope_parameters["compress"]
     shares = [kind.get("partial_rotary_factor", 1.0) for kind in (main, compress)]
@@ -56,7 +56,10 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return the field of ``key`` that ``read`` (rotation, head_dim) finds if ``rope_parameters`` are stated."""
+    """Return the field of ``key`` whose value is ``read(settings, head_dim)`` if the rope is stated.
+
+    The settings are those of ``rope_parameters`` for layers with compressed keys.
+    """
     return Field(
         key,
         read=lambda value, hf: (

@@ -75,8 +75,8 @@ class Family(Tier):
             default or its value is converted. If two keys of ``ModelConfig`` have the same key in
             config.json, the later one is written.
         fixed: dotted keys of ``ModelConfig`` whose value is the same in every model of the family.
-        only: keys of ``config.json`` with the one value that this decoder computes; a key that
-            neither config.json nor transformers has is accepted. These keys are also written.
+        only: key of ``config.json`` -> the only value that this decoder computes. A config.json
+            may lack the key, if transformers has no other default. Exports write these keys.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
         unread: keys of published config.json files that change nothing here, and without which some
@@ -90,9 +90,8 @@ class Family(Tier):
         partial_rotary: True if rotary embeddings may apply to the first dims of a head only.
         dense: True if no layer has experts.
         known_as: other model_types of the same architecture.
-        most: dotted keys of ``ModelConfig`` -> largest value with which transformers loads a model.
-        least: dotted keys of ``ModelConfig`` -> smallest value with which transformers computes
-            layers with experts.
+        most, least: dotted key of ``ModelConfig`` -> largest and smallest value with which
+            transformers runs a model (``least``: a model with experts). Exports refuse others.
         rotation: function of transformers' configuration object that returns the rotary settings.
     """
 

@@ -1,4 +1,4 @@
-"""Conversion of keys of ``config.json`` that say the kind of each layer, for layers at equal distances."""
+"""Conversion of per-layer lists in ``config.json``, for equally spaced layers of one kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def _kinds(attention: AttentionConfig, count: int) -> list[str]:
 
 
 def _attention(kinds: list[str], hf: Any) -> AttentionConfig:
-    """Return the interval and the offset of layers with full attention; all others have a window."""
+    """Return the interval and offset of full-attention layers.
+
+    Raises ``ConfigError`` unless their distances are equal and all other layers have a window.
+    """
     full, count = [layer for layer, kind in enumerate(kinds) if kind == _FULL], hf.num_hidden_layers
     first, second = [*full, 2 * count, 3 * count][:2]
     interval = second - first if len(full) > 1 else max(first + 1, count - first)
@@ -32,7 +35,10 @@ def _attention(kinds: list[str], hf: Any) -> AttentionConfig:
 
 
 def window_layers(key: str) -> Field:
-    """Return the field of ``key``, interval or offset of layers with full attention, in ``layer_types``."""
+    """Return the field that converts ``layer_types``, the layers' kinds, to and from ``key``.
+
+    ``key`` is the interval or the offset of layers with full attention.
+    """
     return Field(
         "layer_types",
         read=lambda kinds, hf: getattr(_attention(kinds, hf), key),

@@ -1,4 +1,4 @@
-"""Muse-Spark, the text model of its checkpoints: keys of ``config.json``, and tensor names."""
+"""The text model of Muse-Spark: keys of ``config.json``, and tensor names."""
 
 from __future__ import annotations
 
