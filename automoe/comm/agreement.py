@@ -72,7 +72,7 @@ class Ranks:
 
         Raises:
             OSError, CheckpointError, RuntimeError: ``action`` raised on some rank; the error is the
-                same on every rank. In a world of one rank it is the action's own.
+                same on every rank. With a single rank the error of ``action`` is raised unchanged.
         """
         if self.size == 1:
             return [retried(action)]
@@ -93,7 +93,7 @@ class Ranks:
 
         Raises:
             OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank.
-                In a world of one rank it is the action's own.
+                With a single rank the error of ``action`` is raised unchanged.
         """
         run = partial(retried, action) if again else action
         if self.size == 1:

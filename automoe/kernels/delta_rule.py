@@ -39,6 +39,7 @@ def gated_delta_rule(
     Queries and keys are normalised to length one first, and queries divided by sqrt(K).
 
     Args:
+        q_BSGK, k_BSGK, v_BSNV: queries and keys of G key heads, values of N value heads.
         log_decay_BSN: logarithm of the factor that each token multiplies the state by, at most 0.
         beta_BSN: strength with which a token writes, between 0 and 1.
         chunk: positions per chunk.

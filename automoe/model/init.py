@@ -134,7 +134,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
 def _fill_log_uniform_(parameter: Tensor, name: str, seed: int) -> None:
     """Fill this rank's shard with log(16 u), u uniform in (0, 1).
 
-    u depends on ``seed``, ``name`` and the element's index.
+    u depends on ``seed``, ``name`` and the index.
     """
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):

@@ -73,7 +73,7 @@ class HyperConnection(nn.Module):
     def forward(self, x_BsW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block's input [B, s, H].
 
-        For ``join`` also return factors of the output [B, s, n], and the mixing matrix [B, s, n, n].
+        For ``join``, also return output factors [B, s, n] and a mixing matrix [B, s, n, n].
         """
         config, streams = self.config, self.config.hc_mult
         logits_BsM = stream_logits(x_BsW, self.fn, config.norm_eps)

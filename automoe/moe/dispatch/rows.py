@@ -93,10 +93,10 @@ def _flat(lines_BH: Tensor, dtype: torch.dtype) -> Tensor:
 class _SplitBuffer(torch.autograd.Function):
     """Autograd function that splits a receive buffer of B lines into hidden states and metadata.
 
-    It returns all lines as hidden states [B, H], lines that hold metadata among them, decoded if
-    rows were sent in 8 bits; and the C metadata of each of the R rows received, [R, C]. Its inputs
-    are x and metadata that this rank sent, the buffer, and the exchange. The backward sends the
-    gradients back to the ranks that the rows came from, in a buffer of x's dtype.
+    It returns all lines, even those that hold metadata, as hidden states [B, H], decoded if rows
+    were sent in 8 bits; and C numbers of metadata for each of the R rows received, [R, C]. Its
+    inputs are the hidden states and the metadata that this rank sent, the buffer, and the exchange.
+    The backward returns gradients to the ranks that the rows came from, in a buffer of x's dtype.
     """
 
     @staticmethod

@@ -91,7 +91,10 @@ def _bars(
 
 @rc_context(RC)
 def draw_memory(config: Config, plan: Plan) -> Figure:
-    """Draw the memory of each pipeline rank at even and twice even expert load, and the GPU's."""
+    """Draw the memory of each pipeline rank, at even and at twice even expert load.
+
+    A line marks the memory of the GPU.
+    """
     num_ranks = len(plan.ranks)
     height = max(0.16, min(0.5, 5.4 / num_ranks))
     figure, (axis,) = new_figure(WIDE, 1.5 + height * num_ranks)
