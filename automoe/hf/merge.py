@@ -91,7 +91,7 @@ def add_low_rank(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add scale B A to ``into`` [..., O, I] in place, for an adapter of rank r.
 
     B is [..., O, r] and A [r, I] or, for E experts, [E, r, I]. Matrices are multiplied one by one,
-    so that rounding does not depend on their number. If A lacks inner dims of B (gate and up), all
+    so rounding does not depend on their number. If A lacks inner dims of B (gate and up), all
     matrices along them share one A.
     """
     if b.dim() == 2:

@@ -21,7 +21,7 @@ CHUNK = 256  # queries whose scores are in memory at once
 
 
 class Windows(NamedTuple):
-    """The complete windows of rows: E = S // W per row, of which those that a row lacks are unseen.
+    """The complete windows of rows: E = S // W places in each; places without a window are unseen.
 
     Attributes:
         places_BEW: int64, the positions of each window in its row.

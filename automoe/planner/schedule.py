@@ -138,7 +138,7 @@ def _steps(
         A tuple per entry: rank, entry, input of its first action, input of its second one or None.
         An input has three numbers: that of the action that computes it (actions count from 1 in the
         order of this list; 0: none does); the later of the two stages between which it is sent; and
-        the index of the action that reads it among (kind, stage), sorted by ``KINDS``.
+        kind and stage of the action that reads it, as kind * stages + stage (``KINDS``).
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank

@@ -56,7 +56,7 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return the field of ``key`` whose value is ``read(settings, head_dim)`` if the rope is stated.
+    """Return the field of ``key``; its value is ``read(settings, head_dim)``, if there are settings.
 
     The settings are those of ``rope_parameters`` for layers with compressed keys.
     """
