@@ -99,7 +99,7 @@ def _try_parts(path: Path, text: str) -> None:
 def named_parts(path: Path, spec: dict[str, Any]) -> str:
     """Return text for an error: path, and the tokenizer stages that use regular expressions.
 
-    If none does, the text names all stages.
+    If no stage does, the text names all of them.
 
     Args:
         spec: content of the tokenizer.json at ``path``.

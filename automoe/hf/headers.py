@@ -169,7 +169,7 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 @without_collection()
 def read_headers(path: str | Path, last: bool = False, partial_ok: bool = False) -> Contents:
-    """Return the file, dtype, shape and byte range of each tensor in a checkpoint directory, by name.
+    """Return file, dtype, shape and byte range of each tensor in a checkpoint directory, by name.
 
     Args:
         last: True if transformers will read the files. It reads a tensor that two files contain

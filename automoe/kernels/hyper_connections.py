@@ -33,7 +33,7 @@ def collapse(x_BsW: Tensor, weights_Bsn: Tensor) -> Tensor:
 
 
 def expand(x_BsW: Tensor, out_BsH: Tensor, post_Bsn: Tensor, comb_Bsnn: Tensor) -> Tensor:
-    """Return the next streams [B, s, W]: mixtures of the streams, plus a block's output times factors.
+    """Return the next streams [B, s, W]: mixed streams, plus a block's output times factors.
 
     Args:
         out_BsH: output of attention or of a feed-forward.

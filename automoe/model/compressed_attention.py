@@ -67,7 +67,7 @@ class Compression:
 
 
 class Pooling(nn.Module):
-    """Pooling of windows of ``ratio`` positions to entries of ``dim`` numbers: projections and a norm.
+    """Pooling of windows of ``ratio`` positions to entries of ``dim`` normed numbers.
 
     In layers of ``sparse_ratio`` windows overlap: an entry pools the previous window too.
     """
@@ -125,7 +125,7 @@ class Compressor(Pooling):
 
 
 class CompressedAttention(nn.Module):
-    """Attention to a sliding window and entries of windows; heads share one vector as key and value.
+    """Attention to a sliding window and window entries; heads share one vector as key and value.
 
     Queries are projected from a latent and normalised. The last dims of heads and entries rotate,
     and outputs are rotated back by their query's position. Outputs of a group of heads are

@@ -122,11 +122,12 @@ def choose_kept(
     moe: MoEConfig,
     num_experts: int,
 ) -> Tensor:
-    """Return a mask [B, s, K]: True for choices that fit into their expert's capacity. No host sync.
+    """Return the mask [B, s, K] of choices that fit into their expert's capacity. No host sync.
 
     A choice is one of the K experts of a token. If an expert has too many, it keeps those with the
     largest routing weights (``moe.drop_policy=probs``) or at the first positions. Choices of
-    padding are not kept. Collective over the ranks that share a sequence if ``moe.drop_scope=sequence``.
+    padding are not kept. With ``moe.drop_scope=sequence`` the call is collective over the ranks
+    that share a sequence.
 
     Args:
         topk_ids_BsK: ids of the chosen experts, at this rank's s positions of B sequences.

@@ -80,7 +80,7 @@ def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saved-tensor hooks of a ``discard_scope``: for a discarded output they save its recomputation.
+    """Saved-tensor hooks of ``discard_scope``: for a discarded output they save its recomputation.
 
     Other tensors are saved as they would be without these hooks.
     """

@@ -143,7 +143,7 @@ class TokenLoad:
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Return the sizes of one micro-batch on a rank, with the operators that ``config`` selects.
+        """Return the sizes of one micro-batch on a rank, with the operators of ``config``.
 
         Args:
             batch: sizes of a step. Its expert rows per rank may exceed their mean (``at_load``).

@@ -51,7 +51,7 @@ def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: b
 
 
 def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: int) -> float:
-    """Return the bytes that pooling windows into entries of width ``dim`` keeps for its backward pass.
+    """Return the bytes that pooling to entries of width ``dim`` keeps for its backward pass.
 
     The rotated entries are included.
     """

@@ -31,7 +31,7 @@ _TAKEN_FROM = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """Configuration changes that save memory, with the predicted memory and speed of a run with them.
+    """Configuration changes that save memory, with predicted memory and speed of a run with them.
 
     Attributes:
         changes: overrides such as ``mesh.tp=2``.

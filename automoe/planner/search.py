@@ -239,7 +239,7 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return records (``Space.columns``) of ``families``, each with an upper bound of its tokens/s.
+        """Return records (``Space.columns``) of ``families``, each with an upper bound of tokens/s.
 
         The bounds assume pipeline ranks with equal work that never wait.
 

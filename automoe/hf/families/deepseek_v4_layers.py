@@ -1,4 +1,4 @@
-"""DeepSeek-V4: conversion of per-layer keys of ``config.json``, tensor names of the release."""
+"""DeepSeek-V4: per-layer keys of ``config.json``, and tensor names of the release."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return the field of ``key``; its value is ``read(settings, head_dim)``, if there are settings.
+    """Return the field of ``key``: ``read(settings, head_dim)`` if the settings are stated.
 
     The settings are those of ``rope_parameters`` for layers with compressed keys.
     """

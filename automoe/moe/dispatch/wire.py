@@ -54,7 +54,7 @@ def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return uint8 views of the codes [B, H] and the scales [B, 4 S] of B rows from ``encode_rows``.
+    """Return uint8 views of codes [B, H] and scales [B, 4 S] of B rows from ``encode_rows``.
 
     A row encodes H = ``hidden`` columns; it has S float32 scales, of 4 bytes each.
     """
