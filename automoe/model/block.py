@@ -66,7 +66,7 @@ class MLP(nn.Module):
 
 
 class Latent(nn.Module):
-    """What surrounds routed experts: projections to their latent, with a norm, and back; a norm of their outputs.
+    """Projections around routed experts: to their latent, with a norm, and back; a norm of outputs.
 
     Without ``moe_latent_size`` there are no projections.
     """

@@ -149,9 +149,9 @@ def _active(model: ModelConfig, param: Param) -> int:
 
 
 def _band(keys: float, length: float) -> np.ndarray:
-    """Return the mean number of keys of a query that sees ``keys`` of ``length``: causally, and of the whole matrix.
+    """Return [mean keys per query, ``keys``] if a query sees up to ``keys`` of ``length`` keys.
 
-    They are a band of the attention matrix, whose first rows are cut by the matrix's border.
+    The mean is that of causal attention: queries near the start of a row see fewer keys.
     """
     keys = min(keys, length)
     return np.array([keys * (1 - keys / (2 * length)), keys])

@@ -1,6 +1,6 @@
-"""Slots for functions that wrap methods of a layer and its modules (``LayerCalls``); ways to join and bind them.
+"""Wrappers of the methods of a layer and its modules (``LayerCalls``), such as recomputation.
 
-Modules apply them in their constructors. ``automoe.parallel.choices`` chooses them: recomputation, compilation.
+Modules apply the wrappers in their constructors. ``automoe.parallel.choices`` chooses them.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ class Search:
         found: best candidates that fit in memory, fastest first.
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
-        too_large: number of candidates that do not fit; ``missed``: those of them that were timed, and, from before
-            the first was timed, some with few bytes.
-        rest: upper bound of tokens/s of what the search left in its queue.
+        too_large: number of candidates that do not fit.
+        missed: candidates that do not fit: all that were timed, and some of the smallest ones found before.
+        rest: upper bound of the tokens/s of all candidates that were left in the queue.
     """
 
     world_size: int
@@ -79,7 +79,7 @@ class Search:
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
     missed: list[Candidate] = field(default_factory=list)
-    rest: float = 0.0  # upper bound of the tokens/s of the candidates that were not timed
+    rest: float = 0.0
 
 
 def search(

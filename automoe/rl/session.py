@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss, experts' token counts and numbers of replayed ids added from ``first``."""
+    """Return ``second``, with loss, experts' token counts and replayed ids increased by those of ``first``."""
     return replace(
         second,
         loss=first.loss + second.loss,

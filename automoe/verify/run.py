@@ -380,7 +380,7 @@ def passes(config: Config) -> list[Config]:
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     """Return (tolerance of everything but gradients, tolerance of gradients), as relative errors.
 
-    Those of 8-bit matmuls are larger; docs/fp8.md explains them.
+    Matmuls in 8 bits get larger ones, which docs/fp8.md explains.
 
     Args:
         config: one of the configurations that ``passes`` returns.
