@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second``, with loss, experts' token counts and replayed ids increased by those of ``first``."""
+    """Return ``second`` with loss, expert token counts and replayed ids of ``first`` added."""
     return replace(
         second,
         loss=first.loss + second.loss,
