@@ -71,7 +71,8 @@ def tier_of(model_type: str) -> dict[str, str]:
     from automoe.classes.model import TransformersModel
     from automoe.config.schema import MoEConfig
     from automoe.errors import ConfigError
-    from automoe.hf.families.registry import FAMILIES, family_of
+    from automoe.hf.families.registry import FAMILIES, family_of, read_hf_config
+    from automoe.hf.wrapper import text_config
     from tests.support.class_models import hf_class_config, tier_config
 
     with tempfile.TemporaryDirectory() as folder:
@@ -79,6 +80,7 @@ def tier_of(model_type: str) -> dict[str, str]:
             hf_class_config(model_type).save_pretrained(folder)
         except Exception:  # a class may want other sizes than most; its own are too large for weights alone
             CONFIG_MAPPING[model_type]().save_pretrained(folder)
+        text_type = text_config(read_hf_config(folder)).get("model_type")
         try:
             config = tier_config(Path(folder))
             TransformersModel(config, MoEConfig(experts="loop"))
@@ -86,9 +88,9 @@ def tier_of(model_type: str) -> dict[str, str]:
                 return {"refused": "its published tensors are more than slices of its parameters"}
         except ConfigError as error:
             return {"refused": error.rule.partition(" serve: ")[2] or error.rule}
-    if not config.num_moe_layers:
-        return {"tier": "class without ep"}
-    return {"tier": "native" if model_type in FAMILIES else "class"}
+    if text_type in FAMILIES:
+        return {"tier": "native"}
+    return {"tier": "class" if config.num_moe_layers else "class without ep"}
 
 
 def outdated(report: dict[str, Any]) -> list[str]:
@@ -149,7 +151,8 @@ def table(report: dict[str, Any]) -> str:
     ran = {name: row for name, row in rows.items() if "one" in row}
     lines = [
         f"{len(ran)} of {len(rows)} folders with experts in transformers {report['transformers']}, by `model_type`; "
-        "the worst relative difference of loss and gradients, with all parts in float64:",
+        "the worst relative difference of loss and gradients, all in float64, in this tier "
+        "also for native families:",
         "",
         "|class|tier|one process|four ranks|documents|",
         "|---|---|---|---|---|",
