@@ -38,7 +38,7 @@ class Compression:
         layers: numbers of the layers that get windows.
 
     Attributes:
-        angles: (cos, sin) [B, S, 1, P] of positions, in layers without and in layers with entries.
+        angles, long_angles: (cos, sin) [B, S, 1, P] of positions, in layers without and in layers with entries.
         windows: {ratio: windows of this many positions}.
         entry_angles: {ratio: cos and sin [B, E, 1, P] of the first positions of windows}.
     """
@@ -54,10 +54,10 @@ class Compression:
         attention, rope = config.attention, config.rope
         dim = attention.qk_rope_head_dim
         long = replace(rope, theta=attention.compress_rope_theta)
-        self.angles = [
+        self.angles, self.long_angles = (
             rotary_cos_sin(each, dim, positions_BS, dtype)
             for each in (replace(rope, scaling="none"), long)
-        ]
+        )
         ratios = {ratio_of(attention, layer) for layer in layers} - {0}
         self.windows = {ratio: windows_of(positions_BS, doc_ids_BS, ratio) for ratio in ratios}
         self.entry_angles = {
@@ -109,7 +109,7 @@ class EntryIndexer(KeyChooser, Pooling):
     def project(
         self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor]:
-        angles = (self.tp.local_shard(angle) for angle in setup.compression.angles[True])
+        angles = (self.tp.local_shard(angle) for angle in setup.compression.long_angles)
         q_BsJD = self.q_b_proj(latent_BsL).unflatten(-1, (-1, self.dim))
         q_BsJD = setup.rope.rotate(q_BsJD, *angles, setup.interleaved, self.start)
         return q_BsJD, self.entries(x_BsH, setup)
@@ -160,7 +160,8 @@ class CompressedAttention(nn.Module):
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
         """Return the output for hidden states, both [B, s, H]; an indexer's loss is attached (``attach_loss``)."""
-        angles = setup.compression.angles[self.compressor is not None]
+        shared = setup.compression
+        angles = shared.long_angles if self.compressor else shared.angles
         where = *angles, setup.interleaved, self.start
         latent_BsL = self.q_a_norm(self.q_a_proj(x_BsH))
         q_BSND = self.q_b_proj(self.gather(latent_BsL)).unflatten(-1, (-1, self.dim))
@@ -168,9 +169,9 @@ class CompressedAttention(nn.Module):
         kv_BS1D = self.gather(self.kv_norm(self.kv_proj(x_BsH))).unsqueeze(2)
         kv_BSD = setup.rope.rotate(kv_BS1D, *where).squeeze(2)
         entries_BED, seen_BSE, inputs = kv_BSD[:, :0], None, None
-        if self.compressor is not None:
+        if self.compressor:
             entries_BED = self.compressor.entries(x_BsH, setup)
-            seen_BSE = setup.compression.windows[self.compressor.ratio].seen_BSE
+            seen_BSE = shared.windows[self.compressor.ratio].seen_BSE
             if (indexer := self.compressor.indexer) is not None:
                 inputs = indexer(x_BsH, latent_BsL, setup)
                 seen_BSE = save_for_recompute(indexer.choose, inputs, seen_BSE)
