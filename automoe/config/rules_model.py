@@ -133,6 +133,11 @@ model.attention.index_topk == 0 | model.attention.compress_ratios has model.atte
 model.attention.qk_norm; model.attention.full_attention_interval > 1; model.attention.index_interleaved;
     model.attention.index_shared_layers | model.attention.kind == compressed
     | attention kind compressed does not have it
+model.attention.qk_rope_head_dim: facts.rotary != model.attention.qk_rope_head_dim |
+    | transformers rotates int({model.attention.head_dim} * ({model.attention.qk_rope_head_dim} /
+    {model.attention.head_dim})) = {facts.rotary} dims of a head | Set model.attention.qk_rope_head_dim={facts.exact}
+model.rope.mscale != 0; model.rope.mscale_all_dim != 0 | model.attention.kind == compressed
+    | compressed attention scales by model.rope.attention_factor alone | Set 0
 mesh.cp > 1 | model.attention.kind == compressed
     | compressed attention pools windows that would lie on several cp ranks
 mesh.tp: model.attention.o_groups % mesh.tp |
@@ -284,8 +289,11 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         share = max(rotary // 2 * 2, 2) / model.attention.head_dim
         yield from refused(see.knowing(rotary=rotary, odd=rotary % 2 or not rotary, share=share), _ROTARY)
     else:
-        ratios = model.attention.compress_ratios
-        see_ratios = see.knowing(ratios=len(ratios), layers=len(model.all_layers), least=min(ratios, default=0))
+        ratios, dim, rotary = model.attention.compress_ratios, model.attention.head_dim, model.attention.qk_rope_head_dim
+        see_ratios = see.knowing(
+            ratios=len(ratios), layers=len(model.all_layers), least=min(ratios, default=0), rotary=_rotated(dim, rotary),
+            exact=next((even for even in range(rotary // 2 * 2, 0, -2) if _rotated(dim, even) == even), 2),
+        )
         yield from refused(see_ratios, _MLA if model.attention.kind == "mla" else _COMPRESSED, _OTHERS)
     yield from refused(see, _LAYERS, _INDEXER, _SIZES)
     ranks, nodes = shape.etp * shape.ep_shard, config.cluster.gpus_per_node
@@ -298,6 +306,10 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         per_node=gcd(nodes, shape.ep * shape.etp),
     )
     yield from refused(see, _BIASES, _TENSOR, _NODES, _TRAVEL)
+
+
+def _rotated(dim: int, rotary: int) -> int:
+    return int(dim * (rotary / dim))  # as transformers computes it, from a share
 
 
 def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

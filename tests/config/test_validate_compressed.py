@@ -39,6 +39,12 @@ def of(mesh: MeshConfig | None = None, train: dict[str, Any] | None = None, **ch
     return replace(DENSE, model=model, train=train_config, mesh=mesh or DENSE.mesh, **changes)
 
 
+def scaled(**rope: float) -> Config:
+    """The model, with other values of its rotary embedding."""
+    config = of()
+    return replace(config, model=replace(config.model, rope=replace(config.model.rope, **rope)))
+
+
 @pytest.mark.parametrize(
     ("broken", "key", "said"),
     [
@@ -48,6 +54,13 @@ def of(mesh: MeshConfig | None = None, train: dict[str, Any] | None = None, **ch
             for name in ("qk_rope_head_dim", "sliding_window", "o_groups", "o_lora_rank", "sparse_ratio")
         ),
         (of(qk_rope_head_dim=50), "model.attention.qk_rope_head_dim", "it has 48"),
+        (
+            of(head_dim=88, qk_rope_head_dim=30),
+            "model.attention.qk_rope_head_dim",
+            r"int\(88 \* \(30 / 88\)\) = 29 dims",
+        ),
+        (scaled(mscale=1.0), "model.rope.mscale", "attention_factor alone"),
+        (scaled(mscale_all_dim=1.0), "model.rope.mscale_all_dim", "attention_factor alone"),
         (of(qk_rope_head_dim=15), "model.attention.qk_rope_head_dim", "pairs"),
         (of(compress_rope_theta=1.0), "model.attention.compress_rope_theta", "larger than 1"),
         (of(o_groups=3), "model.attention.num_heads", r"4 % 3 = 1"),
