@@ -7,7 +7,7 @@ delta net counts as its recurrence: reading a head's state with a key, updating 
 with a query are three products of Dk x Dv numbers per token. With an indexer (sparse attention),
 attention is counted over the selected keys; the indexer scores all keys and is trained on the
 selected ones. Compressed attention is counted over its window and its entries. Router, norms,
-biases, softmax and recomputation are not counted.
+hyper-connections, biases, softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
