@@ -144,6 +144,7 @@ def load_hf(
                 if shard.name in means:
                     mean, known = means[shard.name]
                     shard.local[max(0, known - shard.start[0]) :] = mean
+            _check_tables(reader.catalog, direct, config_of(parts).num_experts)
             _check_copies(reader, [shard for shard in everything if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
@@ -183,6 +184,26 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
             )
 
     reader.visit(reader.plan(there), compare)
+
+
+def _check_tables(catalog: Catalog, shards: list[LocalShard], num_experts: int) -> None:
+    """Raise ``CheckpointError`` if a token has an expert twice, or one that the model lacks.
+
+    Args:
+        shards: filled shards; those of int64 are tables of experts by token id, [V, K].
+    """
+    for shard in shards:
+        if shard.dtype != torch.int64:
+            continue
+        ids_VK = shard.local.sort(-1).values
+        wrong_V = (ids_VK[:, 1:] == ids_VK[:, :-1]).any(-1)
+        wrong_V |= (ids_VK[:, 0] < 0) | (ids_VK[:, -1] >= num_experts)
+        for row in wrong_V.nonzero().flatten().tolist():
+            key = catalog.keys.pieces(shard.name, shard.shape)[0].key
+            raise CheckpointError(
+                f"{catalog.folder}: row {shard.start[0] + row} of {key} is {shard.local[row].tolist()}, and the "
+                f"experts of a token are distinct, from 0 to {num_experts - 1}. Copy the checkpoint again"
+            )
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:

@@ -191,6 +191,20 @@ def test_integers_are_read_only_where_the_model_has_them(single: Path, tmp_path:
     assert f"or the reverse: {key} is F32" in refused(tmp_path / "v4", config)
 
 
+@pytest.mark.parametrize("read", [model_config_from_hf, tier_config], ids=["native", "class"])
+@pytest.mark.parametrize("ids", [[3, 3], [3, 8], [-1, 3]])
+def test_a_token_has_distinct_experts_of_the_model(tmp_path: Path, read: Callable, ids: list[int]) -> None:
+    save_class("deepseek_v4", tmp_path)
+    (key, *_) = (key for key in load_file(tmp_path / "model.safetensors") if key.endswith("tid2eid"))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[key][7] = torch.tensor(ids)
+
+    edit(tmp_path, change)
+    said = f"row 7 of {key} is {ids}, and the experts of a token are distinct, from 0 to 7."
+    assert said in refused(tmp_path, read(tmp_path))
+
+
 def test_extra_tensors_that_are_known_are_passed_over_and_named(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe_tied", tmp_path)
 
