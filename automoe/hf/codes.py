@@ -43,6 +43,13 @@ def decodable(
         CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
             shape or dtype.
     """
+    if scales := [
+        key for key in tensors if key.endswith(".scale") and f"{key[:-5]}weight" in tensors
+    ]:
+        raise CheckpointError(
+            f"{folder}: {listed(scales)} are scales of DeepSeek-V4's published files, whose quantization_config and "
+            "expert_dtype are not read. Convert them to bfloat16 first"
+        )
     scheme = scheme_of(quantization_in(hf))
     if isinstance(scheme, str):
         raise CheckpointError(

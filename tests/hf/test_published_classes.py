@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from automoe.classes.build import class_params
 from automoe.classes.family import _pieces, _View
 from automoe.classes.model import TransformersModel
 from automoe.config.schema import MoEConfig
+from automoe.errors import CheckpointError, ConfigError
+from automoe.hf.families.registry import family_of
 from automoe.hf.read import load_hf
 from tests.support.class_models import save_class, tier_config
+from tests.support.configurations import quick_model
 
 # name in the release -> name in the class, of the whole model and below a layer
 WHOLE = {
@@ -196,3 +200,28 @@ def test_modules_for_multi_token_prediction_are_copied_unread(tmp_path: Path) ->
     written = tensors(tmp_path / "out")
     assert all(torch.equal(written[name], x) for name, x in module.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_the_quantized_release_is_refused_by_name(tmp_path: Path) -> None:
+    """Its codes have scales of other names, and its experts are in 4 bits."""
+    save_class("deepseek_v4", tmp_path / "saved")
+    automoe.to_hf(automoe.from_hf(tmp_path / "saved", dtype=torch.float32), tmp_path / "in", tokenizer="byte")
+    path = tmp_path / "in" / "config.json"
+    stated = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | stated | {"expert_dtype": "fp4"}))
+    found = tensors(tmp_path / "in")
+    for name in [name for name in found if ".attn.w" in name]:
+        found |= {name: found[name].to(torch.float8_e4m3fn), name.replace("weight", "scale"): torch.ones(1, 1)}
+    save_file(found, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"attn\.w\S+\.scale.* are scales of DeepSeek-V4's published files.*to bfloat16 first"
+    ):
+        automoe.from_hf(tmp_path / "in")
+
+
+def test_an_export_has_the_one_key_head_that_is_read() -> None:
+    config = quick_model("small_dsv4")
+    family = family_of(config)
+    assert family.write_config(config)["num_key_value_heads"] == 1
+    with pytest.raises(ConfigError, match="num_kv_heads=4: a deepseek_v4 checkpoint can only have 1"):
+        family.write_config(replace(config, attention=replace(config.attention, num_kv_heads=4)))

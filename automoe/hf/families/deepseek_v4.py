@@ -22,6 +22,7 @@ FAMILY = Family(
     | LAYERS,
     fixed={
         "attention.kind": "compressed",
+        "attention.num_kv_heads": 1,
         "attention.sinks": True,
         "rope.interleaved": True,
         "rope.truncate": True,
