@@ -101,7 +101,9 @@ class Block(nn.Module):
         mlp_args = backend.pg_collection.tp, calls.gather, activation_of(config)
         self.wrapped_run = bind(calls.layer, self.run)
         self.wrapped_run_attention = bind(calls.run_attention, self.run_attention)
-        self.attn_hc, self.ffn_hc = (residual_of(config, backend.router_dtype) for _ in range(2))
+        self.attn_residual, self.ffn_residual = (
+            residual_of(config, backend.router_dtype) for _ in range(2)
+        )
         self.attention_out_norm = OutputNorm(config.post_norm_eps)
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
@@ -152,15 +154,15 @@ class Block(nn.Module):
         x_BsH, h_BsH, *weights = self.wrapped_run_attention(x_BsH, setup)
         moe = isinstance(self.mlp, MoE)
         out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
-        return self.ffn_hc.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
+        return self.ffn_residual.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:
         """Return the residual after attention, the norm that the feed-forward reads, and what ``join`` takes.
 
         All are at the s positions of this tp rank.
         """
-        h_BsH, *weights = self.attn_hc(x_BsH)
+        h_BsH, *weights = self.attn_residual(x_BsH)
         out_BsH = self.attention(self.call_norm(self.input_layernorm, h_BsH), setup)
-        x_BsH = self.attn_hc.join(x_BsH, self.attention_out_norm(out_BsH), *weights)
-        h_BsH, *weights = self.ffn_hc(x_BsH)
+        x_BsH = self.attn_residual.join(x_BsH, self.attention_out_norm(out_BsH), *weights)
+        h_BsH, *weights = self.ffn_residual(x_BsH)
         return x_BsH, self.call_norm(self.post_attention_layernorm, h_BsH), *weights

@@ -236,8 +236,8 @@ def _always(model: ModelConfig, layer: int) -> bool:
 
 _MODULES = (
     _Module("", "mtp", _MTP, lambda model, layer: layer >= model.num_layers),
-    _Module("attn_hc", "residual", _CONNECTION, _always),
-    _Module("ffn_hc", "residual", _CONNECTION, _always),
+    _Module("attn_residual", "residual", _CONNECTION, _always),
+    _Module("ffn_residual", "residual", _CONNECTION, _always),
     _Module("", "norms", _NORMS, _always),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),

@@ -67,7 +67,7 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
         "mlp.gate_proj": model.first_k_dense,
         "_proj.bias": model.attention.qkv_bias,
         "eh_proj": model.num_mtp_layers,
-        "_hc.fn": model.hc_mult,
+        "_residual.fn": model.hc_mult,
         "hc_head.hc_fn": model.hc_mult,
     }
     for step in range(STEPS):

@@ -80,13 +80,22 @@ ffn_hc. hc_ffn_, input_layernorm attn_norm, post_attention_layernorm ffn_norm, l
 """
 _PARTS = tuple(tuple(pair.split()) for pair in _RELEASE.split(","))
 _TABLES = ("gate.tid2eid",)
+_CONNECTIONS = {
+    f"{part}_residual.{name}": f"{part}_hc.{name}"
+    for part in ("attn", "ffn")
+    for name in ("fn", "base", "scale")
+}
 _RELEASED = KeyMap(
+    _CONNECTIONS,
     renames=(*_PARTS, ("embed_tokens", "embed"), ("hc_head.hc_", "hc_head_"), ("model.", "")),
     integers=_TABLES,
 )
 # transformers saves some of its own names among the released ones
 _SAVED = replace(_RELEASED, renames=(*_PARTS, ("attn.kv_norm", "attn.norm")))
-KEYS = replace(_RELEASED, layouts=(_RELEASED, _SAVED, replace(FUSED, integers=_TABLES)))
+KEYS = replace(
+    _RELEASED,
+    layouts=(_RELEASED, _SAVED, replace(FUSED, rows=FUSED.rows | _CONNECTIONS, integers=_TABLES)),
+)
 LAYERS = {
     "attention.compress_ratios": Field("layer_types", read=_read_ratios, write=_write_kinds),
     "attention.sparse_ratio": Field(

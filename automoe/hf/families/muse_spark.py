@@ -20,8 +20,8 @@ from automoe.hf.keys import FUSED, KeyMap
 _INTERVAL, _OFFSET = "full_attention_interval", "full_attention_offset"
 _NAMES = {
     "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
-    "attn_hc.gate": "post_attention_residual_gate.gate",
-    "ffn_hc.gate": "post_feedforward_residual_gate.gate",
+    "attn_residual.gate": "post_attention_residual_gate.gate",
+    "ffn_residual.gate": "post_feedforward_residual_gate.gate",
 }
 
 FAMILY = Family(
