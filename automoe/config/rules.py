@@ -28,16 +28,16 @@ _AT_LEAST = {
         "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
         "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
         "moe.bias_update_rate lora.rank cluster.cores observe.log_every model.moe_latent_size "
-        "model.residual_gate_temperature model.attention.full_attention_offset"
+        "model.residual_gate_temperature model.attention.full_attention_offset "
+        "model.hc_mult model.router.num_hash_layers"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
-        "model.hidden_size model.num_layers model.intermediate_size model.num_experts "
-        "model.num_experts_per_token model.moe_intermediate_size model.rope.original_seq_len "
+        "model.hidden_size model.num_layers model.intermediate_size model.num_experts model.num_experts_per_token "
+        "model.moe_intermediate_size model.rope.original_seq_len launch.timeout_s launch.grace_s "
         "model.attention.num_heads model.attention.num_kv_heads model.attention.q_lora_rank model.router.num_groups "
         "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
-        "parallel.stages_per_rank observe.sample_tokens launch.timeout_s launch.grace_s "
-        "cluster.gpus_per_node"
+        "parallel.stages_per_rank observe.sample_tokens cluster.gpus_per_node model.hc_sinkhorn_iters"
     ),
     2: ("train.seq_len model.vocab_size model.attention.head_dim"),
     4: ("train.spike_window"),
