@@ -28,8 +28,7 @@ _AT_LEAST = {
         "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
         "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
         "moe.bias_update_rate lora.rank cluster.cores observe.log_every model.moe_latent_size "
-        "model.residual_gate_temperature model.attention.full_attention_offset "
-        "model.hc_mult model.router.num_hash_layers"
+        "model.residual_gate_temperature model.attention.full_attention_offset model.hc_mult model.router.num_hash_layers"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
@@ -39,8 +38,8 @@ _AT_LEAST = {
         "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
         "parallel.stages_per_rank observe.sample_tokens cluster.gpus_per_node model.hc_sinkhorn_iters"
     ),
-    2: ("train.seq_len model.vocab_size model.attention.head_dim"),
-    4: ("train.spike_window"),
+    2: "train.seq_len model.vocab_size model.attention.head_dim",
+    4: "train.spike_window",
 }
 
 # Before all others: a length that extends nothing is not known.
@@ -69,12 +68,12 @@ launch.init_timeout_s < launch.timeout_s | | start and end of a run take longer 
 """)
 
 CLUSTER_SPEEDS = (
-    "memory_bytes peak_flops peak_flops_fp8 memory_bandwidth intra_node_bandwidth "
-    "inter_node_bandwidth host_bandwidth storage_bandwidth storage_limit"
+    "memory_bytes peak_flops peak_flops_fp8 memory_bandwidth intra_node_bandwidth inter_node_bandwidth "
+    "host_bandwidth storage_bandwidth storage_limit"
 ).split()
 # Names in ``cluster.constants``: speeds are divisors, so they must be above 0; delays may be 0.
-SPEEDS = ("gemm", "grouped", "attention", "memory", "on_node", "off_node", "imbalance")
-DELAYS = ("fp8", "overlap", "latency", "host_layer", "step")
+SPEEDS = "gemm grouped attention memory on_node off_node imbalance".split()
+DELAYS = "fp8 overlap latency host_layer step".split()
 
 # A login in an address: ``//user:password@`` (a password may have a / in it; a path may have an @,
 # but no database's address has one elsewhere), or what a query says under a name such as

@@ -43,12 +43,11 @@ model.num_experts % mesh.ep | | mesh.ep={mesh.ep} ranks hold equal numbers of ex
 model.moe_intermediate_size % mesh.etp * mesh.ep_shard |
     | etp and FSDP cut the width of the experts evenly over mesh.etp and mesh.ep_shard
     | , or {facts.width_fits}
-model.hidden_size % mesh.ep_shard; model.moe_latent_size % mesh.ep_shard |
+model.expert_hidden_size % mesh.ep_shard |
     | FSDP cuts the rows of the experts' down projection evenly | , or {facts.rows_fit}
 """)
 _BIASES = table("""
-model.hidden_size % mesh.etp * mesh.ep_shard; model.moe_latent_size % mesh.etp * mesh.ep_shard
-    | model.biased_experts and model.num_moe_layers > 0
+model.expert_hidden_size % mesh.etp * mesh.ep_shard | model.biased_experts and model.num_moe_layers > 0
     | etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp and mesh.ep_shard
     | Set {facts.times} times more ranks on mesh.ep
 model.attention.index_shared_layers: facts.outside |
@@ -218,10 +217,7 @@ mesh.tp: model.attention.num_kv_heads % mesh.tp
     | model.attention.kind == gqa and mesh.tp % model.attention.num_kv_heads
     | tp divides the key/value heads or is a multiple of them: {model.attention.num_kv_heads} heads
     (model.attention.num_kv_heads)
-""")
-_TRAVEL = table("""
-model.hidden_size % 2; model.moe_latent_size % 2
-    | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
+model.expert_hidden_size % 2 | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
     | float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones
 """)
 _MOE = table("""
@@ -240,10 +236,9 @@ model.router.softmax_after_topk | not model.router.norm_topk_prob
 moe.pad_to_capacity | moe.capacity_factor == 0 | training is dropless, so there is no capacity to pad to
     | Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false
 train.dtype != bfloat16 | moe.dispatcher == deepep | moe.dispatcher=deepep sums rows only in bfloat16
-model.hidden_size: 2 * model.hidden_size % 16; model.moe_latent_size: 2 * model.moe_latent_size % 16
-    | moe.dispatcher == deepep
+model.expert_hidden_size: 2 * model.expert_hidden_size % 16 | moe.dispatcher == deepep
     | moe.dispatcher=deepep sends rows of a multiple of 16 bytes | , or moe.dispatcher=alltoall
-model.hidden_size % BLOCK; model.moe_latent_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
+model.expert_hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
     | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
     | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
 moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose
@@ -291,13 +286,13 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     ranks, nodes = shape.etp * shape.ep_shard, config.cluster.gpus_per_node
     last = model.num_layers - 1
     see = see.knowing(
-        times=ranks // gcd(model.hidden_size, ranks),
+        times=ranks // gcd(model.expert_hidden_size, ranks),
         outside=[layer for layer in model.attention.index_shared_layers if not 1 <= layer <= last],
         last=last,
         uneven=config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
         per_node=gcd(nodes, shape.ep * shape.etp),
     )
-    yield from refused(see, _BIASES, _TENSOR, _NODES, _TRAVEL)
+    yield from refused(see, _BIASES, _TENSOR, _NODES)
 
 
 def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -318,7 +313,7 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
     see = Scope(config, shape).knowing(
         width_fits=f"mesh.etp={gcd(width, shape.etp)}" if width % shape.etp else fewer_shards(width),
-        rows_fit=fewer_shards(model.hidden_size),
+        rows_fit=fewer_shards(model.expert_hidden_size),
     )
     yield from refused(see, _EXPERTS)
 

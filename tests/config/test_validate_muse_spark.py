@@ -30,6 +30,11 @@ SCALE = "model.attention.qk_scale_factor"
         ([*MUSE[:-1], "mesh.dp_shard=2", "mesh.etp=2"], "model.post_norm_eps", "normalised whole"),
         ([*MUSE[:-1], "mesh.dp_shard=64", "mesh.ep_shard=64"], "model.moe_intermediate_size", "96 % 64 = 32"),
         ([*MUSE, "model.moe_latent_size=100", "train.dtype=bfloat16"], "model.moe_latent_size", "100 % 8 = 4"),
+        (
+            [*MUSE[:-1], "mesh.dp_shard=64", "mesh.ep_shard=64", "model.moe_intermediate_size=128"],
+            "model.moe_latent_size",
+            "96 % 64 = 32",
+        ),
         ([*MUSE, "model.residual_multiplier=0.5"], "model.residual_gate_temperature", "gates weight what a block adds"),
         ([*MUSE, f"{SCALE}=0"], SCALE, "larger than 0"),
         ([*MUSE, "model.attention.qk_norm=false"], SCALE, "follows norms"),
@@ -79,6 +84,7 @@ def test_what_is_not_computed_is_refused(overrides: list[str], key: str, said: s
         ["mesh.cp=2", "mesh.ep=2"],
         ["mesh.pp=2", "mesh.dp_shard=2", "mesh.ep_shard=2"],
         ["model.moe_latent_size=192"],
+        ["model.hidden_size=198", "mesh.dp_shard=2", "mesh.ep=2", "train.dtype=bfloat16"],
         ["parallel.recompute=full"],
     ],
 )
