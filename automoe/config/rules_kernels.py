@@ -127,7 +127,7 @@ moe.experts == triton | EXPERTS and launch.device == cpu | Triton's kernels need
     | Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly
 """, EXPERTS=_HAS_EXPERTS)
 EXPERTS = table("""
-moe.experts == triton | model.hidden_act != silu and model.expert_activation == swiglu and EXPERTS
+moe.experts == triton | model.hidden_act != silu and EXPERTS
     | its kernels compute SwiGLU, not model.hidden_act={model.hidden_act} | Set moe.experts=grouped_mm
 moe.experts == triton|te | train.dtype == float64 and train.fp8 == off and EXPERTS
     | {moe.experts} has no float64, and train.dtype=float64 | Set moe.experts=loop

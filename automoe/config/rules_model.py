@@ -176,6 +176,7 @@ parallel.context != gather | mesh.cp > 1 and INDEXER
 _SIZES = table("""
 model.swiglu_alpha <= 0; model.swiglu_limit <= 0 | model.expert_activation == clamped_swiglu
     | must be a number larger than 0
+model.hidden_act != silu | model.expert_activation == clamped_swiglu | it has a sigmoid in every FFN and expert
 model.hc_mult > 0 | model.num_mtp_layers > 0
     | modules for multi-token prediction here read one stream of the residual, not several
     | Set model.num_mtp_layers=0

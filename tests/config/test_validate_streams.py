@@ -30,6 +30,7 @@ def config_with(preset: str = "small_dsv4", **model: Any) -> Config:
         (dict(hc_eps=-0.1), "model.hc_eps", "added to weights and divisors"),
         (dict(preset="small_dsv3", hc_mult=-1), "model.hc_mult", "at least 0"),
         (dict(hc_sinkhorn_iters=0), "model.hc_sinkhorn_iters", "at least 1"),
+        (dict(hidden_act="relu"), "model.hidden_act", "in every FFN and expert"),
         (dict(num_hash_layers=-1), "model.router.num_hash_layers", "at least 0"),
         (dict(num_hash_layers=5), "model.router.num_hash_layers", "there are 4 layers with experts"),
     ],
