@@ -10,8 +10,8 @@ condition. A condition compares keys with words or with other keys::
 
 ``a % b`` holds if b does not divide a; the error then shows the arithmetic and the nearest valid
 numbers. Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before.
-With ``KEY: a % b`` the error names KEY; of
-``model.expert_hidden_size`` it names the key that sets it. Reasons and remedies may have expressions in braces, such
+With ``KEY: a % b`` the error names KEY, of
+``model.expert_hidden_size`` the key that sets it. Reasons and remedies may have expressions in braces, such
 as ``{mesh.cp * mesh.tp}``. ``facts.NAME`` is a value that the caller computed (``Scope.knowing``).
 """
 
