@@ -46,6 +46,8 @@ moe.record_routing != null; moe.replay_routing != null |
 not observe.samples | | recipe={recipe} answers the prompts of observe.samples
     | Name a text file, a prompt on each line
 recipe_args.engine != null | recipe_args.sampler == generate | sampler=generate takes none | BOTH
+recipe_args.sampler == generate | model.family == muse_spark_text
+    | transformers generates with its text model only in a wrapper | Set vllm or sglang, and recipe_args.engine
 recipe_args.engine: not facts.address | recipe_args.sampler == sglang | sampler=sglang takes an address | BOTH
 recipe_args.engine: not facts.usable | recipe_args.sampler == vllm
     | sampler=vllm takes an address or a Python with vLLM | BOTH

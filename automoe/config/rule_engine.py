@@ -10,7 +10,8 @@ condition. A condition compares keys with words or with other keys::
 
 ``a % b`` holds if b does not divide a; the error then shows the arithmetic and the nearest valid
 numbers. Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before.
-With ``KEY: a % b`` the error names KEY. Reasons and remedies may have expressions in braces, such
+With ``KEY: a % b`` the error names KEY, of
+``model.expert_hidden_size`` the key that sets it. Reasons and remedies may have expressions in braces, such
 as ``{mesh.cp * mesh.tp}``. ``facts.NAME`` is a value that the caller computed (``Scope.knowing``).
 """
 
@@ -313,7 +314,8 @@ def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -
         see: the configuration's values.
         condition, also: the row's two conditions.
     """
-    first = parsed(condition)
+    width = next(filter(see, ("model.moe_latent_size", "model.hidden_size")))
+    first = parsed(condition.replace("model.expert_hidden_size", width))
     key, parts = first[0].key, first + parsed(also)
     rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
     said = []

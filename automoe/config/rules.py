@@ -18,29 +18,30 @@ from automoe.errors import ConfigError
 # Smallest valid value -> the keys that it bounds.
 _AT_LEAST = {
     0: (
-        "train.seed train.epochs train.grad_clip train.spike_factor train.val_every model.first_k_dense "
-        "model.num_shared_experts model.num_mtp_layers train.mtp_loss_weight "
+        "model.attention.sliding_window train.seed train.epochs train.grad_clip train.spike_factor train.val_every "
+        "model.first_k_dense model.num_shared_experts model.num_mtp_layers train.mtp_loss_weight "
         "model.attention.index_topk model.shared_intermediate_size model.norm_eps optim.lr optim.weight_decay "
-        "optim.warmup_steps optim.decay_steps optim.min_lr_ratio optim.qk_clip checkpoint.every checkpoint.every_minutes "
-        "checkpoint.keep_every checkpoint.keep_best launch.max_restarts launch.threads_per_rank launch.gc_every "
-        "launch.probe_every cluster.memory_bytes cluster.peak_flops cluster.peak_flops_fp8 cluster.memory_bandwidth "
-        "cluster.intra_node_bandwidth cluster.inter_node_bandwidth cluster.host_bandwidth "
-        "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
-        "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
+        "optim.warmup_steps optim.decay_steps optim.min_lr_ratio optim.qk_clip checkpoint.every "
+        "checkpoint.every_minutes checkpoint.keep_every checkpoint.keep_best launch.max_restarts "
+        "launch.threads_per_rank launch.gc_every launch.probe_every cluster.memory_bytes cluster.peak_flops "
+        "cluster.peak_flops_fp8 cluster.memory_bandwidth cluster.intra_node_bandwidth cluster.inter_node_bandwidth "
+        "cluster.host_bandwidth cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor "
+        "moe.router_jitter moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
         "moe.bias_update_rate lora.rank cluster.cores observe.log_every model.moe_latent_size "
-        "model.residual_gate_temperature model.attention.full_attention_offset"
+        "model.router.num_hash_layers model.residual_gate_temperature model.attention.full_attention_offset "
+        "model.hc_mult model.hc_eps"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
-        "model.hidden_size model.num_layers model.intermediate_size model.num_experts "
-        "model.num_experts_per_token model.moe_intermediate_size model.rope.original_seq_len "
-        "model.attention.num_heads model.attention.num_kv_heads model.attention.q_lora_rank model.router.num_groups "
-        "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
-        "parallel.stages_per_rank observe.sample_tokens launch.timeout_s launch.grace_s "
-        "cluster.gpus_per_node"
+        "model.hidden_size model.num_layers model.intermediate_size model.num_experts model.num_experts_per_token "
+        "model.moe_intermediate_size model.rope.original_seq_len launch.timeout_s launch.grace_s "
+        "model.attention.full_attention_interval model.attention.num_heads model.attention.num_kv_heads "
+        "model.attention.q_lora_rank model.router.num_groups model.router.topk_groups model.router.group_score_topk "
+        "data.max_bytes checkpoint.keep parallel.stages_per_rank observe.sample_tokens cluster.gpus_per_node "
+        "model.hc_sinkhorn_iters"
     ),
-    2: ("train.seq_len model.vocab_size model.attention.head_dim"),
-    4: ("train.spike_window"),
+    2: "train.seq_len model.vocab_size model.attention.head_dim",
+    4: "train.spike_window",
 }
 
 # Before all others: a length that extends nothing is not known.
@@ -69,12 +70,12 @@ launch.init_timeout_s < launch.timeout_s | | start and end of a run take longer 
 """)
 
 CLUSTER_SPEEDS = (
-    "memory_bytes peak_flops peak_flops_fp8 memory_bandwidth intra_node_bandwidth "
-    "inter_node_bandwidth host_bandwidth storage_bandwidth storage_limit"
+    "memory_bytes peak_flops peak_flops_fp8 memory_bandwidth intra_node_bandwidth inter_node_bandwidth "
+    "host_bandwidth storage_bandwidth storage_limit"
 ).split()
 # Names in ``cluster.constants``: speeds are divisors, so they must be above 0; delays may be 0.
-SPEEDS = ("gemm", "grouped", "attention", "memory", "on_node", "off_node", "imbalance")
-DELAYS = ("fp8", "overlap", "latency", "host_layer", "step")
+SPEEDS = "gemm grouped attention memory on_node off_node imbalance".split()
+DELAYS = "fp8 overlap latency host_layer step".split()
 
 # A login in an address: ``//user:password@`` (a password may have a / in it; a path may have an @,
 # but no database's address has one elsewhere), or what a query says under a name such as

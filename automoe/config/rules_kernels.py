@@ -127,14 +127,14 @@ moe.experts == triton | EXPERTS and launch.device == cpu | Triton's kernels need
     | Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly
 """, EXPERTS=_HAS_EXPERTS)
 EXPERTS = table("""
-moe.experts == triton | model.hidden_act != silu and model.expert_activation == swiglu and EXPERTS
+moe.experts == triton | model.hidden_act != silu and EXPERTS
     | its kernels compute SwiGLU, not model.hidden_act={model.hidden_act} | Set moe.experts=grouped_mm
 moe.experts == triton|te | train.dtype == float64 and train.fp8 == off and EXPERTS
     | {moe.experts} has no float64, and train.dtype=float64 | Set moe.experts=loop
-model.hidden_size % 4; model.moe_latent_size % 4 | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
+model.expert_hidden_size % 4 | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
     | {moe.experts} needs rows of a multiple of 16 bytes, which 4 numbers of 4 bytes have
     | , or moe.experts=loop
-model.hidden_size % 8; model.moe_latent_size % 8 | train.dtype == bfloat16 and moe.experts == grouped_mm|te and EXPERTS
+model.expert_hidden_size % 8 | train.dtype == bfloat16 and moe.experts == grouped_mm|te and EXPERTS
     | {moe.experts} needs rows of a multiple of 16 bytes, which 8 numbers of 2 bytes have
     | , or moe.experts=loop
 model.moe_intermediate_size % 4 * mesh.etp | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
@@ -175,8 +175,7 @@ moe.pad_to_capacity | train.fp8 == tensorwise|delayed and EXPERTS
     different tokens on each mesh | Set moe.pad_to_capacity=false, or train.fp8=blockwise
 model.moe_intermediate_size % BLOCK * mesh.etp | train.fp8 == blockwise and EXPERTS
     | gate and up of a rank's experts are whole blocks of BLOCK rows | , or train.fp8=tensorwise
-model.hidden_size % ROW_BYTES; model.moe_latent_size % ROW_BYTES;
-    model.moe_intermediate_size % ROW_BYTES * mesh.etp | train.fp8 != off and EXPERTS
+model.expert_hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.etp | train.fp8 != off and EXPERTS
     | grouped products in 8 bits need rows of a multiple of ROW_BYTES bytes | , or train.fp8=off
 """, BLOCK=BLOCK, ROW_BYTES=ROW_BYTES, EXPERTS=_HAS_EXPERTS)
 

@@ -43,12 +43,11 @@ model.num_experts % mesh.ep | | mesh.ep={mesh.ep} ranks hold equal numbers of ex
 model.moe_intermediate_size % mesh.etp * mesh.ep_shard |
     | etp and FSDP cut the width of the experts evenly over mesh.etp and mesh.ep_shard
     | , or {facts.width_fits}
-model.hidden_size % mesh.ep_shard; model.moe_latent_size % mesh.ep_shard |
-    | FSDP cuts the rows of the experts' down projection evenly | , or {facts.rows_fit}
+model.expert_hidden_size % mesh.ep_shard |
+    | FSDP cuts rows of the experts' down projection evenly | , or {facts.rows_fit}
 """)
 _BIASES = table("""
-model.hidden_size % mesh.etp * mesh.ep_shard; model.moe_latent_size % mesh.etp * mesh.ep_shard
-    | model.biased_experts and model.num_moe_layers > 0
+model.expert_hidden_size % mesh.etp * mesh.ep_shard | model.biased_experts and model.num_moe_layers > 0
     | etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp and mesh.ep_shard
     | Set {facts.times} times more ranks on mesh.ep
 model.attention.index_shared_layers: facts.outside |
@@ -93,6 +92,7 @@ model.attention.clip_qkv != null and model.attention.clip_qkv <= 0 |
     | it bounds the absolute values of queries, keys and values | Set model.attention.clip_qkv=null
 model.attention.qk_scale_factor != null | not model.attention.qk_norm; model.attention.qk_norm_over_heads
     | it follows norms of each head's queries and keys | Set model.attention.qk_scale_factor=null
+model.attention.clip_qkv != null | model.attention.qk_scale_factor != null | no model clips before a factor
 model.attention.qk_scale_factor != null and model.attention.qk_scale_factor <= 0 |
     | must be a number larger than 0 | Set model.attention.qk_scale_factor=1.0
 model.attention.split_output_gate | not model.attention.output_gate | there is no output gate to project
@@ -108,8 +108,7 @@ model.attention.sinks; model.attention.sliding_window > 0 | model.attention.kind
 """)
 _OTHERS = table("""
 model.attention.qkv_bias; model.attention.qk_norm_over_heads; model.attention.clip_qkv != null;
-    model.attention.multiplier != null;
-    model.rope.partial_rotary_factor != 1;
+    model.attention.multiplier != null; model.rope.partial_rotary_factor != 1; model.attention.split_output_gate;
     model.attention.linear_num_key_heads > 0; model.attention.o_bias; model.attention.output_gate;
     model.attention.qk_scale_factor != null; model.attention.output_norm; model.attention.nope_full_attention
     | model.attention.kind != gqa | only attention kind gqa has it
@@ -144,8 +143,8 @@ mesh.tp: model.attention.o_groups % mesh.tp |
     | tp ranks hold equal numbers of groups of heads (model.attention.o_groups)
 """)
 _LAYERS = table("""
-model.attention.full_attention_interval < 1 | | must be at least 1
-model.attention.sliding_window < 0 | | must be at least 0
+model.attention.full_attention_offset >= model.attention.full_attention_interval |
+    | an interval has no more layers
 model.attention.full_attention_interval > 1
     | model.attention.sliding_window == 0 and model.attention.linear_num_key_heads == 0 | OTHERS
     | Set model.attention.full_attention_interval=1, or model.attention.sliding_window=128
@@ -182,18 +181,16 @@ parallel.context != gather | mesh.cp > 1 and INDEXER
 _SIZES = table("""
 model.swiglu_alpha <= 0; model.swiglu_limit <= 0 | model.expert_activation == clamped_swiglu
     | must be a number larger than 0
+model.hidden_act != silu | model.expert_activation == clamped_swiglu | it has a sigmoid in every FFN and expert
 model.hc_mult > 0 | model.num_mtp_layers > 0
-    | modules for multi-token prediction here read one stream of the residual, not several
+    | modules for multi-token prediction read one stream of the residual
     | Set model.num_mtp_layers=0
-model.hc_mult > 0 | model.residual_multiplier != 1 | hyper-connections weight what a block adds themselves
-    | Set model.residual_multiplier=1.0
-model.hc_mult > 0 | model.residual_gate_temperature != 0 | hyper-connections weight what a block adds themselves
-    | Set model.residual_gate_temperature=0
-model.residual_gate_temperature != 0 | model.residual_multiplier != 1 | gates weight what a block adds themselves
-    | Set model.residual_multiplier=1.0
+model.residual_multiplier != 1; model.residual_gate_temperature != 0 | model.hc_mult > 0 | WEIGHTED
+model.residual_multiplier != 1 | model.residual_gate_temperature != 0 | WEIGHTED
+model.plain_final_norm | not model.zero_centered_norms | norms multiply by their weights alone
 model.post_norm_eps != null and model.post_norm_eps <= 0 | | a norm divides by its root | Set model.post_norm_eps=1e-8
 model.post_norm_eps != null | mesh.etp > 1
-    | each expert's output is normalised whole, and ranks of mesh.etp={mesh.etp} have terms of it | Set mesh.etp=1
+    | each expert's output is normalised whole, and etp ranks have terms of it | Set mesh.etp=1
 model.post_norm_eps == null; model.residual_gate_temperature == 0; model.moe_latent_size < 1;
     model.final_logit_softcapping == null; model.attention.qk_scale_factor == null | model.family == muse_spark_text
     | models of family {model.family} have it | Set it to a number above 0
@@ -201,14 +198,13 @@ checkpoint.export_hf | model.family == muse_spark_text and model.hf_path == null
     | transformers loads its text model only in a wrapper with vision and audio, which a checkpoint has
     | Set checkpoint.export_hf=false, or model.hf_path=DIR
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
-model.hc_eps < 0 | | it is added to weights and divisors | Set 0 or more
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
     | there are {model.num_moe_layers} layers with experts
 model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn
     | transformers multiplies rotated dims of a {model.family} by 1 | Set model.rope.attention_factor=1.0
 model.final_logit_softcapping != null and model.final_logit_softcapping <= 0 | | it bounds the absolute values of logits
     | Set model.final_logit_softcapping=null
-""")
+""", WEIGHTED="streams and gates weight what a block adds")
 _TENSOR = table("""
 model.attention.num_heads % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of attention heads
 model.vocab_size % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of rows of the embedding
@@ -223,10 +219,7 @@ mesh.tp: model.attention.num_kv_heads % mesh.tp
     | model.attention.kind == gqa and mesh.tp % model.attention.num_kv_heads
     | tp divides the key/value heads or is a multiple of them: {model.attention.num_kv_heads} heads
     (model.attention.num_kv_heads)
-""")
-_TRAVEL = table("""
-model.hidden_size % 2; model.moe_latent_size % 2
-    | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
+model.expert_hidden_size % 2 | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
     | float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones
 """)
 _MOE = table("""
@@ -245,10 +238,9 @@ model.router.softmax_after_topk | not model.router.norm_topk_prob
 moe.pad_to_capacity | moe.capacity_factor == 0 | training is dropless, so there is no capacity to pad to
     | Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false
 train.dtype != bfloat16 | moe.dispatcher == deepep | moe.dispatcher=deepep sums rows only in bfloat16
-model.hidden_size: 2 * model.hidden_size % 16; model.moe_latent_size: 2 * model.moe_latent_size % 16
-    | moe.dispatcher == deepep
+model.expert_hidden_size: 2 * model.expert_hidden_size % 16 | moe.dispatcher == deepep
     | moe.dispatcher=deepep sends rows of a multiple of 16 bytes | , or moe.dispatcher=alltoall
-model.hidden_size % BLOCK; model.moe_latent_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
+model.expert_hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
     | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
     | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
 moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose
@@ -299,13 +291,13 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     ranks, nodes = shape.etp * shape.ep_shard, config.cluster.gpus_per_node
     last = model.num_layers - 1
     see = see.knowing(
-        times=ranks // gcd(model.hidden_size, ranks),
+        times=ranks // gcd(model.expert_hidden_size, ranks),
         outside=[layer for layer in model.attention.index_shared_layers if not 1 <= layer <= last],
         last=last,
         uneven=config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
         per_node=gcd(nodes, shape.ep * shape.etp),
     )
-    yield from refused(see, _BIASES, _TENSOR, _NODES, _TRAVEL)
+    yield from refused(see, _BIASES, _TENSOR, _NODES)
 
 
 def _rotated(dim: int, rotary: int) -> int:
@@ -330,7 +322,7 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
     see = Scope(config, shape).knowing(
         width_fits=f"mesh.etp={gcd(width, shape.etp)}" if width % shape.etp else fewer_shards(width),
-        rows_fit=fewer_shards(model.hidden_size),
+        rows_fit=fewer_shards(model.expert_hidden_size),
     )
     yield from refused(see, _EXPERTS)
 

@@ -144,8 +144,8 @@ class ModelConfig:
     biased_experts: bool = False  # trained biases in both projections of routed experts
     # f in every FFN and expert: down(f(gate) * up); relu2 is relu squared
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
-    # swiglu: f as hidden_act says. clamped_swiglu, of GPT-OSS and DeepSeek-V4: clamp gate and up to
-    # swiglu_limit, then (up + swiglu_offset) * gate * sigmoid(swiglu_alpha * gate)
+    # swiglu: f as hidden_act says. clamped_swiglu (GPT-OSS, DeepSeek-V4), in every FFN and expert: clamp
+    # gate and up to swiglu_limit, then (up + swiglu_offset) * gate * sigmoid(swiglu_alpha * gate)
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     swiglu_alpha: float = 1.702  # clamped_swiglu: factor inside the sigmoid
     swiglu_offset: float = 1.0  # clamped_swiglu: added to up

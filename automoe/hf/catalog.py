@@ -128,7 +128,10 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     wanted = hf_tensors(replace(config, vocab_size=rows), keys)
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
     if new := config.vocab_size - rows:
-        notes.append(f"{new:,} new rows of the vocabulary start as the mean of its {rows:,}")
+        turns = ", tables of token ids give them experts in turn" * bool(
+            config.router.num_hash_layers
+        )
+        notes.append(f"{new:,} new rows of the vocabulary start as the mean of its {rows:,}{turns}")
     beside, left = _without_codes(folder, beside, encoding)
     notes += [*said_of({key: stored.num_bytes for key, stored in beside.items()}), *left]
     # Files may lack the copies of embedding and head in modules for multi-token prediction.

@@ -202,7 +202,7 @@ class KeyMap:
         rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is not
             the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
             names; an empty name means that files lack the tensor. Dims of the stored tensor may
-            follow in letters: ``[E 2*I H]`` has all gates before the ups, ``[E H I*2]`` alternates
+            follow in letters: ``[E 2*I L]`` has all gates before the ups, ``[E L I*2]`` alternates
             gates and ups. ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one
             row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
@@ -235,7 +235,7 @@ class KeyMap:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
         The result may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E
-        H I]``.
+        L I]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
@@ -248,7 +248,7 @@ class KeyMap:
     @property
     def transposed(self) -> bool:
         """True if matrices of experts are stored with rows and columns exchanged (GPT-OSS)."""
-        return " [E H" in self.row(GATE_UP)
+        return " [E L" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the variant of this layout that fits files with tensors of the names ``keys``.
@@ -278,7 +278,7 @@ class KeyMap:
         projections.
         """
         stack = self.per_expert.row(DOWN).partition(".")[0] + ".switch_mlp"
-        rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I H]"}
+        rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I L]"}
         return replace(
             self, rows={**self.per_expert.rows, **rows, DOWN: f"{stack}.down_proj.weight"}
         )
@@ -333,17 +333,19 @@ class KeyMap:
             ]
         if dims == "1 E]":
             return [whole(keys[0], shape)._replace(file=(1, *shape))]
-        letters = SPECS[name].shape.replace("L", "H").split() if dims else []
+        letters = SPECS[name].shape.split() if dims else []
         order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
         pieces = [whole(key, shape, tuple(order)) for key in keys]
         if (1, 2) not in order and len(keys) < 2:
             return pieces
         # Ranks have a part of I, which lies in two places of a tensor, or in two tensors.
-        size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))
         step = shape[2] if len(keys) == 1 else 0
         return [
             pieces[i % len(keys)]._replace(
-                start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * step, 0)
+                start=(0, i, 0, 0),
+                size=(shape[0], 1, *shape[2:]),
+                dims=((0,), (2,), (3,)),
+                offset=(0, i * step, 0),
             )
             for i in (0, 1)
         ]
@@ -351,7 +353,7 @@ class KeyMap:
 
 _ROUTER_ROWS = {name: SPECS[name].hf for name in (ROUTER, "mlp.router.expert_bias")}
 # Names of routers and routed experts in the models of transformers 5, the same for every family.
-FUSED = KeyMap(_ROUTER_ROWS | {GATE_UP: f"{GATE_UP} [E 2*I H]", DOWN: DOWN})
+FUSED = KeyMap(_ROUTER_ROWS | {GATE_UP: f"{GATE_UP} [E 2*I L]", DOWN: DOWN})
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:

@@ -47,7 +47,7 @@ def write_report(run_dir: StrPath) -> Path | None:
         return build_report(run_dir)
     except Exception as error:
         why = f"{type(error).__name__}: {in_words(error)}"
-        say(f"automoe: no report for {run_dir}: {why}")
+        to_stderr(f"no report for {run_dir}: {why}")
         return None
 
 
@@ -130,7 +130,7 @@ def _read_json(path: Path) -> Record:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        say(f"automoe: the report omits {path}: {error}")
+        to_stderr(f"the report omits {path}: {error}")
         return {}
 
 

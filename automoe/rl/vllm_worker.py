@@ -109,14 +109,14 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         attention_config={"backend": "CPU_MLA"} if on_cpu else {},
     )
 
-    def say(content: Any) -> None:
+    def send(content: Any) -> None:
         print(json.dumps(content), file=reply, flush=True)
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
         while file := json.loads(sys.stdin.readline())["file"]:
             tensors = load_file(file)
             os.unlink(file)  # the next bucket is another file, written while this one is loaded
-            say("taken")
+            send("taken")
             for name, tensor in tensors.items():
                 if name in sinks:
                     sinks[name].copy_(tensor)
@@ -136,16 +136,16 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
     # vLLM copies GPT-OSS's sinks and stacks of experts past its reload, into tensors that it drops.
     [sinks] = llm.apply_model(sinks_of)
     routes = Routes(llm) if on_cpu else None
-    say("ready")
+    send("ready")
     for line in sys.stdin:
         ask = json.loads(line)
         if ask["do"] == "update":
-            say("waiting")
+            send("waiting")
             if on_cpu:
                 llm.apply_model(forget_kernels)
             # All tensors in one call: vLLM finishes a layer when it has every tensor of it.
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
-            say("updated")
+            send("updated")
             continue
         options = {"temperature": ask["temperature"], "max_tokens": ask["max_tokens"]}
         options |= {"stop_token_ids": ask["stops"], "ignore_eos": True, "logprobs": 0}
@@ -163,7 +163,7 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             most = len(request.prompt_token_ids) + len(tokens) - 1
             taken = routes and routes.take(request.request_id, most)
             groups[number // ask["num"]].append((tokens, said, taken))
-        say(groups)
+        send(groups)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ MORE: dict[str, tuple[int, list[str], Any]] = {
     "three rows in two stages": (2, ["mesh.pp=2", "train.micro_batch_size=3", "train.global_batch_size=3"], "config"),
     "one row to merge": (2, ["mesh.ep=2", "parallel.overlap_all_to_all=true", "train.micro_batch_size=1", "train.global_batch_size=2"], "config"),
     "eight rows to merge": (2, ["mesh.ep=2", "parallel.overlap_all_to_all=true", "train.micro_batch_size=4", "train.global_batch_size=8"], "config"),
+    "a latent on shards": (64, ["model=small_muse", "checkpoint.export_hf=false", "model.moe_intermediate_size=128", "mesh.dp_shard=64", "mesh.ep_shard=64", "train.global_batch_size=64", "train.micro_batch_size=1"], "config"),
     "a module beside a tied head": (2, ["model=small_dsv3", "model.tie_embeddings=true", "model.num_mtp_layers=1", "mesh.pp=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2"], "config"),
 }  # fmt: skip
 

@@ -73,6 +73,8 @@ def scaled(**rope: float) -> Config:
         (of(index_shared_layers=[2]), "model.attention.index_shared_layers", "compressed does not have it"),
         (of(qk_norm=True), "model.attention.qk_norm", "compressed does not have it"),
         (of(full_attention_interval=2), "model.attention.full_attention_interval", "compressed does not have it"),
+        (of(split_output_gate=True), "model.attention.split_output_gate", "only attention kind gqa"),
+        (of(full_attention_offset=1), "model.attention.full_attention_offset", "full_attention_interval=1"),
         (of(output_gate=True), "model.attention.output_gate", "only attention kind gqa"),
         (of(mesh=MeshConfig(cp=2, dp_shard=1, ep=2)), "mesh.cp", "several cp ranks"),
         (of(mesh=MeshConfig(tp=4, dp_shard=1, ep=4)), "mesh.tp", "groups of heads"),

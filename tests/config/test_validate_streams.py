@@ -25,9 +25,14 @@ def config_with(preset: str = "small_dsv4", **model: Any) -> Config:
     ("model", "key", "rule"),
     [
         (dict(hc_mult=0), "model.hc_mult", "have hyper-connections"),
-        (dict(hc_mult=2, residual_multiplier=0.5), "model.hc_mult", "weight what a block adds themselves"),
+        (dict(hc_mult=2, residual_multiplier=0.5), "model.residual_multiplier", "weight what a block adds"),
         (dict(preset="small_dsv3", hc_mult=2, num_mtp_layers=1), "model.hc_mult", "read one stream of the residual"),
-        (dict(hc_eps=-0.1), "model.hc_eps", "added to weights and divisors"),
+        (dict(hc_eps=-0.1), "model.hc_eps", "at least 0"),
+        (dict(preset="small_dsv3", hc_mult=-1), "model.hc_mult", "at least 0"),
+        (dict(hc_sinkhorn_iters=0), "model.hc_sinkhorn_iters", "at least 1"),
+        (dict(hidden_act="relu"), "model.hidden_act", "in every FFN and expert"),
+        (dict(plain_final_norm=True), "model.plain_final_norm", "by their weights alone"),
+        (dict(num_hash_layers=-1), "model.router.num_hash_layers", "at least 0"),
         (dict(num_hash_layers=5), "model.router.num_hash_layers", "there are 4 layers with experts"),
     ],
 )

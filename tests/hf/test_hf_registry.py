@@ -29,6 +29,8 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
+from automoe.hf.keys import FUSED
+from automoe.model.params import SPECS
 from tests.support.command import ROOT
 from tests.support.configurations import quick_model
 
@@ -284,6 +286,15 @@ def test_a_family_is_a_declaration() -> None:
 def _modules_that_declare(model_type: str) -> list[str]:
     folder = ROOT / "automoe" / "hf" / "families"
     return [path.name for path in folder.glob("*.py") if f'model_type="{model_type}"' in path.read_text()]
+
+
+def test_stored_dims_have_the_letters_of_the_table_of_parameters() -> None:
+    maps = [layout for family in FAMILIES.values() for layout in (family.keys, *family.keys.layouts)]
+    stored = [each for keys in (*maps, FUSED, maps[0].stacked) for each in keys.rows.items() if " [E " in each[1]]
+    assert len({row for _, row in stored}) > 4
+    for name, row in stored:
+        letters = set(row.partition(" [")[2].rstrip("]").replace("*", " ").split()) - {"2"}
+        assert letters <= set(SPECS[name].shape.split()), (name, row)
 
 
 def test_sections_of_positions_outlive_an_export_of_text_alone(tmp_path: Path) -> None:

@@ -118,6 +118,21 @@ def test_copies_of_a_module_are_compared_as_far_as_they_go(tmp_path: Path) -> No
         load_hf(larger, tmp_path / "source")
 
 
+def test_new_rows_of_a_table_of_token_ids_are_experts_in_turn(tmp_path: Path) -> None:
+    save_small_hf("dsv4", tmp_path / "source")
+    before = {key: table for key, table in stored(tmp_path / "source").items() if key.endswith("tid2eid")}
+    config = replace(model_config_from_hf(tmp_path / "source"), vocab_size=ROWS + 13)
+    larger = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
+    allocate({0: larger}, torch.device("cpu"))
+    said = str(load_hf(larger, tmp_path / "source"))
+    assert f"the mean of its {ROWS}, tables of token ids give them experts in turn" in said
+    tables = [buffer for name, buffer in larger.named_buffers() if name.endswith("tid2eid")]
+    places = torch.arange((ROWS + 13) * config.num_experts_per_token) % config.num_experts
+    assert len(tables) == len(before) > 0
+    for old, found in zip(before.values(), tables, strict=True):
+        assert torch.equal(found[:ROWS], old) and torch.equal(found[ROWS:].flatten(), places[old.numel() :])
+
+
 @pytest.mark.parametrize("name", ["quantized", "upcycled"])
 def test_codes_and_dense_checkpoints_grow_too(name: str, tmp_path: Path) -> None:
     save_small_hf("dsv3" if name == "quantized" else "qwen3", tmp_path / "plain")

@@ -18,6 +18,9 @@ import yaml
 
 from automoe.config.convert import leaf_keys
 from automoe.launch.gpu_first import CHECKS
+from automoe.model.params import LORA_GROUPS, model_params
+from automoe.model.trainable import target_names
+from tests.support.configurations import quick_model
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,6 +47,15 @@ def test_pages_have_a_size() -> None:
     assert sum(words.values()) <= MAX_WORDS
     pictures = {path.name: path.stat().st_size for path in (DOCS / "images").iterdir()}
     assert {name: size for name, size in pictures.items() if size > MAX_PICTURE} == {}
+
+
+def test_the_page_of_adapters_names_every_group_and_what_has_none() -> None:
+    assert [group for group in LORA_GROUPS if f"`{group}`" not in text("lora.md")] == []
+    [left_out] = re.findall(r"[^.]*get none\.", text("lora.md"))
+    parts = {"o_a_proj": "`o_a_proj`", "compressor.kv_proj": "compressors", "indexer.q_b_proj": "indexers"}
+    for name, word in parts.items():
+        layers = [param for param in model_params(quick_model("small_dsv4")) if f".{name}." in param.name]
+        assert layers and word in left_out and not any(target_names(param) for param in layers), name
 
 
 def test_pictures_of_the_docs_fetch_nothing() -> None:

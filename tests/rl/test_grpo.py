@@ -327,6 +327,15 @@ def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: st
         check_args(settings)
 
 
+def test_a_text_model_of_a_wrapper_has_another_engine(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings.model.family = "muse_spark_text"
+    with pytest.raises(ConfigError, match="recipe_args.sampler=generate: transformers generates with its text model"):
+        check_args(settings)
+    settings.recipe_args = GRPOArgs(sampler="sglang", engine="http://there:8000")
+    check_args(settings)
+
+
 def test_settings_that_it_would_ignore_are_refused(tmp_path: Path) -> None:
     folder = str(tmp_path)
     for section, key, value in (

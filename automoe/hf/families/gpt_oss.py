@@ -14,7 +14,7 @@ from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 
 _KEYS = KeyMap(
     {ROUTER: ROUTER, "mlp.router.bias": "mlp.router.bias"}
-    | {GATE_UP: f"{GATE_UP} [E H I*2]", DOWN: f"{DOWN} [E I H]"}
+    | {GATE_UP: f"{GATE_UP} [E L I*2]", DOWN: f"{DOWN} [E I L]"}
     | {f"{GATE_UP}_bias": f"{GATE_UP}_bias [E I*2]"}
 )
 

@@ -31,7 +31,7 @@ _SHARED = {
 }
 _IN_MEMORY = KeyMap(
     {ROUTER: f"{_MOE}.router.weight", DOWN: f"{_MOE}.experts.down_proj"}
-    | {GATE_UP: f"{_MOE}.experts.gate_up_proj [E 2*I H]"}
+    | {GATE_UP: f"{_MOE}.experts.gate_up_proj [E 2*I L]"}
     | _SHARED
 )
 FAMILY = Family(
@@ -51,7 +51,7 @@ FAMILY = Family(
     unread=BALANCED,
     keys=KeyMap(
         {ROUTER: f"{_MOE}.router.layer.weight", DOWN: f"{_MOE}.output_linear.weight"}
-        | {GATE_UP: f"{_MOE}.input_linear.weight [E 2*I H]"}
+        | {GATE_UP: f"{_MOE}.input_linear.weight [E 2*I L]"}
         | _SHARED,
         layouts=(_IN_MEMORY,),
     ),
