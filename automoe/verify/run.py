@@ -350,7 +350,8 @@ def passes(config: Config) -> list[Config]:
     float64.
 
     A model that transformers computes has only the first. A model with sparse-attention indexers
-    has those in float64, because rounding would change which keys it selects.
+    has those in float64, because rounding would change which keys it selects, and one that norms
+    small outputs (``model.post_norm_eps``), because these norms multiply their rounding.
     """
     on_cuda = config.launch.device == "cuda"
     plain = _in_plain_torch(config, keep_triton=False) if on_cuda else config
@@ -367,12 +368,12 @@ def passes(config: Config) -> list[Config]:
     if not tier_of(config.model).repeats_routing:
         return runs
     # An indexer's choice cannot be repeated, and rounding changes it.
-    indexed = config.model.attention.index_topk > 0
-    if on_cuda and config.train.dtype == "bfloat16" and not indexed:
+    rounds_far = config.model.attention.index_topk > 0 or config.model.post_norm_eps is not None
+    if on_cuda and config.train.dtype == "bfloat16" and not rounds_far:
         runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
     if config.train.fp8 != "off" and not on_cuda:
         runs.append(in_float64)
-    if config.train.dtype != "float64" and not indexed:
+    if config.train.dtype != "float64" and not rounds_far:
         runs.append(config)
     return runs
 

@@ -27,6 +27,7 @@ FAMILY = Family(
         "rope.interleaved": True,
         "rope.truncate": True,
         "first_k_dense": 0,
+        "tie_embeddings": False,
         "num_shared_experts": 1,
         "expert_activation": "clamped_swiglu",
         "swiglu_alpha": 1.0,
