@@ -101,7 +101,8 @@ def resolved(
     """Return a session's checked configuration, with the device filled in, and its mesh.
 
     Args:
-        config: overrides (``"mesh.ep=4"``) or a dictionary, upon ``data=benchmark``; or a ``Config``.
+        config: a list of overrides (``"mesh.ep=4"``) or a dictionary, either applied after
+            ``data=benchmark``; or a whole ``Config``.
         world_size: number of ranks.
         config_name: primary configuration file to which overrides apply.
         config_dir: further directory of configuration files, besides the built-in one.

@@ -40,7 +40,10 @@ class Communicator:
         return x
 
     def local_shard(self, x: Tensor) -> Tensor:
-        """Return this rank's block [B, S, ...] of P contiguous ones of x [B, P S, ...], which all P ranks have."""
+        """Split x [B, P S, ...], equal on all ranks, into P slices; return this rank's [B, S, ...].
+
+        Rank r gets positions r S to (r + 1) S - 1.
+        """
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -97,11 +100,11 @@ class ProcessGroupCollection:
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Number of ranks over which a sequence's tokens are split between two blocks: tp x cp."""
+        """Number of ranks over which the residual stream shards a sequence's tokens: tp x cp."""
         return self.cp.num_ranks * self.tp.num_ranks
 
     def sum_over_sequence(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks that share a sequence's tokens between two blocks.
+        """Return the sum of x over the tp x cp ranks that hold shards of the same sequences.
 
         Not differentiable.
         """

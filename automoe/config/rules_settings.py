@@ -183,9 +183,10 @@ def _source_rows(config: Config) -> Iterator[Row]:
 
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
-    """Yield a row of ``refused`` for each broken rule on resuming from and keeping checkpoints.
+    """Yield a row for each rule that ``config`` breaks on resuming from and keeping checkpoints.
 
-    A row is (configuration key, True for broken, rule, remedy); the last two are sentences.
+    A row is (configuration key, True, rule, remedy): True says that the rule is broken; rule and
+    remedy are sentences.
     """
     resume, every, val_every = config.checkpoint.resume, config.checkpoint.every, config.train.val_every
     see = Scope(config, config.mesh).knowing(

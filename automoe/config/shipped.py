@@ -34,9 +34,9 @@ def list_recipes() -> list[str]:
 
 @contextmanager
 def working_directory_last() -> Iterator[None]:
-    """Context manager that appends the working directory to ``sys.path``, to import a user's modules.
+    """Append the working directory to ``sys.path`` within the context, to import a user's modules.
 
-    It stays there only if a module was imported from it.
+    At the end the directory is removed from ``sys.path``, unless a module was imported from it.
     """
     try:
         here = os.getcwd()

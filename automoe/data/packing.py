@@ -83,10 +83,10 @@ class PackedRows:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def take(self, indices: np.ndarray) -> Rows:
-        """Return rows of the endless sequence as arrays.
+        """Return packed rows as arrays.
 
         Args:
-            indices: [R] int64 indices of rows; -1 gives a padding row.
+            indices: [R] int64 numbers of rows, counted through all epochs; -1 gives a padding row.
         """
         padding = {"tokens": self.pad_id, "labels": IGNORE, "positions": 0, "doc_ids": -1}
         shape = (len(indices), self.seq_len)
@@ -96,12 +96,13 @@ class PackedRows:
         return rows
 
     def fill(self, rows: Rows, row: int, index: int) -> None:
-        """Write one row of the endless sequence into arrays.
+        """Compute one packed row and write it into arrays.
 
         Args:
             rows: arrays [R, S] to write into.
-            row: index in ``rows`` of a row that holds only padding so far.
-            index: index in the endless sequence of the row to write.
+            row: index of the row of ``rows`` to write, which holds only padding so far.
+            index: number of the packed row, counted through all epochs: epoch e begins with row
+                e * num_rows.
         """
         # Pieces may have one token more than the row, which is its last label.
         starts, lengths = self._pieces(index)
@@ -138,7 +139,7 @@ class PackedRows:
         An epoch's documents are concatenated; positions below are indices into all their tokens.
 
         Args:
-            index: index of the row in the endless sequence.
+            index: number of the row, counted through all epochs.
             size: number of tokens to cover, from the row's first one.
 
         Returns:

@@ -183,7 +183,10 @@ class StuckWatch:
             time.sleep(0.1)  # a rank is asking, so this rank's error is a consequence
 
     def _asked(self) -> int | None:
-        """Return the id (mtime in ns) of a rank's request for positions; None if no rank asks."""
+        """Return the id of a request for all ranks' positions in the code; None if no rank asks.
+
+        The id is the mtime in ns of the request's file.
+        """
         try:
             return (self.run_dir / runs.STUCK_FILE).stat().st_mtime_ns
         except FileNotFoundError:

@@ -83,9 +83,8 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
     those whose mesh cannot run; 1 if another job is not done; 2 if no job could run; and 130, 143
     or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
 
-    Hydra sweepers such as Optuna minimise a job's objective: its final validation loss, else its
-    training loss, else infinity. With ``observe.objective=tokens_per_second`` the objective is the
-    negative median of tokens per second.
+    Hydra sweepers such as Optuna minimise a job's objective: the final validation loss, else the
+    training loss, else infinity; with ``observe.objective=tokens_per_second``, -(median tokens/s).
 
     Args:
         predict: function of a job's configuration and mesh that returns the planner's prediction:
@@ -468,7 +467,10 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Return ``status.json`` of ``config.run_dir`` if a run with these settings (and export) is done, else None."""
+    """Return ``status.json`` of ``config.run_dir`` if that run need not be repeated, else None.
+
+    The run must be done and have had the same settings, with an export if ``config`` asks for one.
+    """
     try:
         status = runs.read_status(config.run_dir)
         then = runs.read_config(Path(config.run_dir))

@@ -1,9 +1,8 @@
 """Grouped-query attention (arXiv 2305.13245) and multi-head latent attention (DeepSeek-V2).
 
-Latent attention is section 2.1 of arXiv 2405.04434. Letters of dimensions:
-``automoe.model``; queries have S positions, keys R. Between the exchanges of Ulysses queries have R
-too. In ring attention keys have S: its kernel passes them from rank to rank. Here L is the width of
-a latent.
+Latent attention is section 2.1 of arXiv 2405.04434. Queries have the S positions of this rank, keys
+the R of whole sequences. But between Ulysses' all-to-alls both have R, in ring attention both S:
+its kernel passes keys from rank to rank. Letters: ``automoe.model``; here L is a latent's width.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class CausalLM(nn.Module, ABC):
     def mtp_states(
         self, x_BsH: Tensor, later_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
     ) -> Iterator[Tensor]:
-        """Yield the head's input [B, s, H] at each depth of this part's multi-token prediction.
+        """Yield the head's input [B, s, H] at each MTP depth of this pipeline stage.
 
         A model with modules for multi-token prediction overrides this method.
 
@@ -130,7 +130,7 @@ class CausalLM(nn.Module, ABC):
                 the document has ended. None: modules do not run, and ``x_BsH`` is yielded in place
                 of each result.
             tokens: positions, document ids and other tensors [B, S] of the tokens.
-            mtp_D2: tokens of the global batch at each depth: with a label, and not padding.
+            mtp_D2: numbers of the global batch's labels and of non-padding tokens at each depth.
         """
         yield from ()
 
@@ -244,10 +244,10 @@ class CausalLM(nn.Module, ABC):
     def _loss(
         self, x_BsH: Tensor, depths: Iterable[Tensor], batch: MicroBatch, counts: TokenCounts
     ) -> Tensor:
-        """Return [1] this micro-batch's share of the loss, whose backward also trains the MTP modules.
+        """Return this micro-batch's share of the main loss, a tensor [1].
 
-        The value is without the losses of the modules for multi-token prediction; the gradient is
-        with them. What the losses report is added to ``self.reported``.
+        Its backward pass also trains the modules for multi-token prediction, but its value is
+        without their losses. Metrics of all losses are added to ``self.reported``.
 
         Args:
             x_BsH: the head's input.

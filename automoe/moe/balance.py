@@ -66,13 +66,13 @@ def balance_loss(fractions: Tensor, shares_BsE: Tensor, tokens: Tokens) -> Tenso
     take f over different tokens:
 
         sequence     f and P of each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20). The mean
-                     over sequences is weighted by their numbers of tokens, by which P divides, so
-                     sums over tokens are enough.
-        global       f of the batch of the previous step. Fractions of this batch are known only
-                     after its last micro-batch; those of the step before change slowly.
+                     over sequences is weighted by their numbers of tokens. This cancels the
+                     division in P's mean, so scores are summed over tokens and not averaged.
+        global       f of the previous step's batch, since f of a batch is known only after its last
+                     micro-batch; f changes slowly.
         micro-batch  f of the sequences that all data-parallel ranks process at the same time (arXiv
-                     2101.03961, eq. 4-6). It depends on gradient accumulation, that is on which
-                     sequences share a micro-batch, and on nothing else of the mesh.
+                     2101.03961, eq. 4-6). Mesh and gradient accumulation change this loss only by
+                     which sequences share a micro-batch.
 
     Args:
         fractions: f, of the batch [E] or of each sequence [B, E].

@@ -284,11 +284,12 @@ class BalancedRouter(nn.Module):
 
 
 class Router(BalancedRouter):
-    """Router that picks K experts per token by their scores; ``seed`` is the jitter's, ``dtype`` the parameters'.
+    """Router that scores all experts, picks K per token and weights them by their scores.
 
-    In the first ``num_hash_layers`` a saved buffer picks them, ``tid2eid`` [V, K] int64 of token ids
-    (DeepSeek-V4, arXiv 2106.04426); scores weight them, and no loss balances them. Without a
-    checkpoint the table uses all experts alike.
+    The first ``num_hash_layers`` MoE layers look the experts up instead (DeepSeek-V4, arXiv
+    2106.04426): the saved buffer ``tid2eid`` [V, K] int64 has K expert ids for each token id. No
+    loss balances these layers. Without a checkpoint the table gives all experts equally many token
+    ids. ``seed`` is the seed of the jitter, ``dtype`` the dtype of the parameters.
     """
 
     tid2eid: Tensor | None

@@ -1,10 +1,11 @@
 """Tensor parallelism with sequence parallelism: weights and positions sharded over the tp axis.
 
-The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053).
-Between blocks the positions are sharded as in arXiv 2205.05198: tokens are gathered before a block,
-and sums reduce-scattered after it. MLA gathers its latents, which are narrower than the hidden
-state. Each tp rank's router therefore sees different tokens, and experts folded over tp need no
-extra communication.
+In attention and in dense and shared FFNs the first weights are colwise and the last ones rowwise
+(Megatron-LM, arXiv 1909.08053). Outside of them the positions are sharded (arXiv 2205.05198): each
+of these modules all-gathers its input over tp and reduce-scatters its output. MLA gathers latents
+instead, which are narrower than hidden states. Routers and routed experts gather nothing over tp:
+each tp rank routes its own tokens, so an ep axis that spans tp ranks (folding, arXiv 2504.14960)
+needs no extra communication.
 """
 
 from __future__ import annotations

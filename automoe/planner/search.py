@@ -316,13 +316,13 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield records of the ``waiting`` candidates with their predicted speeds as bounds.
+        """Yield records of the ``waiting`` candidates whose ``bound`` is their predicted tokens/s.
 
-        Left out are candidates on a mesh that has a result already, and, counted in ``result``, those that break a
-        rule or whose least bytes exceed the GPU's memory.
+        A candidate is skipped if ``result.found`` has one on the same mesh. A candidate that breaks a rule, or whose
+        lower bound of bytes exceeds the GPU's memory, is skipped and counted in ``result``.
 
         Args:
-            waiting: records of candidates with bounds.
+            waiting: records of candidates, whose ``bound`` is an upper bound of tokens/s.
         """
         limit = self.config.cluster.memory_bytes or np.inf
         for _, num_bytes, *settings in waiting:

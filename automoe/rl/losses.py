@@ -315,10 +315,11 @@ def grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GRPO (arXiv 2402.03300): token loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old.
+    """Return GRPO's token losses (arXiv 2402.03300), [B, S].
 
-    pi_old is the probability before the update, A the advantage. If A < 0, the loss is at most -dual_clip A (arXiv
-    1912.09729; None: no limit). ``policy_loss`` takes the mean over an answer's tokens, then over answers.
+    Each is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), but at most -dual_clip A if A < 0 (arXiv
+    1912.09729), where r = pi / pi_old, pi_old is the probability before the update, and A is the
+    advantage. ``policy_loss`` averages over an answer's tokens, then over answers.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -331,9 +332,11 @@ def dr_grpo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Dr. GRPO (arXiv 2503.20783): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), summed / (answers * length).
+    """Return Dr. GRPO's token losses (arXiv 2503.20783), [B, S].
 
-    At most -dual_clip A if A < 0. r = pi / pi_old, A: advantage. ``length`` (required): e.g. an answer's token limit.
+    Each is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), but at most -dual_clip A if A < 0, with
+    r = pi / pi_old and advantage A. ``policy_loss`` divides their sum by answers * ``length``, a
+    required option, e.g. an answer's token limit.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -346,9 +349,10 @@ def dapo(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """DAPO (arXiv 2503.14476): token loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old.
+    """Return DAPO's token losses (arXiv 2503.14476), [B, S].
 
-    A: advantage. If A < 0, the loss is at most -dual_clip A. ``policy_loss`` takes the mean over tokens.
+    Each is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), but at most -dual_clip A if A < 0, with
+    r = pi / pi_old and advantage A. ``policy_loss`` averages over tokens.
     """
     return _clipped(log_ratio(nll_BS, inputs).exp(), inputs, clip_low, clip_high, dual_clip)
 
@@ -361,9 +365,11 @@ def gspo(
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GSPO (arXiv 2507.18071): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); at most -dual_clip A if A < 0.
+    """Return GSPO's token losses (arXiv 2507.18071), [B, S].
 
-    A: advantage; sg: stop-gradient; r = sg[s] pi / sg[pi], s = exp(answer's mean log(pi / pi_old)). Mean over answers.
+    Each is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), but at most -dual_clip A if A < 0, with
+    advantage A, r = sg[s] pi / sg[pi], s = exp(an answer's mean log(pi / pi_old)), and
+    stop-gradient sg. ``policy_loss`` averages over an answer's tokens, then over answers.
     """
     d_BS = log_ratio(nll_BS, inputs)
     s_BS = (mean_of_sample(d_BS, inputs) + d_BS - d_BS.detach()).exp()
@@ -374,9 +380,10 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """CISPO (arXiv 2506.13585): mean over tokens of -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
+    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share``.
 
-    r = pi / pi_old, pi_old before the update; A: advantage; sg: stop-gradient. Reports ``clipped_share`` of tokens.
+    Each is -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, with r = pi / pi_old, advantage A,
+    and stop-gradient sg. ``policy_loss`` averages over tokens.
     """
     r_BS = log_ratio(nll_BS, inputs).detach().exp()
     weight_BS = r_BS.clamp(1 - clip_low, 1 + clip_high)
@@ -388,9 +395,11 @@ def cispo(
 def sapo(
     nll_BS: Tensor, inputs: LossInputs, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, with r = pi / pi_old and advantage A.
+    """Return SAPO's token losses (arXiv 2511.20347), [B, S].
 
-    tau is ``tau_positive`` if A > 0, else ``tau_negative``. ``policy_loss`` averages over tokens, then answers.
+    Each is -A sigmoid(tau (r - 1)) 4 / tau, with r = pi / pi_old and advantage A; tau is
+    ``tau_positive`` if A > 0, else ``tau_negative``. ``policy_loss`` averages over an
+    answer's tokens, then over answers.
     """
     advantages_BS = inputs.given["advantages"]
     r_BS = log_ratio(nll_BS, inputs).exp()
@@ -407,9 +416,11 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """DPPO (arXiv 2602.04879): mean over tokens of -sg[min(r, high)] A log pi; r = pi / pi_old, advantage A.
+    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share``.
 
-    sg: stop-gradient. Tokens with pi - pi_old above clip_high (if A > 0) or below -clip_low (if A <= 0) have loss 0.
+    Each is -sg[min(r, high)] A log pi, with r = pi / pi_old, advantage A, and stop-gradient sg. It
+    is 0 if pi - pi_old is above clip_high (A > 0) or below -clip_low (A <= 0). ``policy_loss``
+    averages over tokens.
     """
     advantages_BS = inputs.given["advantages"]
     d_BS = log_ratio(nll_BS, inputs).detach()
@@ -422,21 +433,29 @@ def dppo(
 
 @policy_loss("tokens")
 def importance_sampling(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Policy gradient: mean over tokens of -r A, with r = pi / pi_old (before the update) and advantage A."""
+    """Return policy-gradient losses of tokens, [B, S]: -r A, with r = pi / pi_old, advantage A.
+
+    pi_old is the probability before the update. ``policy_loss`` averages over tokens.
+    """
     return -log_ratio(nll_BS, inputs).exp() * inputs.given["advantages"]
 
 
 @policy_loss("tokens", reads=())
 def cross_entropy(nll_BS: Tensor, inputs: LossInputs) -> Tensor:
-    """Mean over trained tokens of -log pi, times the samples' ``weights`` (of any sign) if given."""
+    """Return -log pi of each token, [B, S].
+
+    ``policy_loss`` multiplies by the samples' ``weights`` (of any sign) if given, and averages
+    over tokens.
+    """
     return nll_BS
 
 
 @policy_loss("tokens", ("old_log_probs", "teacher_log_probs"), ["teacher_kl"])
 def distill(nll_BS: Tensor, inputs: LossInputs, strength: float = 1.0) -> Tensor:
-    """On-policy distillation, which lowers the reverse KL to the teacher (reported: ``teacher_kl``): mean of -r A'.
+    """Return token losses of on-policy distillation, [B, S]; report the reverse KL ``teacher_kl``.
 
-    A' = A - strength sg[log pi - ``teacher_log_probs``]; A: ``advantages`` or 0, r = pi / pi_old, sg: stop-gradient.
+    Each is -r A', with r = pi / pi_old, A' = A - strength sg[log pi - ``teacher_log_probs``],
+    stop-gradient sg, and A = ``advantages`` or 0. ``policy_loss`` averages over tokens.
     """
     gap_BS = -nll_BS.detach() - inputs.given["teacher_log_probs"]
     advantages_BS = inputs.given.get("advantages", torch.zeros_like(gap_BS)) - strength * gap_BS
@@ -451,7 +470,9 @@ def distill_top_k(
     direction: Literal["forward", "reverse"] = "forward",
     tail: bool = True,
 ) -> Tensor:
-    """Mean over tokens of the KL divergence over the teacher's K likeliest ids (a sample's ``scored_ids`` [tokens, K]).
+    """Return the KL divergence over the teacher's K likeliest ids at each token, [B, S].
+
+    The ids are a sample's ``scored_ids`` [tokens, K]. ``policy_loss`` averages over tokens.
 
     Args:
         direction: ``forward``: sum of p log(p / pi), p the teacher's probability (``teacher_log_probs`` [tokens, K])

@@ -216,9 +216,10 @@ class Rollouts:
         return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the hash of all rewards up to a checkpoint, from the ``state`` that it saved.
+        """Restore the hash of all rewards before a checkpoint, from its ``state``.
 
-        Stored answers of later rollouts are reused only if that hash is equal.
+        The file of a rollout's answers has the hash of all rewards before that rollout. A run
+        reads the file again only if both hashes are equal.
 
         Raises:
             DataError: the checkpoint's run had other prompts.

@@ -44,7 +44,7 @@ class AllToAllDispatcher:
         return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
     def _sizes(self, counts_E: Tensor, rows_per_expert: int | None):
-        """Exchange how many (token, expert) pairs ("rows") each rank sends to each other rank.
+        """Exchange the numbers of (token, expert) pairs ("rows") that ranks send to one another.
 
         Args:
             counts_E: this rank's rows for each expert of all ranks.
@@ -52,8 +52,9 @@ class AllToAllDispatcher:
                 the counts are exchanged.
 
         Returns:
-            [P, L] rows from each of P ranks for each of this rank's L experts; [2, P] rows sent to
-            and rows received from each rank; on the host, a list of each of these two.
+            Tensor [P, L]: rows from each of P ranks for each of this rank's L experts. Tensor
+            [2, P]: rows that this rank sends to each rank, and rows that it receives from each. Two
+            lists of P ints on the host: the sent and the received numbers of that tensor.
         """
         num_ranks = self.ep.num_ranks
         if rows_per_expert is not None:
