@@ -31,7 +31,7 @@ from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import EMBEDDING, HEAD, KeyMap, Piece
 from automoe.hf.quantized import dequantize, unpack_integers
 from automoe.hf.schemes import FORMATS
-from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.shards import LocalShard, Parts, as_parts, check_tables, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import reset_buffers
@@ -144,7 +144,7 @@ def load_hf(
                 if shard.name in means:
                     mean, known = means[shard.name]
                     shard.local[max(0, known - shard.start[0]) :] = mean
-            _check_tables(reader.catalog, direct, config_of(parts).num_experts)
+            check_tables(shards, reader.catalog.folder, keys, config_of(parts).num_experts)
             _check_copies(reader, [shard for shard in everything if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
@@ -156,9 +156,8 @@ def load_hf(
     }.items():
         not_finite[key] += count
     source = written(path) if isinstance(path, str) else path
-    catalog = reader.catalog
-    granularity = catalog.keys.ffn_parts
-    return Loaded(Path(source), sum(read), max(seconds), granularity, not_finite, catalog.notes)
+    granularity, notes = reader.catalog.keys.ffn_parts, reader.catalog.notes
+    return Loaded(Path(source), sum(read), max(seconds), granularity, not_finite, notes)
 
 
 def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
@@ -184,26 +183,6 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
             )
 
     reader.visit(reader.plan(there), compare)
-
-
-def _check_tables(catalog: Catalog, shards: list[LocalShard], num_experts: int) -> None:
-    """Raise ``CheckpointError`` if a token has an expert twice, or one that the model lacks.
-
-    Args:
-        shards: filled shards; those of int64 are tables of experts by token id, [V, K].
-    """
-    for shard in shards:
-        if shard.dtype != torch.int64:
-            continue
-        ids_VK = shard.local.sort(-1).values
-        wrong_V = (ids_VK[:, 1:] == ids_VK[:, :-1]).any(-1)
-        wrong_V |= (ids_VK[:, 0] < 0) | (ids_VK[:, -1] >= num_experts)
-        for row in wrong_V.nonzero().flatten().tolist():
-            key = catalog.keys.pieces(shard.name, shard.shape)[0].key
-            raise CheckpointError(
-                f"{catalog.folder}: row {shard.start[0] + row} of {key} is {shard.local[row].tolist()}, and the "
-                f"experts of a token are distinct, from 0 to {num_experts - 1}. Copy the checkpoint again"
-            )
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:

@@ -126,7 +126,9 @@ def plan_writes(
             elif dtype is None or (
                 stored == torch.float32
                 and kept_in_float32(architecture).search(
-                    shard.name if keys.table or keys.renames else key
+                    shard.name
+                    if keys.table
+                    else keys.in_memory.pieces(shard.name, shard.shape)[0].key
                 )
             ):
                 out = stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import ModelConfig
-from automoe.errors import ConfigError
-from automoe.hf.keys import Shape, mtp_copies, our_tensors
+from automoe.errors import CheckpointError, ConfigError
+from automoe.hf.keys import KeyMap, Shape, mtp_copies, our_tensors
 from automoe.hf.merge import add_low_rank
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.lora import Added
@@ -186,3 +187,23 @@ def _shard(name: str, tensor: Tensor, **facts: Any) -> LocalShard:
     if is_packed(tensor):  # the last two dims are blocks and bytes
         start = (*start[:-2], start[-2] * block_size(tensor))
     return LocalShard(name, tensor, local_shard(tensor), start, **facts)
+
+
+def check_tables(shards: list[LocalShard], folder: Path, keys: KeyMap, num_experts: int) -> None:
+    """Raise ``CheckpointError`` if a token has an expert twice, or one that the model lacks.
+
+    Args:
+        shards: filled from ``folder``; those of int64 are experts by token id, [V, K].
+    """
+    for shard in shards:
+        if shard.dtype != torch.int64:
+            continue
+        ids_VK = shard.local.sort(-1).values
+        wrong_V = (ids_VK[:, 1:] == ids_VK[:, :-1]).any(-1)
+        wrong_V |= (ids_VK[:, 0] < 0) | (ids_VK[:, -1] >= num_experts)
+        for row in wrong_V.nonzero().flatten().tolist():
+            key = keys.pieces(shard.name, shard.shape)[0].key
+            raise CheckpointError(
+                f"{folder}: row {shard.start[0] + row} of {key} is {shard.local[row].tolist()}, and the experts of a "
+                f"token are distinct, from 0 to {num_experts - 1}. Copy the checkpoint again"
+            )
