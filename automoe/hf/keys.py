@@ -340,12 +340,10 @@ class KeyMap:
             return pieces
         # Ranks have a part of I, which lies in two places of a tensor, or in two tensors.
         step = shape[2] if len(keys) == 1 else 0
+        size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))
         return [
             pieces[i % len(keys)]._replace(
-                start=(0, i, 0, 0),
-                size=(shape[0], 1, *shape[2:]),
-                dims=((0,), (2,), (3,)),
-                offset=(0, i * step, 0),
+                start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * step, 0)
             )
             for i in (0, 1)
         ]

@@ -66,9 +66,9 @@ class MLP(nn.Module):
 
 
 class Latent(nn.Module):
-    """Projections around routed experts: to their latent, with a norm, and back; a norm of outputs.
+    """Projections to the latent of routed experts, with a norm, and back, and the norm of each expert's output.
 
-    Without ``moe_latent_size`` there are no projections.
+    Without ``moe_latent_size`` the projections are identities.
     """
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rule_engine import check_rows
+from automoe.config.rules import number_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate
@@ -86,7 +88,7 @@ def test_a_broken_rule_is_named(make: Callable[[], Config], key: str, needles: l
     broken = make()  # not while tests are collected, which a machine without hydra does too
     shape = resolve_mesh(broken.mesh, None)
     with pytest.raises(ConfigError) as caught:
-        check_rows(broken, model_rows(broken, shape), shape)
+        check_rows(broken, chain(number_rows(broken), model_rows(broken, shape)), shape)
     assert caught.value.key == key
     for needle in needles:
         assert needle in str(caught.value)

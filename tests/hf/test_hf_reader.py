@@ -192,8 +192,8 @@ def test_integers_are_read_only_where_the_model_has_them(single: Path, tmp_path:
 
 
 @pytest.mark.parametrize("read", [model_config_from_hf, tier_config], ids=["native", "class"])
-@pytest.mark.parametrize("ids", [[3, 3], [3, 8], [-1, 3]])
-def test_a_token_has_distinct_experts_of_the_model(tmp_path: Path, read: Callable, ids: list[int]) -> None:
+@pytest.mark.parametrize("ids", [[3, 8], [-1, 3]])
+def test_a_table_of_token_ids_names_experts_of_the_model(tmp_path: Path, read: Callable, ids: list[int]) -> None:
     save_class("deepseek_v4", tmp_path)
     (key, *_) = (key for key in load_file(tmp_path / "model.safetensors") if key.endswith("tid2eid"))
 
@@ -201,7 +201,7 @@ def test_a_token_has_distinct_experts_of_the_model(tmp_path: Path, read: Callabl
         tensors[key][7] = torch.tensor(ids)
 
     edit(tmp_path, change)
-    said = f"row 7 of {key} is {ids}, and the experts of a token are distinct, from 0 to 7."
+    said = f"row 7 of {key} is {ids}, and experts are numbered from 0 to 7."
     assert said in refused(tmp_path, read(tmp_path))
 
 
