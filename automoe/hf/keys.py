@@ -201,10 +201,9 @@ class KeyMap:
     Attributes:
         rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is not
             the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
-            names; an empty name means that files lack the tensor. Dims of the stored tensor may
-            follow in letters: ``[E 2*I L]`` has all gates before the ups, ``[E L I*2]`` alternates
-            gates and ups. ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one
-            row of a matrix.
+            names; an empty name means that files lack the tensor. Dims of the stored tensor may follow
+            in letters: ``[E 2*I L]`` has all gates before the ups, ``[E L I*2]`` alternates both.
+            ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in such
@@ -234,8 +233,7 @@ class KeyMap:
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        The result may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E
-        L I]``.
+        It may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E I L]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)

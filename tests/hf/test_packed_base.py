@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_lora_export import logits, off
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from automoe.config.batch import plan_batch
 from automoe.config.data_schema import DataConfig
@@ -109,9 +109,9 @@ def test_a_model_beside_nf4_leaves_quantized_as_the_merged_one(
     assert coded.keys() == converted.keys() and all(torch.equal(coded[key], converted[key]) for key in coded)
 
 
-@pytest.mark.parametrize("name", ["dsv3", "gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["dsv3", "gpt_oss", "muse", pytest.param("qwen3_next", marks=pytest.mark.exhaustive)])
 def test_what_leaves_is_what_was_trained_beside_nf4(name: str, tmp_path: Path) -> None:
-    source, targets = tmp_path / "source", ["attention", "experts"]
+    source, targets = tmp_path / "source", ["attention", "experts", *["latent"] * (name == "muse")]
     save_small_hf(name, source, other_sizes=SIZES if name == "dsv3" else None)
     model, other = trained(source, "nf4", targets=targets), trained(source, "weights", targets=targets)
     expected = logits(model.eval())
@@ -120,7 +120,8 @@ def test_what_leaves_is_what_was_trained_beside_nf4(name: str, tmp_path: Path) -
     written = to_hf(model, tmp_path / "merged")
     assert written.checked and written.logits_error < 1e-5
     assert "equal bit for bit to the weights in the files' dtypes" in str(written)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    loader = AutoModelForImageTextToText if name == "muse" else AutoModelForCausalLM
+    theirs = loader.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     assert off(logits(theirs), expected) < 1e-5
     lora = LoraConfig(4, 6.0, targets=targets, base="nf4")
     for base, said in (("nf4", True), ("fp8", False)):

@@ -70,6 +70,8 @@ DELTA_NET = replace(
 )
 # An all-reduce in the compiled part, in both passes.
 OVER_HEADS = replace(QWEN3, num_layers=1, attention=replace(QWEN3.attention, qk_norm_over_heads=True, clip_qkv=0.8))
+# Projections around the experts, and norms of what attention, experts and the feed-forward give.
+LATENT = replace(QWEN3, num_layers=1, moe_latent_size=8, post_norm_eps=1e-2)
 
 
 def in_8_bits(config: Config) -> Config:
@@ -86,6 +88,7 @@ CASES = {  # name: what is run, graphs
     "delta-net-cp2": (make_config(DELTA_NET, dict(cp=2, ep=2), 4, context="ulysses"), 8),
     "delta-net": (make_config(DELTA_NET, rows=2), 8),
     "tp2-norms-over-heads": (make_config(OVER_HEADS, dict(tp=2, ep=2), 4), 7),
+    "tp2-ep2-latent": (make_config(LATENT, dict(tp=2, ep=2), 4), 7),
     "interleaved": (make_config(QWEN3, dict(pp=2), 2, schedule="Interleaved1F1B", stages_per_rank=2), None),
 }
 

@@ -17,6 +17,7 @@ from automoe.config.schema import (
     MoEConfig,
     OptimConfig,
     ParallelConfig,
+    RouterConfig,
     TrainConfig,
 )
 
@@ -46,6 +47,44 @@ MODEL = ModelConfig(
     ),
 )
 GQA = AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=128)
+COMPRESSED = AttentionConfig(
+    kind="compressed",
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=128,
+    q_lora_rank=48,
+    qk_rope_head_dim=64,
+    sliding_window=16,
+    sinks=True,
+    o_groups=2,
+    o_lora_rank=64,
+    index_topk=8,
+    index_n_heads=2,
+    index_head_dim=64,
+    compress_ratios=[0, 4],
+)
+DSV4: dict[str, Any] = dict(
+    attention=COMPRESSED,
+    family="deepseek_v4",
+    first_k_dense=0,
+    hc_mult=2,
+    expert_activation="clamped_swiglu",
+    swiglu_alpha=1.0,
+    swiglu_offset=0.0,
+    router=RouterConfig(score="sqrt_softplus", expert_bias=True, num_hash_layers=1),
+)
+MUSE: dict[str, Any] = dict(
+    attention=replace(
+        GQA, qk_norm=True, qk_scale_factor=2.5, output_gate=True, split_output_gate=True, output_norm=True
+    ),
+    family="muse_spark_text",
+    num_shared_experts=0,
+    moe_latent_size=128,
+    zero_centered_norms=True,
+    post_norm_eps=1e-6,
+    residual_gate_temperature=0.3,
+    router=RouterConfig(score="sigmoid", expert_bias=True, logit_scale=0.7),
+)
 # q: a and b; kv: a and b; o; gate, up, down of the dense FFN in layer 0 and of the shared expert in layer 1.
 LINEARS = 2 * 5 + 3 + 3
 
@@ -58,12 +97,13 @@ def config(
     gate: Any = "learned",
     num_mtp_layers: int = 0,
     dispatch_dtype: Any = "auto",
+    sizes: dict[str, Any] | None = None,
     **train: Any,
 ) -> Config:
-    """``rows`` rows a micro-batch on ``mesh``."""
+    """``rows`` rows a micro-batch on ``mesh``; ``sizes`` are other settings of the model."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
-        model=replace(MODEL, attention=attention, num_mtp_layers=num_mtp_layers),
+        model=replace(MODEL, **dict(attention=attention, num_mtp_layers=num_mtp_layers) | (sizes or {})),
         moe=MoEConfig(experts="grouped_mm", gate=gate, dispatch_dtype=dispatch_dtype),
         parallel=ParallelConfig(),
         train=TrainConfig(global_batch_size=ROWS, seq_len=SEQ_LEN, micro_batch_size=rows, fp8=fp8, **train),  # type: ignore[arg-type]
