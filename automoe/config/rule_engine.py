@@ -314,7 +314,8 @@ def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -
         see: the configuration's values.
         condition, also: the row's two conditions.
     """
-    width = next(filter(see, ("model.moe_latent_size", "model.hidden_size")))
+    latent = see("model.moe_latent_size")
+    width = "model.moe_latent_size" if latent else "model.hidden_size"
     first = parsed(condition.replace("model.expert_hidden_size", width))
     key, parts = first[0].key, first + parsed(also)
     rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
