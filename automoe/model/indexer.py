@@ -11,6 +11,7 @@ queries.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class LayerNorm(nn.LayerNorm):
     first_values = {"weight": "ones"}
 
 
-class KeyChooser(nn.Module):
+class KeyChooser(nn.Module, ABC):
     """Chooses the top-k keys of each query by scores of its own: what all indexers have in common.
 
     Args:
@@ -87,11 +88,11 @@ class KeyChooser(nn.Module):
         q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
         return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
 
+    @abstractmethod
     def project(
         self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor]:
         """Return rotated queries [B, s, J, D], and the keys [B, R, D] that J heads share, rotated too."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def choose(self, inputs: IndexInputs, seen_BSR: Tensor) -> Tensor:
