@@ -320,10 +320,11 @@ class CausalLM(nn.Module, ABC):
                 for name, key in SAMPLED.items()
                 if key in inputs.given
             }
-            wants_entropy = getattr(self.loss, "uses_entropy", False)
-            scores = token_scores(
-                *head, **sampled, wants_entropy=wants_entropy, soft_cap=self.soft_cap
-            )
+            options = {
+                "wants_entropy": getattr(self.loss, "uses_entropy", False),
+                "skips_untrained": getattr(self.loss, "skips_untrained", False),
+            }
+            scores = token_scores(*head, **sampled, **options, soft_cap=self.soft_cap)
             entropy_BS, scored_BSK = (
                 None if score is None else score.unflatten(0, inputs.labels.shape)
                 for score in (scores.entropy_T, scores.scored_TK)

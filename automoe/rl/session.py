@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,7 @@ class _Recorded:
     entropies in ``LossInputs.entropy``; ``metrics`` names the metrics that the loss reports.
     """
 
+    skips_untrained: ClassVar = True
     loss: Callable[..., torch.Tensor] | None
     options: Mapping[str, Any]
     uses_entropy: bool
@@ -193,8 +194,7 @@ class Session:
                 raise ConfigError(f"moe.{name}", folder, rule, "Leave it out")
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
-        # Of the settings as given: those are what a resumed run is compared with.
-        store = CheckpointStore(config, shape, context.run_dir)
+        store = CheckpointStore(config, shape, context.run_dir)  # a resumed run compares these
         store.check()  # before the weights are read
         if not auxiliary_losses:
             config = without_auxiliary_losses(config)
