@@ -184,7 +184,7 @@ class CausalLM(nn.Module, ABC):
         transformers or a plugin computes override it.
 
         Args:
-            seq_len: positions of a training sequence; a check needs no longer one.
+            seq_len: positions of a training sequence, the longest that a check has to try.
         """
 
     def forward(

@@ -47,10 +47,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class KeyChooser(nn.Module, ABC):
-    """Chooses the top-k keys of each query by scores of its own: what all indexers have in common.
+    """Base class of indexers, which choose the top-k keys of each query by scores of their own.
 
     Args:
-        base: arguments of the next class, if a subclass has another base too.
+        base: arguments for the constructor of a subclass's other base class, if it has one.
 
     Attributes:
         loss_sum: this rank's share of the indexer's mean loss per token, summed over the

@@ -30,9 +30,9 @@ class Residual:
 
 
 class ResidualGate(nn.Module):
-    """Gate (Muse-Spark): per dim, a weight of the residual and one of a block's output.
+    """Gated residual (Muse-Spark): two learned weights per dim, of the residual and of a block's output.
 
-    ``dtype`` is the parameter's.
+    ``dtype`` is the dtype of the parameter.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
