@@ -105,8 +105,9 @@ class HierarchicalDispatcher:
         Args:
             copies_P: copies that this rank sends to each of the P ranks.
             choices_P: how often this rank's tokens chose an expert of each rank.
-            rows_per_expert: choices that every expert gets from every rank, if these are equal and a
-                token has one; None: the ranks exchange their numbers, which is collective.
+            rows_per_expert: number of choices that every expert gets from every rank, if it is the
+                same for all and each token has one choice; None: the ranks exchange their numbers
+                (collective).
 
         Returns:
             [2, P] copies sent to and copies received from each rank; on the host, a list of each of
