@@ -37,7 +37,7 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
 def shared_error(errors: Iterable[Exception]) -> Exception:
     """Return the error that every rank raises: the first that is no ``OSError``, else the first.
 
-    ``errors`` are those that ranks met, in rank order.
+    ``errors`` are the errors that ranks met, in rank order.
     """
     return min(errors, key=lambda error: isinstance(error, OSError))
 
