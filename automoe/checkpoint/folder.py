@@ -249,8 +249,8 @@ def step_to_resume(
     The folder of another run is not changed.
 
     Args:
-        resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which only a run
-            without steps of its own takes.
+        resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which is used
+            only if this run has no steps yet.
         warn: function that prints a warning.
 
     Returns:
