@@ -472,7 +472,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` converted to ``kind``; raise ``ConfigError``, which names ``key``, unless least <= it < inf."""
+    """Return ``kind(value)``; raise ``ConfigError``, which names ``key``, unless ``least`` <= value < infinity."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
