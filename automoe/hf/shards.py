@@ -117,7 +117,9 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, empty CPU shard for its numbers) of each expert or lone matrix."""
+        """Yield (index in this shard, new CPU shard for its numbers) of each expert; once if
+        experts are not stacked.
+        """
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
