@@ -21,11 +21,12 @@ CHUNK = 256  # queries whose scores are in memory at once
 
 
 class Windows(NamedTuple):
-    """The complete windows of rows: E = S // W places in each; places without a window are unseen.
+    """The complete windows of each row, in E = S // W entries; no query sees an entry without a window.
 
     Attributes:
-        places_BEW: int64, the positions of each window in its row.
-        first_BE: int64, index in its document of a window's first position; 0: no window before it.
+        places_BEW: int64, positions in the row of each entry's window.
+        first_BE: int64, index in the document of the window's first position; 0: the document's
+            first window.
         seen_BSE: True where a query sees an entry: the window is of its document and complete.
     """
 
