@@ -149,9 +149,10 @@ def _active(model: ModelConfig, param: Param) -> int:
 
 
 def _band(keys: float, length: float) -> np.ndarray:
-    """Return [mean keys per query, ``keys``] if a query sees up to ``keys`` of ``length`` keys.
+    """Return [mean number of keys per query, ``keys``], if a query sees at most ``keys`` keys of a
+    row of ``length``.
 
-    The mean is that of causal attention: queries near the start of a row see fewer keys.
+    The mean is that of causal attention, in which queries near the start of a row see fewer keys.
     """
     keys = min(keys, length)
     return np.array([keys * (1 - keys / (2 * length)), keys])
