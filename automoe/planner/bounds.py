@@ -1,8 +1,9 @@
 """Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
 What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
-settings. A record of an array, called a column, is a family with one value of
-``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank for all columns.
+settings. A column is a record of a numpy array, for a family with one value of
+``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank, for all columns at
+once.
 """
 
 from __future__ import annotations
@@ -90,10 +91,11 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family reduced to what the times of a layer's routed experts depend on.
+        """This family with ``context`` fixed, and cp and micro-batch size divided by their
+        greatest common divisor.
 
-        cp and micro-batch size are divided by their greatest common divisor, which keeps the tokens
-        per rank. Families with the same result have equal times of routed experts.
+        Tokens per rank stay the same. Families with an equal result have equal times of routed
+        experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
         micro = self.micro_batch_size // both
@@ -120,7 +122,8 @@ class Space:
 
     Args:
         config: configuration that the search varies.
-        rungs: values of ``parallel.recompute`` that the search tries.
+        rungs: values of ``parallel.recompute`` that the search tries, from the least memory freed
+            to the most.
     """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
@@ -144,7 +147,7 @@ class Space:
 
         Args:
             families: combinations of mesh axes and settings.
-            rungs: how many values of ``parallel.recompute`` to time for each; None: all.
+            rungs: number of values of ``parallel.recompute`` to time for each family; None: all.
 
         Returns:
             Array with one record per family (``item``) and choice, family by family. Fields:
@@ -289,7 +292,7 @@ class Space:
 
 
 def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
-    """Return seconds of the forward and backward pass, of what is repeated, and of all-to-alls in all of it.
+    """Return seconds of: the forward pass, the backward pass, recomputation, and the all-to-alls in these three.
 
     Args:
         passes: both passes of a layer or a part of it, without repetitions.
@@ -314,7 +317,7 @@ def seconds_once(config: Config, ranks: int) -> float:
 
 
 class Layout:
-    """A pipeline schedule on ``pp`` ranks with an FSDP policy; it bounds a step's time and memory.
+    """A pipeline schedule on ``pp`` ranks with an FSDP policy; its methods bound a step's time and memory.
 
     Args:
         space: times and bytes of the model's layers.
@@ -418,9 +421,10 @@ class Layout:
         return least.max(axis=0)
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
-        """Return what the schedule overlaps and keeps, in a step of ``count`` micro-batches.
+        """Return how many passes overlap and how many layers hold activations or gradients under the schedule.
 
-        Only the first micro-batches are looked at if the order of passes then repeats.
+        The step has ``count`` micro-batches; only the first ones are looked at if the order of
+        passes then repeats.
 
         Returns:
             Four arrays: the number of micro-batches that were looked at; [pp, 1] each rank's pairs
