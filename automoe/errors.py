@@ -97,7 +97,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Ranks cannot be started or run here, or one failed; of several, the error of the first to fail is reported."""
+    """Failure to start ranks or run them here, or of a rank; of several failed ranks, that of the first."""
 
 
 class TrainingError(AutomoeError, RuntimeError):
