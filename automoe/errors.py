@@ -97,7 +97,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Failure to start ranks or run them here, or of a rank; of several failed ranks, that of the first."""
+    """Failure to start or run ranks on this machine, or failure of a rank (the first of several)."""
 
 
 class TrainingError(AutomoeError, RuntimeError):

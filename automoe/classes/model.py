@@ -405,7 +405,7 @@ class TransformersModel(CausalLM):
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return the positions of the packed row that ``check_isolation`` tries: max(seq_len, min(4 w, 2048)).
+        """Return the number of tokens of the row that ``check_isolation`` tries: max(seq_len, min(4 w, 2048)).
 
         w is the longest attention window, block or compression rate of the configuration, so up to w = 512 all take
         effect in each of the row's two documents.
@@ -416,9 +416,9 @@ class TransformersModel(CausalLM):
     def check_isolation(self, seq_len: int = 0) -> None:
         """Check that a document does not affect the next one in its packed row. Collective.
 
-        Two passes differ in the first document's tokens, but use the same experts for it, so that all products have
-        the same shapes. The second document must be equal up to rounding. It begins at two positions in turn,
-        primes, so no multiple of a block, window or stride. A note in ``self.notes`` says if the row is too short.
+        Two passes differ in the first document's tokens, but use the same experts for it, so that products have equal
+        shapes. The second document's states must be equal up to rounding. It begins at two prime positions in turn: no
+        multiples of a block, window or stride. A note in ``self.notes`` says if the row is too short.
 
         Args:
             seq_len: positions of a training row. Longer windows have no effect there, so the test row needs only
@@ -467,7 +467,9 @@ class TransformersModel(CausalLM):
         return x_BsH
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return the MoE module's ``forward``, wrapped to use a micro-batch's ``forced_ids`` for its router's."""
+        """Return the MoE module's ``forward``, wrapped to take experts from a micro-batch's ``forced_ids``, if it has
+        any.
+        """
 
         @wraps(forward)
         def repeating(*args, **kwargs):
@@ -479,8 +481,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights carrying balance losses).
-        """
+        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights with losses attached)."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -285,7 +285,7 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Layout of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves a model so even if published files have fused experts; block-FP8 is always so.
+        ``transformers`` saves this layout even if published files have fused experts; block-FP8 always has it.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)

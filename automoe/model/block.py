@@ -148,7 +148,7 @@ class Block(nn.Module):
         return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return the residual after attention and feed-forward, in the form of ``x_BsH``.
+        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Compression:
-    """Rotation angles and windows of compressed attention, made once for all layers of a forward pass.
+    """Rotation angles and pooling windows of compressed attention (DeepSeek-V4), made once per forward pass.
 
     Args:
         positions_BS, doc_ids_BS: index of each token in its document, and the document.
@@ -71,7 +71,8 @@ class Compression:
 class Pooling(nn.Module):
     """Module that pools each window of ``ratio`` positions into one entry, a key of ``dim`` normed numbers.
 
-    In layers of ``sparse_ratio`` windows overlap: an entry pools the previous window too.
+    If ``ratio`` is the model's ``sparse_ratio``, windows overlap: an entry pools the previous
+    window too.
     """
 
     first_values = {"position_bias": "zeros"}

@@ -154,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         """Return this rank's channels of the convolution: slices of queries, keys, values; None: all.
 
         They are the channels of this tp rank's heads. If ``cp`` has several ranks, which exchange
-        positions for heads, only those of the heads that this cp rank keeps.
+        positions for heads, only channels of the heads that this cp rank keeps are returned.
         """
         ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:

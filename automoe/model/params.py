@@ -333,7 +333,7 @@ def is_wide(name: str) -> bool:
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Return the sizes that letters in shapes stand for, such as "H": the hidden size."""
+    """Return letter -> size for the letters in the table's shapes, such as "H" for the hidden size."""
     a = model.attention
     return {
         "H": model.hidden_size,

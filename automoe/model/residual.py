@@ -55,8 +55,8 @@ class HyperConnection(nn.Module):
     """Hyper-connection (mHC, arXiv 2512.24880, section 4) around attention or a feed-forward.
 
     From the n streams of a token it computes how to collapse them into the block's input, how to
-    spread the block's output over them, and a doubly stochastic matrix that mixes them. ``dtype`` is
-    the parameters'.
+    spread the block's output over them, and a doubly stochastic matrix that mixes them. ``dtype``
+    is that of the parameters.
     """
 
     first_values = {"base": "zeros", "scale": "ones"}
@@ -92,7 +92,9 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """Collapse of the n streams after the last layer, before the final norm; ``dtype`` is the parameters'."""
+    """Module that collapses the n residual streams between last layer and final norm; its
+    parameters have ``dtype``.
+    """
 
     first_values = {"hc_base": "zeros", "hc_scale": "ones"}
 

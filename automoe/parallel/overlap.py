@@ -27,7 +27,7 @@ BACKWARD_THREAD = "merged_backward"
 
 
 class _OtherPassFailed(Exception):
-    """Raised in one of two overlapped passes after the other has failed."""
+    """Error raised in one of two overlapped passes after the other pass has failed."""
 
 
 class MergedPasses:

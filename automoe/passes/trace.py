@@ -59,7 +59,7 @@ def trains() -> bool:
 def listening(listener: Listener) -> Iterator[None]:
     """Call ``listener`` at every phase of this process, in any thread, during the block.
 
-    It is called with the phase's name and step (None: of no step), and "begin" or "end".
+    It is called with the phase's name, its step (None outside of steps), and "begin" or "end".
     """
     _listeners.append(listener)
     try:

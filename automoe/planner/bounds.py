@@ -196,7 +196,8 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return ``VALUES`` of each kind of layer without its routed experts: [choices, kinds, values].
+        """Return times and bytes (``VALUES``) of layers without routed experts: [choices, kinds of
+        layers, values].
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
@@ -238,7 +239,7 @@ class Space:
         return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
-        """Return ``VALUES`` of each kind of layer's routed experts and launches: [choices, kinds, values].
+        """Return times and bytes (``VALUES``) of routed experts and launches: [choices, kinds of layers, values].
 
         Args:
             family: mesh axes and settings.

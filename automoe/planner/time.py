@@ -377,7 +377,7 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
 def host_times(place: Place, layer: int) -> tuple[float, float]:
     """Return seconds in which the host launches the kernels of ``layer``'s forward and backward pass.
 
-    A GPU waits for what exceeds its own time. A CPU launches nothing: it is the fixed time of its operators.
+    A GPU idles as long as they exceed its own time. A CPU launches nothing: they are its operators' fixed time.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
@@ -465,7 +465,7 @@ def _fsdp(place: Place, stage: Stage) -> None:
 
 
 def optimizer_time(place: Place, stages: list[Stage]) -> float:
-    """Return seconds of the update of a rank with ``stages``; of no stages, the time of Muon's products alone."""
+    """Return seconds of the optimizer's update on a rank with ``stages``; without stages, of Muon's products alone."""
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)

@@ -244,7 +244,7 @@ def _clipped(
 
 
 def _with_rest(log_probs_BSK: Tensor) -> Tensor:
-    """Append the log of the probability that all other ids have together: [B, S, K] becomes [B, S, K + 1]."""
+    """Append, to the log-probabilities of K ids, that of all other ids together: [B, S, K] -> [B, S, K + 1]."""
     tiny = torch.finfo(log_probs_BSK.dtype).eps
     mass_BS1 = log_probs_BSK.exp().sum(-1, keepdim=True).clamp_max(1 - tiny)
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)

@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss, expert token counts and replayed ids of ``first`` added."""
+    """Return ``second`` with loss, tokens per expert and counts of replayed choices increased by those of ``first``."""
     return replace(
         second,
         loss=first.loss + second.loss,
