@@ -467,9 +467,7 @@ class TransformersModel(CausalLM):
         return x_BsH
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return the MoE module's ``forward``, wrapped to take experts from a micro-batch's ``forced_ids``, if it has
-        any.
-        """
+        """Return the MoE module's ``forward``, wrapped to route by ``forced_ids`` if the micro-batch has them."""
 
         @wraps(forward)
         def repeating(*args, **kwargs):

@@ -429,16 +429,16 @@ def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
     ]
 
 
-def num_states(model: ModelConfig, held: range) -> int:
+def num_states(model: ModelConfig, layers: range) -> int:
     """Return the number of hidden-state tensors that a pipeline stage sends to the next stage.
 
     One is the model's own; each module for multi-token prediction in this or an earlier stage adds
     one.
 
     Args:
-        held: numbers of the layers of the stage.
+        layers: numbers of the layers of the stage.
     """
-    return 1 + max(0, held.stop - model.num_layers)
+    return 1 + max(0, layers.stop - model.num_layers)
 
 
 def stage_params(

@@ -365,23 +365,23 @@ class Layout:
             left += (count < 2) + (columns["sent"] @ self.own.sum(axis=0) == 0)
         return np.where(left, 0, count).astype(int)
 
-    def seconds(self, columns: Array, here: Array, count: int) -> Array:
-        """Return a lower bound of a step's seconds, for each record ``here`` of ``columns``.
+    def seconds(self, columns: Array, indices: Array, count: int) -> Array:
+        """Return a lower bound of a step's seconds, for each record ``indices`` of ``columns``.
 
         Args:
             columns: records that ``Space.columns`` made.
-            here: indices of records.
+            indices: which records of ``columns``.
             count: micro-batches of the step.
         """
         parallel = self.parallel
-        forward = columns["forward"][here].T
-        whole = forward + columns["backward"][here].T
+        forward = columns["forward"][indices].T
+        whole = forward + columns["backward"][indices].T
         work = self.own @ whole
         stages = self.sizes @ whole
         unit = stages.max(axis=0) / GRAIN  # the simulation rounds times of stages to it
         busy = count * work
         if parallel.overlap_all_to_all:
-            hidden = HIDDEN * (self.own @ columns["sent"][here].T + self.each * unit)
+            hidden = HIDDEN * (self.own @ columns["sent"][indices].T + self.each * unit)
             few, pairs, *_ = self._order(count)
             busy -= (pairs + count - few) * np.minimum(hidden, work / 2 + self.each * unit)
         # A rank waits for the stages before its first one: at the start for activations, and at
@@ -391,14 +391,14 @@ class Layout:
         least: Array = (busy + np.maximum(waits, 0.0)).max(axis=0)
         return least
 
-    def bytes(self, columns: Array, here: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each record ``here`` of ``columns``.
+    def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
+        """Return a lower bound of the bytes on the fullest rank, for each record ``indices`` of ``columns``.
 
         Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
 
         Args:
             columns: records that ``Space.columns`` made.
-            here: indices of records.
+            indices: which records of ``columns``.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """
@@ -408,15 +408,15 @@ class Layout:
         weights = compute if optim.master_weights == "stochastic" else wide
         moments = moment * (1 if optim.algorithm == "muon" else 2)
         *_, held, done = self._order(count)
-        state = self.pp / ranks * (self.own @ columns["state"][here].T)
+        state = self.pp / ranks * (self.own @ columns["state"][indices].T)
         sharded = weights * state  # reduced gradients are as wide as weights
-        moving = held @ columns["kept"][here].T
+        moving = held @ columns["kept"][indices].T
         if ranks > 1 and gathers_once(self.config, self.pp):
-            moving += self.own @ columns["gathered"][here].T
+            moving += self.own @ columns["gathered"][indices].T
         if self.pp == 1 and parallel.grad_sync == "micro_batch":
             moving += sharded * (count > 1)
         elif ranks > 1:
-            moving += reduced * done @ columns["trained"][here].T
+            moving += reduced * done @ columns["trained"][indices].T
         spread = 1 + FRAGMENTATION * (not self.config.cluster.on_cpu)
         least: Array = (moments + weights) * state + spread * np.maximum(moving, sharded)
         return least.max(axis=0)

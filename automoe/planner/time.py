@@ -238,19 +238,19 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
     return flops.mfu(speed, config.cluster.peak_flops * place.mesh.world_size)
 
 
-def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> float:
+def _work(place: Place, stages_of_ranks: list[list[Stage]], count: int, border: Cost) -> float:
     """Return GPU-seconds of a step: what all ranks compute and send, and their optimizer, summed.
 
     Waiting for other pipeline ranks is not included.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
-        held: stages of each pipeline rank.
+        stages_of_ranks: stages of each pipeline rank.
         count: number of micro-batches.
         border: cost of sending a hidden state to the next pipeline rank.
     """
     per_rank = 0.0
-    for stages in held:
+    for stages in stages_of_ranks:
         each = sum(stage.times.work + sum(stage.states) * border.seconds for stage in stages)
         once = sum(stage.once.seconds for stage in stages)
         per_rank += count * each + once + optimizer_time(place, stages)
