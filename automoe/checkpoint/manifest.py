@@ -153,7 +153,7 @@ def verify_step(
 def damage(step_dir: Path, content: bool = True) -> str | None:
     """Return a description of a checkpoint's damage, or None; this process alone reads all files.
 
-    Raises ``CheckpointError`` if the step cannot be read.
+    Raises ``CheckpointError`` if reading fails.
 
     Args:
         content: False compares sizes alone.

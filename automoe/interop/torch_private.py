@@ -130,9 +130,8 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 
     Names are ``flight`` (gloo's) and ``flight_nccl`` (NCCL's, if torch has NCCL).
 
-    Publicly, they are only written to files when a watchdog ends the process. Torch 2.11 to 2.15:
-    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack
-    traces, only active).
+    Public functions write records to files only when a watchdog ends the process. Torch 2.11-2.15:
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
 
     Args:
         active: leave out collectives that have ended.

@@ -81,7 +81,7 @@ class HierarchicalDispatcher:
         return sum_to_tokens(out_BH, exchange.token_idx_B, num_tokens)
 
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the choices that send a copy of their token, and counts for each rank of the level.
+        """Return which (token, expert) choices send a copy of their token, and counts per rank of the level.
 
         A token sends one copy to each rank of the level that holds any of its chosen experts
         ``topk_ids_TK``.
