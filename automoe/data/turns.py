@@ -53,8 +53,8 @@ def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[in
     generation prompt.
 
     Args:
-        head: rendered text of the conversation through the answer, cut where the answer's own text
-            begins.
+        head: rendered text of the conversation with the answer, cut off where the answer's own
+            text begins.
         before: rendered text of the messages before the answer, with the generation prompt.
         plain: ``before`` without the generation prompt.
         shared: length of the common prefix of ``before`` and the text through the answer.

@@ -465,7 +465,7 @@ def _fsdp(place: Place, stage: Stage) -> None:
 
 
 def optimizer_time(place: Place, stages: list[Stage]) -> float:
-    """Return seconds of the optimizer's update on a rank with ``stages``; without stages, of Muon's products alone."""
+    """Return seconds of the optimizer's update on a rank with ``stages``; if [], of Muon's iterations alone."""
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)

@@ -55,7 +55,7 @@ def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tupl
 
 def on_policy(loss: Callable[..., Tensor]) -> Any:
     """Return ``loss`` wrapped for the first update on new answers: ``old_log_probs`` are those of
-    its own forward pass.
+    the update's own forward pass.
 
     The caller then needs no ``Session.log_probs``. The result is the same, unless dropout or
     router jitter is on, which ``log_probs`` leaves out. Samples need no ``old_log_probs``, and any

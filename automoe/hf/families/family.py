@@ -410,7 +410,7 @@ def named(words: str) -> dict[str, Field | str]:
 
 
 def multiple(key: str, of: Callable[[ModelConfig], int]) -> dict[str, Field]:
-    """Return the ``Field`` for the dotted ``key``; writing raises ``ConfigError`` for no multiple of ``of(config)``."""
+    """Return {``key``: ``Field``}; exports raise ``ConfigError`` unless the value is a multiple of ``of(config)``."""
 
     def write(size: int, config: ModelConfig) -> int:
         if rest := size % of(config):
