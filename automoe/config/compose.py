@@ -484,7 +484,7 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """Return sorted (key, last value) of each key; ``mesh.ep`` becomes ``ep`` if no other key ends in it."""
+    """Return ``overrides`` as sorted (key, last value); ``mesh.ep`` is ``ep`` if no other key has that ending."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     last = {key: key.rpartition(".")[2] for key in typed}

@@ -233,7 +233,7 @@ class KeyMap:
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        It may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E I L]``.
+        The result may have two names (gate and up) and dims: ``mlp.experts.down_proj [E I L]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)

@@ -236,7 +236,11 @@ def _chunk_gradients(
     chunk: _Chunk,
     settings: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32."""
+    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32.
+
+    ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
+    gradient, summed; ``settings`` are the last arguments of ``_scores``.
+    """
     dtype, scale = q_BcND.dtype, settings[-1]
     shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()
     grad_BrD = grad_BcND.flatten(1, 2)

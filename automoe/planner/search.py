@@ -352,7 +352,9 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate of about ``near`` bytes to ``result.missed``, if none before was timed or as small."""
+        """Add a legal candidate to ``result.missed`` if none was timed yet and its bytes, ``near``, are the fewest so
+        far.
+        """
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near

@@ -387,7 +387,7 @@ class Session:
         """Load weights, optimizer and counters from the run's newest checkpoint; clear gradients. Collective.
 
         Returns:
-            The ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and nothing is loaded.
+            The dictionary that ``save`` got as ``extra``; None if there is no checkpoint, and nothing is loaded.
         """
         newest = self.store.newest()
         if self.store.load_latest(self.state) is None:
