@@ -307,8 +307,8 @@ def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -
     """Return (key, broken=True, rule, remedy) of a broken rule, from the cells of its row in a table.
 
     The rule is ``reason``, followed by the values of settings in the conditions that it does not
-    show. Without a ``remedy``, or before one that begins with a comma, come settings that make a
-    condition false.
+    show. If ``remedy`` is empty or begins with a comma, settings that make a condition false come
+    before it.
 
     Args:
         see: the configuration's values.

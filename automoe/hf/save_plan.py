@@ -196,7 +196,7 @@ class Transfer:
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
-        """Enter a context with an iterator over (item, whole tensor) of what this rank writes.
+        """Context that gives an iterator over (item, whole tensor) for the tensors that this rank writes.
 
         If the body fails, the rank still takes part in gathering the other tensors before the error
         leaves the context, so that no other rank waits for it.

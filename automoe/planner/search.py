@@ -352,9 +352,7 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate to ``result.missed`` if none was timed yet and its bytes, ``near``, are the fewest so
-        far.
-        """
+        """Add a legal candidate to ``result.missed`` if none was timed yet and none had fewer bytes than ``near``."""
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near
