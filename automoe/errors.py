@@ -97,7 +97,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Ranks cannot be started or run here, or one failed; of several, the error of the first to fail is reported."""
+    """Failure to start or run ranks on this machine, or failure of a rank (the first of several)."""
 
 
 class TrainingError(AutomoeError, RuntimeError):

@@ -237,12 +237,12 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
 
 def load_step(
-    held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
+    full_tensors: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
 ) -> None:
     """Load a training checkpoint into a model's unsharded tensors, without process group.
 
     Args:
-        held: name -> full tensor, filled in place.
+        full_tensors: name -> full tensor, filled in place.
         step_dir: folder of the training checkpoint.
         averaged: names of tensors that get the averaged weights (EMA) instead of the weights.
 
@@ -253,7 +253,8 @@ def load_step(
     from automoe.optim.ema import KEY
 
     tensors = {
-        f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": held[name] for name in held
+        f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": full_tensors[name]
+        for name in full_tensors
     }
     with warnings.catch_warnings():
         warnings.filterwarnings(

@@ -146,10 +146,10 @@ def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
     """Build the model of the rank with the most memory; return number and bytes of its weight shards.
 
     The model is on the meta device, sharded in a fake process group. The result also says whether
-    the bytes equal the plan's.
+    the plan predicted these bytes.
 
     Args:
-        plan: the plan of ``config``, which says which rank that is.
+        plan: the plan of ``config``, which has the memory of every rank.
     """
     from automoe.verify.fake_world import local_shards
 

@@ -142,7 +142,7 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` is set and over since the last save began.
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began; False if the key is 0.
 
         Each rank answers by its own clock.
         """
@@ -284,7 +284,7 @@ class CheckpointStore:
     def base(self) -> str | None:
         """Digest of the checkpoint at ``model.hf_path`` if weights are frozen, else None. Collective.
 
-        Saved steps leave out the frozen weights, which that checkpoint holds. None with ``model.upcycle``, too.
+        Saved steps leave out the frozen weights, which that checkpoint holds. With ``model.upcycle`` it is None, too.
         """
         config = self.config
         model = config.model

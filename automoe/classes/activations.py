@@ -1,8 +1,8 @@
 """Activation memory of a model's ``transformers`` class, measured on fake tensors.
 
 The layers run forward and backward over torch's fake tensors, which have shapes and no storage.
-Counted are the outputs of the CPU's operators, from their creation until they are freed; temporary
-memory inside an operator is not seen.
+The outputs of operators (as the CPU dispatches them) are counted from their creation until they
+are freed; temporary memory inside an operator is not.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _kind(layer: nn.Module) -> Any:
 def _run_once(layer: Any, like: Any) -> None:
     """Make ``layer`` return its input instead of computing, if it is not the first of its kind.
 
-    Memory is measured once per kind of layer. A layer whose ``like`` did not return exactly one
-    tensor still computes.
+    Memory is measured once per kind of layer. If ``like`` did not return a single tensor,
+    ``layer`` computes as usual.
 
     Args:
         like: first layer of the model with equal shapes and settings; it may be ``layer`` itself.

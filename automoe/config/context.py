@@ -67,9 +67,10 @@ class Exchange(NamedTuple):
     """Elements per position that a cp rank sends to exchange positions for heads (Ulysses).
 
     Attributes:
-        into: sent in the all-to-all of queries, keys and values, with the share that the rank keeps.
-        gathered: sent to each other rank in the all-gather of MLA's rotary key; 0 without MLA.
-        out: sent in the all-to-all of attention's output.
+        into: in the all-to-all of queries, keys and values, including the share that stays on the
+            rank.
+        gathered: to each other rank, in the all-gather of MLA's rotary key; 0 without MLA.
+        out: in the all-to-all of attention's output, including the share that stays on the rank.
     """
 
     into: int

@@ -122,9 +122,10 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        Names are the axes larger than one (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if
-        cp > 1, and ``stage`` (a pipeline stage) if pp and two more axes of the default mesh are larger
-        than one. What spans the world uses its group and is left out, except cp, ep and etp.
+        Names are the axes larger than one (pp twice: both meshes have it), ``fsdp`` (dp_shard x
+        cp) if cp > 1, and ``stage`` (a pipeline stage) if pp and two more axes of the default mesh
+        are larger than one. An axis that spans the world is left out, since it uses the world's
+        group, except cp, ep and etp.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []

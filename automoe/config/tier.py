@@ -19,8 +19,8 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 class Tier:
     """Interface of the code that computes a family's models; this base is automoe's own decoder.
 
-    Families whose models transformers or a plugin computes override methods. One that returns None
-    leaves its work to the decoder.
+    Families whose models transformers or a plugin computes override its methods. A method that
+    returns None leaves its work to the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.

@@ -13,8 +13,8 @@ Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 class _Order:
     """List of one pipeline rank's actions in the order in which they run.
 
-    Actions are added by kind and stage. The first forward of a stage gets micro-batch 0, the next
-    one 1, and so on; backward passes are numbered in the same way.
+    Actions are added by kind and stage. The first forward of a stage gets micro-batch 0, the
+    second micro-batch 1, and so on; backward passes are numbered in the same way.
 
     Args:
         stages: numbers of the rank's two stages, of which the first one comes earlier in the model.

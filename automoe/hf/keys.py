@@ -233,7 +233,7 @@ class KeyMap:
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        It may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E I L]``.
+        The result may have two names (gate and up) and dims: ``mlp.experts.down_proj [E I L]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
@@ -285,7 +285,7 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Layout of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves a model so even if published files have fused experts; block-FP8 is always so.
+        ``transformers`` saves this layout even if published files have fused experts; block-FP8 always has it.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)

@@ -347,9 +347,9 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of ``key`` (EMBEDDING or HEAD), and (mean row, number of rows) of the file's.
+        """Return (our name of ``key``, the embedding or head; (mean of its stored rows [H] float64, number of rows)).
 
-        The mean [H] is float64. Rows are added in order: the result does not depend on threads.
+        Rows are added in order: the result does not depend on threads.
         """
         rows, columns = self.catalog.sources[self.catalog.keys.renamed(key)].shape
         name = key.removeprefix("model.")

@@ -159,8 +159,8 @@ def unread_shards(config: ModelConfig) -> list[LocalShard]:
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     """Return the dtype in which a checkpoint stores a slice of a tensor, or bfloat16 if quantized.
 
-    Of a slice over several stored tensors the first one counts. A tensor that the checkpoint lacks
-    has the dtype of another one.
+    If a slice spans several stored tensors, the first of them decides. If the checkpoint lacks the
+    tensor, the dtype of another of its tensors is returned.
 
     Args:
         catalog: catalog of the checkpoint.
@@ -196,7 +196,7 @@ class Transfer:
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
-        """Enter a context with an iterator over (item, whole tensor) of what this rank writes.
+        """Context that gives an iterator over (item, whole tensor) for the tensors that this rank writes.
 
         If the body fails, the rank still takes part in gathering the other tensors before the error
         leaves the context, so that no other rank waits for it.

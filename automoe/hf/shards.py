@@ -117,7 +117,10 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, empty CPU shard for its numbers) of each expert or lone matrix."""
+        """Yield each expert's index in this shard, and a new, unfilled CPU shard of its size.
+
+        If experts are not stacked, yield once, for the entire shard.
+        """
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):

@@ -151,7 +151,7 @@ class TokenExchange:
         """Return the shared buffer, replaced by a larger one if it is too small. Collective.
 
         Args:
-            sizes: what ``_make_buffer`` takes: bytes of a row (v1), or tokens, hidden size and
+            sizes: arguments of ``_make_buffer``: bytes of a row (v1), or tokens, hidden size and
                 top-k (v2).
         """
         before = self._sizes or (0,) * len(sizes)

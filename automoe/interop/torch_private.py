@@ -114,15 +114,15 @@ def gloo_group(
     return group
 
 
-def replace_gloo(made: Any) -> None:
-    """Make torch use the class ``made`` instead of ``ProcessGroupGloo`` for gloo groups.
+def replace_gloo(group_class: Any) -> None:
+    """Make torch use the class ``group_class`` instead of ``ProcessGroupGloo`` for gloo groups.
 
     ``register_backend`` cannot replace a backend that is built in. Torch 2.11 to 2.15:
     ``distributed_c10d`` looks ``ProcessGroupGloo`` up among its own names, to make groups and to
     recognise them.
     """
     if Gloo is not None:
-        vars(distributed_c10d)["ProcessGroupGloo"] = made
+        vars(distributed_c10d)["ProcessGroupGloo"] = group_class
 
 
 def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
@@ -130,9 +130,8 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 
     Names are ``flight`` (gloo's) and ``flight_nccl`` (NCCL's, if torch has NCCL).
 
-    Publicly, they are only written to files when a watchdog ends the process. Torch 2.11 to 2.15:
-    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack
-    traces, only active).
+    Public functions write records to files only when a watchdog ends the process. Torch 2.11-2.15:
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
 
     Args:
         active: leave out collectives that have ended.

@@ -21,11 +21,12 @@ CHUNK = 256  # queries whose scores are in memory at once
 
 
 class Windows(NamedTuple):
-    """The complete windows of rows: E = S // W places in each; places without a window are unseen.
+    """The complete windows of each row, in E = S // W entries; no query sees an entry without a window.
 
     Attributes:
-        places_BEW: int64, the positions of each window in its row.
-        first_BE: int64, index in its document of a window's first position; 0: no window before it.
+        places_BEW: int64, positions in the row of each entry's window.
+        first_BE: int64, index in the document of the window's first position; 0: the document's
+            first window.
         seen_BSE: True where a query sees an entry: the window is of its document and complete.
     """
 
@@ -41,7 +42,7 @@ def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> W
 
     Args:
         positions_BS: index of each token in its document, from 0.
-        doc_ids_BS: document of each token; None: a query sees entries of all documents before it.
+        doc_ids_BS: document of each token; None: a query sees all complete windows of its row.
     """
     size = positions_BS.shape[1]
     count = size // width
@@ -235,7 +236,11 @@ def _chunk_gradients(
     chunk: _Chunk,
     settings: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32."""
+    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32.
+
+    ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
+    gradient, summed; ``settings`` are the last arguments of ``_scores``.
+    """
     dtype, scale = q_BcND.dtype, settings[-1]
     shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()
     grad_BrD = grad_BcND.flatten(1, 2)

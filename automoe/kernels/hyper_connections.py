@@ -52,7 +52,7 @@ def doubly_stochastic(logits_Bsnn: Tensor, iterations: int, eps: float) -> Tenso
     Section 4.2 of arXiv 2512.24880. The first scaling of rows is a softmax; columns come last.
 
     Args:
-        iterations: times that both are scaled, at least 1.
+        iterations: how often rows and columns are scaled, at least 1.
         eps: added to the softmax, and to the sums that divide.
     """
     return _Sinkhorn.apply(logits_Bsnn, iterations, eps)
@@ -78,7 +78,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _scaled(first: Tensor, iterations: int, eps: float) -> list[tuple[int, Tensor, Tensor]]:
-    """Return (dim that is scaled, result, divisor) of each step after the softmax ``first``."""
+    """Return (dim that is scaled, result, divisor) of each Sinkhorn step after the softmax ``first``."""
     steps = []
     matrix = first + eps
     for dim in [-2, *[-1, -2] * (iterations - 1)]:

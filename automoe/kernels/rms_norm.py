@@ -131,8 +131,8 @@ class RMSNormOverRanks(torch.autograd.Function):
 def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor:
     """Return the RMSNorm of ``x * (1 + weight_D)`` over the last dim, in the dtype of ``x``.
 
-    The weight, None for zeros, comes before the mean, unlike that of ``rms_norm``. Without ``eps``
-    it returns ``x``.
+    The weight (None: zeros) multiplies x before the mean square is taken, unlike in ``rms_norm``.
+    With ``eps`` None, ``x`` is returned.
     """
     if eps is None:
         return x

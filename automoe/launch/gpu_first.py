@@ -45,7 +45,7 @@ class Check:
     killed: bool = False
 
     def overrides(self, device: str) -> list[str]:
-        """Return this check's overrides: its words, ``launch.device`` and ``launch.num_ranks``.
+        """Return the overrides that this check trains with: ``words``, ``launch.device`` and ``launch.num_ranks``.
 
         Args:
             device: device of a check that needs GPUs; another runs on the CPU.

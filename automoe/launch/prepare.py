@@ -128,7 +128,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
     and chat data get the date for the template.
 
     Args:
-        overrides: those of the command line, which must not contradict the checkpoint.
+        overrides: overrides of the command line, which must not contradict the checkpoint.
 
     Raises:
         ConfigError: the checkpoint does not exist or has an unknown family; an override contradicts
@@ -383,7 +383,7 @@ def _own_data(config: Config) -> str:
 def check_num_ranks(
     config: Config, overrides: list[str], num_ranks: int, why: str, chosen: str = ""
 ) -> None:
-    """Raise ``ConfigError`` if an override sets ``launch.num_ranks`` to another value.
+    """Raise ``ConfigError`` if an override sets ``launch.num_ranks`` to another value than ``num_ranks``.
 
     Args:
         num_ranks: number of ranks that the mesh holds, or that torchrun or srun started.

@@ -143,9 +143,9 @@ class StuckWatch:
         """Write this rank's position in the code to a file if another rank asks for it.
 
         Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs, wait
-        up to 10 s for the answers, and record the missing rank as the run's first error. If
-        the timeout of the collective's group is longer than that of a step (``timeout_s``), and it
-        has waited almost as long as the shorter one, print a warning instead.
+        up to 10 s for the answers, and record the missing rank as the run's first error. If the
+        collective's group has a longer timeout than a step (``timeout_s``), and the collective has
+        waited almost as long as a step's timeout, print a warning instead.
         """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context

@@ -110,10 +110,10 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return hidden states [B, s, H] after this part's last layer.
+        """Return hidden states [B, s, H] after the last layer of this pipeline stage.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
+            x: [B, S] int64 tokens if this stage embeds, else [B, s, H] from the previous stage.
             tokens: positions, document ids and other tensors [B, S] of the same tokens.
         """
 
@@ -153,15 +153,15 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def embedding(self) -> nn.Module | None:
-        """Token embedding of this part, or None; with tied weights the last stage holds a copy."""
+        """Token embedding of this pipeline stage, or None; with tied weights the last stage has a copy."""
 
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """Yield (layer number, MoE layer) for the MoE layers of this part, in order."""
+        """Yield (layer number, MoE layer) for the MoE layers of this pipeline stage, in order."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:
-        """Yield this part's layers as FSDP units, in the order of the forward pass."""
+        """Yield this pipeline stage's layers as FSDP units, in the order of the forward pass."""
 
     def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
         """Make ``module``, which is no class of automoe, add the LoRA ``adapter``'s output to its own.
@@ -184,7 +184,7 @@ class CausalLM(nn.Module, ABC):
         transformers or a plugin computes override it.
 
         Args:
-            seq_len: positions of a training sequence; a check needs no longer one.
+            seq_len: positions of a training sequence, the longest that a check has to try.
         """
 
     def forward(

@@ -105,7 +105,7 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _trained_chunks(x_TH: Tensor, labels_T: Tensor, skips: bool) -> Sequence[slice | Tensor]:
-    """Return the positions of trained tokens, in chunks; of all tokens if not ``skips``, or where a GPU's host would wait."""
+    """Return indices of the trained tokens, in chunks; slices of all tokens if not ``skips`` or on a GPU, to avoid a host sync."""
     if x_TH.is_cuda or not skips:
         return [*_chunks(x_TH)]
     trained = (labels_T != IGNORE).nonzero().squeeze(1)
@@ -127,9 +127,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _new_gradients(ctx, x_TH, weight_VH, wide: torch.dtype, new=torch.empty_like):
-    """Return gradients of x, made by ``new``, and of the weight, zeros of dtype ``wide``; None for one not needed.
-
-    ``ctx`` is that of an autograd function whose first two inputs are x and the weight."""
+    """Return buffers for the gradients of x (by ``new``) and weight (zeros of dtype ``wide``); None: not needed."""
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = new(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
@@ -481,7 +479,7 @@ class LossInputs:
         return self.context.sum(sums[:, :-1])
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return ``loss``, equal on the ranks of ``context``, divided by their number."""
+        """Return ``loss``, a value equal on all ranks of ``context``, divided by the number of these ranks."""
         return loss / self.context.num_ranks
 
     def report(self, name: str, share: Tensor) -> None:

@@ -39,7 +39,10 @@ class RMSNorm(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm with the weight [``dim``] before the mean (``output_norm``); with ``dim`` 0 without a weight."""
+    """RMSNorm of a block's output, multiplied by ``weight`` [``dim``] before the mean of squares is taken.
+
+    With ``dim`` 0 it has no weight; with ``eps`` None the input is returned (``output_norm``).
+    """
 
     first_values = {"weight": "zeros"}
 

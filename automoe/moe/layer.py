@@ -31,11 +31,12 @@ class MoE(nn.Module):
     """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
-        layer: number of this layer in the model, counted from 0; the first ``first_k_dense`` layers
-            have no experts.
+        layer: number of this layer in the model, counted from 0; the first ``first_k_dense``
+            layers have no experts.
         shared_experts: dense FFN that every token passes, or None.
         backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
-        latent: projections around the routed experts, and the norm of their outputs.
+        latent: projections to the routed experts' input width and back, and the norm of their
+            outputs.
     """
 
     def __init__(

@@ -91,8 +91,8 @@ def jsonable(value: Any) -> Any:
 class AppendLog:
     """Append-only JSON-lines file of step records that survives a kill mid-line, and a full disk.
 
-    What does not fit on the disk stays in the file object's buffer until it fits, so a full disk
-    neither ends a run nor leaves a gap in its record.
+    Records that do not fit on the disk stay in the file object's buffer until they fit, so a full
+    disk neither ends a run nor leaves a gap in its record.
 
     Args:
         path: the file.

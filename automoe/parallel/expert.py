@@ -90,7 +90,7 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 def expert_mesh(meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh that experts are sharded over: ep, etp or both; None if each has one rank."""
+    """Return the mesh over which experts are sharded, with the axes ep, etp or both; None if both have one rank."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.submesh(axis) is not None)
     return meshes.moe[axes] if axes else None
 

@@ -1,8 +1,9 @@
 """Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
 What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
-settings. A record of an array, called a column, is a family with one value of
-``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank for all columns.
+settings. A column is a record of a numpy array, for a family with one value of
+``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank, for all columns at
+once.
 """
 
 from __future__ import annotations
@@ -90,10 +91,11 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family reduced to what the times of a layer's routed experts depend on.
+        """This family with ``context`` fixed, and cp and micro-batch size divided by their
+        greatest common divisor.
 
-        cp and micro-batch size are divided by their greatest common divisor, which keeps the tokens
-        per rank. Families with the same result have equal times of routed experts.
+        Tokens per rank stay the same. Families with an equal result have equal times of routed
+        experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
         micro = self.micro_batch_size // both
@@ -120,7 +122,8 @@ class Space:
 
     Args:
         config: configuration that the search varies.
-        rungs: values of ``parallel.recompute`` that the search tries.
+        rungs: values of ``parallel.recompute`` that the search tries, from the least memory freed
+            to the most.
     """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
@@ -144,7 +147,7 @@ class Space:
 
         Args:
             families: combinations of mesh axes and settings.
-            rungs: how many values of ``parallel.recompute`` to time for each; None: all.
+            rungs: number of values of ``parallel.recompute`` to time for each family; None: all.
 
         Returns:
             Array with one record per family (``item``) and choice, family by family. Fields:
@@ -193,7 +196,8 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return ``VALUES`` of each kind of layer without its routed experts: [choices, kinds, values].
+        """Return times and bytes (``VALUES``) of layers without routed experts: [choices, kinds of
+        layers, values].
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
@@ -235,7 +239,7 @@ class Space:
         return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
-        """Return ``VALUES`` of each kind of layer's routed experts and launches: [choices, kinds, values].
+        """Return times and bytes (``VALUES``) of routed experts and launches: [choices, kinds of layers, values].
 
         Args:
             family: mesh axes and settings.
@@ -289,7 +293,7 @@ class Space:
 
 
 def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
-    """Return seconds of the forward and backward pass, of what is repeated, and of all-to-alls in all of it.
+    """Return seconds of: the forward pass, the backward pass, recomputation, and the all-to-alls in these three.
 
     Args:
         passes: both passes of a layer or a part of it, without repetitions.
@@ -314,7 +318,7 @@ def seconds_once(config: Config, ranks: int) -> float:
 
 
 class Layout:
-    """A pipeline schedule on ``pp`` ranks with an FSDP policy; it bounds a step's time and memory.
+    """A pipeline schedule on ``pp`` ranks with an FSDP policy; its methods bound a step's time and memory.
 
     Args:
         space: times and bytes of the model's layers.
@@ -361,23 +365,23 @@ class Layout:
             left += (count < 2) + (columns["sent"] @ self.own.sum(axis=0) == 0)
         return np.where(left, 0, count).astype(int)
 
-    def seconds(self, columns: Array, here: Array, count: int) -> Array:
-        """Return a lower bound of a step's seconds, for each record ``here`` of ``columns``.
+    def seconds(self, columns: Array, indices: Array, count: int) -> Array:
+        """Return a lower bound of a step's seconds, for each record ``indices`` of ``columns``.
 
         Args:
             columns: records that ``Space.columns`` made.
-            here: indices of records.
+            indices: which records of ``columns``.
             count: micro-batches of the step.
         """
         parallel = self.parallel
-        forward = columns["forward"][here].T
-        whole = forward + columns["backward"][here].T
+        forward = columns["forward"][indices].T
+        whole = forward + columns["backward"][indices].T
         work = self.own @ whole
         stages = self.sizes @ whole
         unit = stages.max(axis=0) / GRAIN  # the simulation rounds times of stages to it
         busy = count * work
         if parallel.overlap_all_to_all:
-            hidden = HIDDEN * (self.own @ columns["sent"][here].T + self.each * unit)
+            hidden = HIDDEN * (self.own @ columns["sent"][indices].T + self.each * unit)
             few, pairs, *_ = self._order(count)
             busy -= (pairs + count - few) * np.minimum(hidden, work / 2 + self.each * unit)
         # A rank waits for the stages before its first one: at the start for activations, and at
@@ -387,14 +391,14 @@ class Layout:
         least: Array = (busy + np.maximum(waits, 0.0)).max(axis=0)
         return least
 
-    def bytes(self, columns: Array, here: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each record ``here`` of ``columns``.
+    def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
+        """Return a lower bound of the bytes on the fullest rank, for each record ``indices`` of ``columns``.
 
         Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
 
         Args:
             columns: records that ``Space.columns`` made.
-            here: indices of records.
+            indices: which records of ``columns``.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """
@@ -404,23 +408,24 @@ class Layout:
         weights = compute if optim.master_weights == "stochastic" else wide
         moments = moment * (1 if optim.algorithm == "muon" else 2)
         *_, held, done = self._order(count)
-        state = self.pp / ranks * (self.own @ columns["state"][here].T)
+        state = self.pp / ranks * (self.own @ columns["state"][indices].T)
         sharded = weights * state  # reduced gradients are as wide as weights
-        moving = held @ columns["kept"][here].T
+        moving = held @ columns["kept"][indices].T
         if ranks > 1 and gathers_once(self.config, self.pp):
-            moving += self.own @ columns["gathered"][here].T
+            moving += self.own @ columns["gathered"][indices].T
         if self.pp == 1 and parallel.grad_sync == "micro_batch":
             moving += sharded * (count > 1)
         elif ranks > 1:
-            moving += reduced * done @ columns["trained"][here].T
+            moving += reduced * done @ columns["trained"][indices].T
         spread = 1 + FRAGMENTATION * (not self.config.cluster.on_cpu)
         least: Array = (moments + weights) * state + spread * np.maximum(moving, sharded)
         return least.max(axis=0)
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
-        """Return what the schedule overlaps and keeps, in a step of ``count`` micro-batches.
+        """Return how many passes overlap and how many layers hold activations or gradients under the schedule.
 
-        Only the first micro-batches are looked at if the order of passes then repeats.
+        The step has ``count`` micro-batches; only the first ones are looked at if the order of
+        passes then repeats.
 
         Returns:
             Four arrays: the number of micro-batches that were looked at; [pp, 1] each rank's pairs

@@ -51,7 +51,7 @@ def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: b
 
 
 def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: int) -> float:
-    """Return the bytes that pooling to entries of width ``dim`` keeps for its backward pass.
+    """Return the bytes that pooling windows into entries (keys) of width ``dim`` keeps for its backward pass.
 
     The rotated entries are included.
     """
@@ -122,7 +122,8 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
     """Return the numbers per token that tp ranks gather.
 
-    They are latents of queries, keys, and projections from which entries are pooled.
+    They belong to latents of queries, to keys, and to the projections from which entries are
+    pooled.
     """
     widths = attention.head_dim + attention.index_head_dim * has_indexer(attention, layer)
     ratio = ratio_of(attention, layer)

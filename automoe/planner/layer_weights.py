@@ -15,7 +15,7 @@ from automoe.planner.step_memory import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one layer: what multiplies tokens, and sizes of the tp shard before ep and FSDP.
+    """Weights of one layer: its matrices, and sizes of all its weights, sharded by tp but not by ep and FSDP.
 
     Attributes:
         weights: matrices that tokens are multiplied by, before any shard, each with its bytes per

@@ -69,7 +69,8 @@ class Search:
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
         too_large: number of candidates that do not fit.
-        missed: candidates that do not fit: all that were timed, and some of the smallest ones found before.
+        missed: candidates that do not fit in memory: all timed ones, and of those before them the ones with fewest
+            bytes.
         rest: upper bound of the tokens/s of all candidates that were left in the queue.
     """
 
@@ -338,7 +339,9 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _candidate(self, number: int, rung: int, family: Family) -> Candidate | None:
-        """Return a candidate by its numbers; None if its mesh breaks a rule, or has a result already."""
+        """Return the candidate of layout ``number`` and recomputation ``rung``; None for an illegal mesh or one with a
+        result.
+        """
         layout, _ = self.layouts[number]
         shape = self._mesh(family[:5], layout.pp)
         if not shape or any(candidate.mesh == shape for candidate in self.result.found):
@@ -349,7 +352,7 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate to ``result.missed`` if none was timed and it has the fewest bytes, about ``near``."""
+        """Add a legal candidate to ``result.missed`` if none was timed yet and none had fewer bytes than ``near``."""
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near
@@ -358,8 +361,8 @@ class Queue:
     def _found(self, waiting: Array) -> list[Array]:
         """Add timed candidates to ``result.found``, once per mesh, or to ``result.missed`` if they do not fit.
 
-        Those of ``waiting`` are equally fast: the plainest come first. Returns an array with those left when the
-        results are complete.
+        The candidates ``waiting`` are equally fast: the plainest come first. Returns an array with the candidates that
+        are left when the results are complete.
         """
         result = self.result
         order = sorted(

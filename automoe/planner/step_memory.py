@@ -99,7 +99,7 @@ class LayerKind(NamedTuple):
         window: sliding window in tokens; 0: full attention.
         recomputed: modules that the backward pass recomputes.
         indexed: it has an indexer for sparse attention.
-        ratio: positions that an entry of its attention stands for; 0: it has no entries.
+        ratio: positions that compressed attention pools into one key; 0: no pooling.
         mtp: it is a module for multi-token prediction.
     """
 

@@ -387,7 +387,7 @@ class Session:
         """Load weights, optimizer and counters from the run's newest checkpoint; clear gradients. Collective.
 
         Returns:
-            The ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and nothing is loaded.
+            The dictionary that ``save`` got as ``extra``; None if there is no checkpoint, and nothing is loaded.
         """
         newest = self.store.newest()
         if self.store.load_latest(self.state) is None:
@@ -472,7 +472,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` converted to ``kind``; raise ``ConfigError``, which names ``key``, unless least <= it < inf."""
+    """Return ``kind(value)``; raise ``ConfigError``, which names ``key``, unless ``least`` <= value < infinity."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss, expert token counts and replayed ids of ``first`` added."""
+    """Return ``second`` with loss, tokens per expert and counts of replayed choices increased by those of ``first``."""
     return replace(
         second,
         loss=first.loss + second.loss,

@@ -41,9 +41,10 @@ class WeightStream:
         bucket_bytes: peak memory of an iteration on a rank: the bucket, and the buffers to gather
             its tensors. A single tensor may exceed it.
         dtype: ``bfloat16``, ``float32``, or ``keep``: each tensor's dtype in the checkpoint at
-            ``model.hf_path`` (bfloat16 if it is quantized), or without one in the model.
-        encoding: ``plain``; ``fp8``: the matrices of layers in block-FP8; ``mxfp4`` or ``int4``: the
-            experts quantized.
+            ``model.hf_path`` (bfloat16 if quantized), or, without such a checkpoint, its dtype in
+            the model.
+        encoding: ``plain``; ``fp8``: the matrices of layers in block-FP8; ``mxfp4`` or ``int4``:
+            the experts quantized.
         layout: ``published`` (names of the published checkpoint), or ``fused`` (names and stacked
             experts of a transformers model).
 

@@ -1,4 +1,4 @@
-"""Training step: its two halves, in order.
+"""The two halves of a training step, in order.
 
     forward and backward, statistics                          ``forward_backward``
     norm, skip or not, 8-bit scales, clip, update, balance    ``optimizer_step``

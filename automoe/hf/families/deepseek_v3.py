@@ -20,7 +20,9 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims``, qk_rope_head_dim; raise ``ConfigError`` if it is not hf.head_dim (None, 0: hidden / heads)."""
+    """Return ``dims`` (qk_rope_head_dim); raise ``ConfigError`` if ``hf.head_dim`` or its default
+    is another number.
+    """
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:
         raise not_computed(

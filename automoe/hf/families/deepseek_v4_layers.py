@@ -42,9 +42,11 @@ def _read_tables(kinds: list[str], hf: Any) -> int:
 
 
 def rotation(hf: Any) -> dict[str, Any]:
-    """Return the rotary settings: scaling of layers with compressed keys, theta of the other layers.
+    """Return the rotary settings: those of layers with compressed keys, but ``rope_theta`` of the other layers.
 
-    ``truncate`` (of YaRN) is always True: transformers looks for it outside of the two settings.
+    ``hf.rope_parameters`` has both. YaRN's ``truncate`` is always True, as in transformers, which
+    looks for it outside of ``rope_parameters``. Raises ``ConfigError`` if other layers have
+    scaling.
     """
     main, compress = hf.rope_parameters["main"], hf.rope_parameters["compress"]
     shares = [kind.get("partial_rotary_factor", 1.0) for kind in (main, compress)]
@@ -56,9 +58,10 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return the field of ``key``: ``read(settings, head_dim)`` if the settings are stated.
+    """Return the ``Field`` for ``key`` of config.json, computed by ``read(settings, head_dim)``.
 
-    The settings are those of ``rope_parameters`` for layers with compressed keys.
+    ``settings`` are the ``rope_parameters`` of layers with compressed keys; without them the key's
+    own value is taken.
     """
     return Field(
         key,

@@ -410,7 +410,7 @@ def named(words: str) -> dict[str, Field | str]:
 
 
 def multiple(key: str, of: Callable[[ModelConfig], int]) -> dict[str, Field]:
-    """Return the field of the dotted ``key``, of which only multiples of ``of(config)`` are written."""
+    """Return {``key``: ``Field``}; exports raise ``ConfigError`` unless the value is a multiple of ``of(config)``."""
 
     def write(size: int, config: ModelConfig) -> int:
         if rest := size % of(config):
