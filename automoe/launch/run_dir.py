@@ -1,9 +1,9 @@
 """The run directory's lock, status and error files, which ranks, launcher and user share.
 
-``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
-(rank, type, message, traceback), ``pid``, and ``failed_attempts`` if the launcher may restart the
-run. The state "failed" is final, and the first error wins: those of other ranks follow from it (a
-peer vanished from a collective).
+``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective`` (last
+validation loss, else training loss), ``error`` (rank, type, message, traceback), ``pid``, and
+``failed_attempts`` if the launcher may restart the run. The state "failed" is final, and the first
+error wins: those of other ranks follow from it (a peer vanished from a collective).
 """
 
 from __future__ import annotations

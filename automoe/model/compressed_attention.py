@@ -40,9 +40,10 @@ class Compression:
         layers: numbers of the layers that get windows.
 
     Attributes:
-        angles, long_angles: (cos, sin) [B, S, 1, P] of positions, in layers without and in layers with entries.
-        windows: {ratio: windows of this many positions}.
-        entry_angles: {ratio: cos and sin [B, E, 1, P] of the first positions of windows}.
+        angles, long_angles: (cos, sin) [B, S, 1, P] of positions, P half the rotated width, in layers with a plain
+            window and in layers that also attend to pooled keys.
+        windows: {compression ratio: which positions each of the E pooled keys of a row is made of}.
+        entry_angles: {compression ratio: (cos, sin) [B, E, 1, P] of the first position of each pooled key}.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class HyperHead(nn.Module):
         self.hc_scale = nn.Parameter(torch.empty(1, dtype=dtype))
 
     def forward(self, x_BsW: Tensor) -> Tensor:
-        """Return the streams' weighted sum [B, s, H], which the final norm reads."""
+        """Return the weighted sum [B, s, H] of the n residual streams [B, s, W = n H], which the final norm reads."""
         logits_Bsn = stream_logits(x_BsW, self.hc_fn, self.config.norm_eps)
         gates_Bsn = (logits_Bsn * self.hc_scale + self.hc_base).sigmoid()
         return collapse(x_BsW, gates_Bsn + self.config.hc_eps)

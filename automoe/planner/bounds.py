@@ -80,9 +80,9 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """This family with fixed values of ep, etp, dispatcher, dispatch_dtype and expert_wgrad.
+        """These settings with ep=1, etp=1 and the default dispatcher, dispatch_dtype and expert_wgrad.
 
-        Only routed experts depend on these, so families with an equal result have equal times of a
+        Only routed experts depend on these, so settings with an equal result have equal times of a
         layer without its routed experts.
         """
         return self._replace(
