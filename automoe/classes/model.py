@@ -113,7 +113,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether ``vars(module)[kind][key]``, kind ``_buffers``, is a saved int64 table [V, K]: a token id's experts."""
+    """Return whether ``vars(module)[kind][key]``, kind ``_buffers``, is a saved table token id -> experts [V, K]."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)

@@ -187,6 +187,8 @@ class Comparison(NamedTuple):
     def arithmetic(self, see: Scope) -> str:
         """Return ``a % b`` as text for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``.
 
+        Call this method only if the comparison is ``uneven``.
+
         Args:
             see: the configuration's values.
         """
@@ -306,9 +308,9 @@ def refused(see: Scope, *tables: Table) -> Iterator[Row]:
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
     """Return (key, broken=True, rule, remedy) of a broken rule, from the cells of its row in a table.
 
-    The rule is ``reason``, followed by the values of settings in the conditions that it does not
-    show. If ``remedy`` is empty or begins with a comma, settings that make a condition false come
-    before it.
+    The rule is ``reason``, followed by those settings in the conditions, with their values, that
+    ``reason`` does not show. If ``remedy`` is empty or begins with a comma, settings that make a
+    condition false come before it.
 
     Args:
         see: the configuration's values.

@@ -435,7 +435,10 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 
 def has_blocks(attention: AttentionConfig, layer: int) -> bool:
-    """Return True if a layer has softmax attention over blocks of queries, with masks made once for all layers."""
+    """Return True unless a layer has compressed attention or is a gated delta net.
+
+    Such softmax attention works on blocks of queries, with masks made once for all layers.
+    """
     return not (attention.kind == "compressed" or is_linear(attention, layer))
 
 

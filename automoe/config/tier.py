@@ -93,5 +93,8 @@ class Tier:
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the ``Tier`` of ``model``: that of a plugin's family, else of automoe's decoder."""
+    """Return the ``Tier`` of ``model``.
+
+    It is that of the family ``transformers`` or of a plugin's, else of automoe's decoder.
+    """
     return look_up("model.family", model.family) or Tier()

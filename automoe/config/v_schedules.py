@@ -36,7 +36,7 @@ class _Order:
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
-        """Return how many actions ``word`` were added, such as ``F0``: forwards of the first stage."""
+        """Return how many actions ``word`` were added so far; ``F0``: forwards of the first stage."""
         return self.counts[word[0], int(word[1])]
 
     def add(self, *actions: str) -> None:
