@@ -111,7 +111,7 @@ class Bench:
         """Return the seconds of one call of ``work``: the median of ``rounds`` timings, after a warm-up call.
 
         Args:
-            number: calls per timing; None: as many as take about ``LEAST_S`` seconds.
+            number: calls per timing; None: as many as take about 0.03 seconds (``LEAST_S``).
         """
         work()
         if number is None:
@@ -119,7 +119,7 @@ class Bench:
         return median(self.once(work, number) for _ in range(rounds)) / number
 
     def once(self, work: Callable[[], object], number: int = 1) -> float:
-        """Return the seconds of ``number`` calls of ``work``: CUDA event time, or CPU time per thread."""
+        """Return the seconds of ``number`` calls of ``work``: by CUDA events, or all threads' CPU time / ``threads``."""
         if self.device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

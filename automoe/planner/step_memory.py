@@ -45,7 +45,7 @@ class RankMemory:
     ``plan_rank`` sets them.
 
     Attributes:
-        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of the weights).
+        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of weights).
         layers, params: numbers of the rank's layers, and number of its parameters before sharding, without adapters.
         weights, moments, gradients: sharded weights, optimizer moments, and reduced gradients.
         averages: sharded float32 averages of the weights (``optim.ema_decay``).
@@ -185,7 +185,8 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
     """Return the number of elements of ``param`` that one FSDP rank stores.
 
     Args:
-        fsdp_rank: index of the rank within (dp_shard, cp); every rank of ep_shard stores equally much.
+        fsdp_rank: index of the rank within (dp_shard, cp), whose last ranks may store less. It has no effect for
+            routed experts: every rank of ep_shard stores equally much of them.
     """
     if param.expert:
         return gathered_numel(param, mesh) // mesh.ep_shard
