@@ -284,7 +284,7 @@ class Space:
 
         Args:
             load: sizes of a micro-batch on the rank.
-            parts: kinds of activations to count: ``DENSE`` or ``EXPERTS``.
+            parts: kinds of activations: ``DENSE`` (norms, attention, ffn) or ``EXPERTS`` (experts, router).
         """
         model = self.config.model
         if not tier_of(model).resizable:  # it is measured, which imports torch

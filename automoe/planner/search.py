@@ -353,7 +353,7 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate of about ``near`` bytes to ``result.missed`` if none was timed and all before need more."""
+        """Add a legal candidate to ``result.missed`` if none was timed and all before need more than ``near`` bytes."""
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near

@@ -166,7 +166,7 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype (``ParamSpec.wide``: float32)."""
+        """Return the bytes of ``params`` that FSDP gathered, in the compute dtype (``ParamSpec.wide``: in float32)."""
         return sum(
             gathered_numel(param, self.mesh)
             * param.bytes_each(self.wide if param.spec.wide else self.compute)
