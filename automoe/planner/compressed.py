@@ -123,7 +123,7 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 
 
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
-    """Return the numbers per token that tp ranks gather.
+    """Return how many elements per token tp ranks gather.
 
     They belong to latents of queries, to keys, and to the projections from which entries are
     pooled.
