@@ -258,7 +258,7 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
     """Return a configuration of ``layers`` layers with negligible matmuls: its step time is the host's overhead.
 
-    It has ``model``'s kinds of layers and attention, and the dtype of ``bench``.
+    The configuration has ``model``'s kinds of layers and attention, and the dtype of ``bench``.
     """
     proxy, _ = make_proxy(Config(model=model), ONE_RANK, 256)
     dense = 0 if model.num_moe_layers else layers

@@ -86,7 +86,7 @@ def shared_bytes(
 def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> float:
     """Return the largest temporary bytes of a layer's attention.
 
-    They are those of its backward pass or of the loss of its indexer.
+    The largest of three is taken: softmax attention and pooling in the backward pass, and the indexer's loss.
     """
     size, wide = load.number_bytes, max(4, load.number_bytes)
     row, dim, ratio = load.tokens * load.tp, attention.head_dim, ratio_of(attention, layer)
