@@ -280,10 +280,11 @@ class Space:
     ) -> float:
         """Return the bytes of ``parts`` of ``layer``'s activations if it recomputes the modules ``again``.
 
-        They are 0 for a model that transformers computes, since finding them would import torch.
+        The result is 0 for a model that transformers computes, since measuring it would import torch.
 
         Args:
             load: sizes of a micro-batch on the rank.
+            parts: kinds of activations: ``DENSE`` (norms, attention, ffn) or ``EXPERTS`` (experts, router).
         """
         model = self.config.model
         if not tier_of(model).resizable:  # it is measured, which imports torch
@@ -323,8 +324,8 @@ class Layout:
     Args:
         space: times and bytes of the model's layers.
         pp: pipeline ranks.
-        settings: keys of ``parallel``: the schedule, stages per rank, and when FSDP reshards and
-            reduces.
+        settings: {key of ``parallel``: value}: the schedule, stages per rank, when FSDP reshards
+            and reduces, and whether all-to-alls overlap. Other keys are those of ``space.config``.
     """
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
@@ -348,12 +349,13 @@ class Layout:
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 if ``ranks`` or the global batch is not divisible by the record's mesh. With
+        It is 0 if ``ranks`` is not divisible by the record's mesh axes times ``pp``, or the global
+        batch by the rows that all data-parallel ranks take in a micro-batch. With
         ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if there is no
         all-to-all.
 
         Args:
-            columns: records that ``Space.columns`` made.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
             ranks: number of ranks of the whole run.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
@@ -366,11 +368,11 @@ class Layout:
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, indices: Array, count: int) -> Array:
-        """Return a lower bound of a step's seconds, for each record ``indices`` of ``columns``.
+        """Return a lower bound of a step's seconds, for each of the records ``columns[indices]``.
 
         Args:
-            columns: records that ``Space.columns`` made.
-            indices: which records of ``columns``.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
+            indices: integers, in the order of the result.
             count: micro-batches of the step.
         """
         parallel = self.parallel
@@ -392,13 +394,13 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each record ``indices`` of ``columns``.
+        """Return a lower bound of the bytes on the fullest rank, for each of the records ``columns[indices]``.
 
         Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
 
         Args:
-            columns: records that ``Space.columns`` made.
-            indices: which records of ``columns``.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
+            indices: integers, in the order of the result.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """

@@ -421,7 +421,7 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
 def _fsdp(place: Place, stage: Stage) -> None:
     """Set the cost of FSDP's collectives that computation does not hide, in place.
 
-    It is ``stage.once`` per step, and ``stage.each`` (forward, backward) per micro-batch.
+    ``stage.once`` gets the cost per step, ``stage.each`` (forward, backward) that per micro-batch.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.

@@ -59,8 +59,8 @@ def on_policy(loss: Callable[..., Tensor]) -> Any:
 
     The caller then needs no ``Session.log_probs``. The result is the same, unless dropout or
     router jitter is on, which ``log_probs`` leaves out. Samples need no ``old_log_probs``, and any
-    that they have are not read. For later updates on the same answers, take them from
-    ``Outcome.log_probs``.
+    that they have are not read. For later updates on the same answers, pass
+    this update's ``Outcome.log_probs`` as ``old_log_probs``.
     """
 
     if isinstance(loss, partial):  # the attributes are those of the function

@@ -382,7 +382,7 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share``.
+    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share`` (of tokens whose r is clipped).
 
     Each is -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, with r = pi / pi_old, advantage A,
     and stop-gradient sg. ``policy_loss`` averages over tokens.
@@ -418,7 +418,7 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share``.
+    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share`` (of tokens beyond the bounds).
 
     Each is -sg[min(r, high)] A log pi, with r = pi / pi_old, advantage A, and stop-gradient sg. It
     is 0 if pi - pi_old is above clip_high (A > 0) or below -clip_low (A <= 0). ``policy_loss``

@@ -463,7 +463,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum ``numbers`` over ranks, one per token of all samples in order, 0 for other ranks' tokens; return a CPU tensor per sample."""
+        """Sum ``numbers`` [tokens of the batch] (0: another rank's) over ranks; return a CPU tensor per sample."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:

@@ -205,7 +205,7 @@ def make_runnable(
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
     """Return a variant of ``config`` whose mesh this machine can verify in a short time.
 
-    It has random weights on ``device``; if the model or the mesh is too large, sizes are cut
+    The variant has random weights on ``device``; if the model or the mesh is too large, sizes are cut
     (``make_proxy``).
 
     Args:
