@@ -50,10 +50,11 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Decoder layer that FSDP wraps as one unit, and its submodules that are units of their own.
+    """Decoder layer that FSDP wraps as one unit, and its experts, which are a unit of their own.
 
     Attributes:
         number: index of the layer in the full model.
+        layer: module of the layer, its experts included.
         experts: module whose parameters are on the moe mesh; None: a dense layer.
     """
 

@@ -157,7 +157,7 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
 
 
 def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return (data source, validation loss) pairs of a step's record; [] if there is one source."""
+    """Return (data source, validation loss) pairs of a step's record; [] with one source or no validation."""
     prefix = "val_loss."
     return [
         (key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)

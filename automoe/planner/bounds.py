@@ -91,10 +91,10 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family with ``context`` fixed, and cp and micro-batch size divided by their
-        greatest common divisor.
+        """This family with context="gather", and cp and micro-batch size divided by their greatest
+        common divisor.
 
-        Tokens per rank stay the same. Families with an equal result have equal times of routed
+        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal times of routed
         experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
@@ -102,9 +102,9 @@ class Family(NamedTuple):
         return self._replace(cp=self.cp // both, micro_batch_size=micro, context="gather")
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings, from ``context`` to ``expert_wgrad``.
+        """Return ``config`` with this family's settings but its axes (tp, cp, ep, etp).
 
-        The axes tp, cp, ep and etp are not applied: the mesh of ``config`` stays.
+        The mesh of ``config`` stays.
 
         Args:
             parallel: values of further keys of ``parallel``, such as ``recompute``.
@@ -196,8 +196,8 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return times and bytes (``VALUES``) of layers without routed experts: [choices, kinds of
-        layers, values].
+        """Return times and bytes of layers without routed experts: [choices of recomputation, kinds
+        of layers, values], values in the order of ``VALUES``.
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
@@ -220,9 +220,10 @@ class Space:
         return np.array(made).swapaxes(0, 1)
 
     def _ends(self, place: Place) -> Array:
-        """Return the times and bytes (``VALUES``) of the embedding, the head and a stage's output.
+        """Return [3, values], the times and bytes of the embedding, the head and a stage's output.
 
-        The result is an array [3, values]; the output is the hidden states sent to the next stage.
+        The output is the hidden states sent to the next stage; ``VALUES`` names the values, and
+        ``place`` has the mesh and the machine.
         """
         config, tp = self.config, place.mesh.tp
         model, compute = config.model, DTYPE_BYTES[config.train.dtype][1]
@@ -239,7 +240,9 @@ class Space:
         return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
-        """Return times and bytes (``VALUES``) of routed experts and launches: [choices, kinds of layers, values].
+        """Return times and bytes of routed experts, and of the host's kernel launches for whole layers.
+
+        The array is [choices of recomputation, kinds of layers, values in the order of ``VALUES``].
 
         Args:
             family: mesh axes and settings.

@@ -81,9 +81,9 @@ class HierarchicalDispatcher:
         return sum_to_tokens(out_BH, exchange.token_idx_B, num_tokens)
 
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which (token, expert) choices send a copy of their token, and counts per rank of the level.
+        """Return which (token, expert) choices send a copy of their token, and counts per rank of ``self.group``.
 
-        A token sends one copy to each rank of the level that holds any of its chosen experts
+        A token sends one copy to each of the group's P ranks that holds any of its chosen experts
         ``topk_ids_TK``.
 
         Returns:
