@@ -42,7 +42,7 @@ class Compression:
     Attributes:
         angles, long_angles: (cos, sin) [B, S, 1, P] of positions, P half the rotated width, in layers with a plain
             window and in layers that also attend to pooled keys.
-        windows: {compression ratio: which positions each of the E pooled keys of a row is made of}.
+        windows: {compression ratio: positions that each of a row's E pooled keys is made of (``windows_of``)}.
         entry_angles: {compression ratio: (cos, sin) [B, E, 1, P] of the first position of each pooled key}.
     """
 

@@ -67,7 +67,7 @@ def _draw_view(
 
     Args:
         view: which mesh, ``default`` or ``moe``.
-        groups: index of every rank's colour.
+        groups: for each rank the index of its colour.
         frame: number of consecutive ranks around which a frame is drawn.
         note: text under the table.
     """
