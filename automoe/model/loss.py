@@ -127,7 +127,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _new_gradients(ctx, x_TH, weight_VH, wide: torch.dtype, new=torch.empty_like):
-    """Return buffers for the gradients of x (by ``new``) and weight (zeros of dtype ``wide``); None: not needed."""
+    """Return buffers for the gradients of x, made by ``new``, and weight, zeros of dtype ``wide``; None: not needed."""
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = new(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None

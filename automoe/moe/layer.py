@@ -88,9 +88,10 @@ class MoE(nn.Module):
         return y_BsH if shared is None else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
-        """Dispatch tokens, run their experts and combine the results: [B, s, H].
+        """Dispatch tokens, run their experts and combine the results, in the shape of ``x_BsH``.
 
         Args:
+            x_BsH: the routed experts' input, of width ``moe_latent_size`` if that is set.
             routing: the experts that each token chose, and its routing weights.
             tokens: per-token tensors; their shape gives the slots per expert if choices are padded
                 to the experts' capacity.
