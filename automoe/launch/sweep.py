@@ -408,7 +408,7 @@ class Sweep:
     def collect(self, stopped: bool) -> list[Record]:
         """Write the records of all jobs into ``sweep.json``, and return them.
 
-        A job whose record has no end becomes "stopped" if the sweep was stopped or an earlier start ran it, else "failed".
+        A job with no recorded end becomes "stopped" if the sweep was stopped or an earlier start ran it, else "failed".
         """
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):

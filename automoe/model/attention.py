@@ -2,7 +2,8 @@
 
 Latent attention is section 2.1 of arXiv 2405.04434. Queries have the S positions of this rank, keys
 the R of whole sequences. But between Ulysses' all-to-alls both have R, and in ring attention, whose
-kernel passes keys from rank to rank, both have S. Letters: ``automoe.model``; here L is a latent's width.
+kernel passes keys from rank to rank, both have S. Letters: ``automoe.model``; here L is a latent's
+width.
 """
 
 from __future__ import annotations

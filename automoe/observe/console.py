@@ -93,11 +93,10 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Print a line with a step's metrics, and a second line if the step had a validation.
 
-        A step is printed every ``observe.log_every`` steps. If that is 0, each is printed if
-        at most 30 were to go when this process started; else one as soon as 30 s, or a 30th of the
-        expected time if that is less, have passed since the last printed step. Always printed are the
-        first and the last step, and steps with a validation or a loss or gradient norm that is not
-        finite.
+        A step is printed every ``observe.log_every`` steps. If that is 0, each is printed if at most
+        30 were to go when this process started; else one as soon as 30 s, or a 30th of the expected
+        time if that is less, have passed since the last printed step. Always printed are the first
+        and the last step, and steps with a validation or a loss or gradient norm that is not finite.
 
         Args:
             record: the step's record, as in ``metrics.jsonl``.

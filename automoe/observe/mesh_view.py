@@ -32,7 +32,8 @@ one frame: ranks that exchange tokens (expert-parallel group)"""
 def draw_mesh(mesh: MeshShape) -> Figure:
     """Draw the default mesh, coloured by the rows that ranks read, and the MoE mesh, by their experts.
 
-    For more than 64 ranks, or if ranks fill more than 12 table rows, the figure lists the groups of each axis as text.
+    For more than 64 ranks, or if ranks fill more than 12 table rows, the figure lists the groups of
+    each axis as text.
     """
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns

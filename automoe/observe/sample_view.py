@@ -26,9 +26,9 @@ def describe_row(
     """Return the first three documents of a packed row as lines (text, whether its tokens are trained).
 
     The first line counts the row's documents and tokens, a last one any documents not shown. Each
-    line of text is either all trained or all untrained, and says so at its beginning. A token is trained if it is the label of the token
-    before it. Line ends in the text are shown as ``⏎``; of long passages only the first and the
-    last line are shown.
+    line of text is either all trained or all untrained, and says so at its beginning. A token is
+    trained if it is the label of the token before it. Line ends in the text are shown as ``⏎``; of
+    long passages only the first and the last line are shown.
 
     Args:
         tokens: [S] token ids of the row.

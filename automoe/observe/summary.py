@@ -245,7 +245,8 @@ def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True)
 
     The grid has a column of ranks for each position on the inner axes, which is written above it,
     and a row for each position on the outer axes, which is written at its left. Meshes of more than
-    64 ranks, or with too many columns for a terminal, get only the table. For one rank the text is a sentence.
+    64 ranks, or with too many columns for a terminal, get only the table. For one rank the
+    text is a sentence.
 
     Args:
         grid: False omits the grid.

@@ -94,8 +94,8 @@ class Family(NamedTuple):
         """This family with context="gather", and cp and micro-batch size divided by their greatest
         common divisor.
 
-        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal times of routed
-        experts.
+        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal
+        times of routed experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
         micro = self.micro_batch_size // both
