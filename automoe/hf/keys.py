@@ -115,7 +115,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Permutation that brings the dims of our tensor into the order of the HuggingFace tensor."""
+        """Permutation of our dims, without those in no entry of ``dims``, to the HuggingFace tensor's order."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -227,7 +227,7 @@ class KeyMap:
     renames: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, key: str) -> str:
-        """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
+        """Return the name in files of the tensor that transformers calls ``key``."""
         return reduce(lambda key, pair: key.replace(*pair), self.renames, key)
 
     def row(self, name: str) -> str:
@@ -405,6 +405,7 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
     Args:
         name: name of our tensor.
         piece: the slice, and the HuggingFace tensor that stores it.
+        keys: layout of the checkpoint.
     """
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))

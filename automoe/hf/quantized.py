@@ -225,7 +225,7 @@ def to_codes(
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
-    INT4 also stores its shape. Codes and scales are on the CPU.
+    INT4 also stores the tensor's shape. Codes and scales are on the CPU.
 
     Args:
         numbers: the tensor in the checkpoint's layout, not transposed.

@@ -145,7 +145,7 @@ def plan_writes(
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
     """Return a shard for each tensor of the model: the whole tensor, on the meta device.
 
-    Its numbers will be read from files.
+    The tensors' numbers will be read from files.
     """
     shards = []
     for name, shape in our_tensors(config):
@@ -160,7 +160,7 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     """Return the dtype in which a checkpoint stores a slice of a tensor, or bfloat16 if quantized.
 
     If a slice spans several stored tensors, the first of them decides. If the checkpoint lacks the
-    tensor, the dtype of another of its tensors is returned.
+    tensor, the checkpoint's first tensor decides.
 
     Args:
         catalog: catalog of the checkpoint.

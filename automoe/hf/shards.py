@@ -196,7 +196,8 @@ def check_tables(shards: list[LocalShard], folder: Path, keys: KeyMap, num_exper
     """Raise ``CheckpointError`` if a table of token ids names an expert that the model lacks.
 
     Args:
-        shards: filled from ``folder``; ``tid2eid`` [V, K] are the experts of each token id.
+        shards: filled from ``folder``; those of ``tid2eid`` [V, K] have the experts of each token id.
+        keys: layout of the files, for the tensor's name in the error.
     """
     for shard in shards:
         if not shard.name.endswith("tid2eid"):

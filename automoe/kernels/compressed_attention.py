@@ -187,7 +187,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of queries, and the ranges of positions and of entries that they may see."""
+    """A chunk of queries, and the positions (``near``) and entries (``far``) that they may see."""
 
     queries: slice
     near: slice
@@ -214,7 +214,10 @@ def _scores(
     window: int,
     scale: float,
 ) -> Tensor:
-    """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key."""
+    """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key.
+
+    Keys are the chunk's positions, then its entries; other arguments are as in ``attend_entries``.
+    """
     queries, near, far = chunk
     back_cK = torch.arange(queries.start, queries.stop, device=q_BcND.device).unsqueeze(1)
     back_cK = back_cK - torch.arange(near.start, near.stop, device=q_BcND.device)
@@ -239,7 +242,7 @@ def _chunk_gradients(
     """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32.
 
     ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
-    gradient, summed; ``settings`` are the last arguments of ``_scores``.
+    gradient, summed; ``settings`` are (seen_BSE, doc_ids_BS, window, scale).
     """
     dtype, scale = q_BcND.dtype, settings[-1]
     shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()

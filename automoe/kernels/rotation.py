@@ -106,7 +106,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function of ``turn``; the backward rotates gradients back, to the layout of x."""
+    """Autograd function of ``rotate``; the backward rotates gradients back, to the layout of x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, start: int, layouts: tuple[bool, bool], back: bool, turn):

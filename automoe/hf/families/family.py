@@ -304,7 +304,7 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     """Return config.json's rotary keys in the published spelling: ``rope_theta``, ``rope_scaling``.
 
     These keys are written beside ``rope_parameters``, because older readers take the default theta
-    if that key stands alone.
+    if ``rope_parameters`` stands alone.
 
     Args:
         max_positions: ``max_position_embeddings``; None: computed from the scaling.
