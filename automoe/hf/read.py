@@ -166,7 +166,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     Files may repeat both for modules for multi-token prediction.
 
     Args:
-        copies: the copies, as shards that are filled with the original's numbers.
+        copies: shards of the copies, filled with the original's numbers; ``reader`` reads what is stored.
     """
     catalog = reader.catalog
     there = [

@@ -101,7 +101,7 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
-    """Return the scheme that all groups of a compressed-tensors configuration share.
+    """Return the scheme that all groups of ``stated``, a compressed-tensors configuration, share.
 
     If the groups cannot be read, return why: the end of a sentence that begins ``quantization_config``.
     Settings for activations are ignored, because only weights are read.

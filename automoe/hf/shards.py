@@ -198,6 +198,7 @@ def check_tables(shards: list[LocalShard], folder: Path, keys: KeyMap, num_exper
     Args:
         shards: filled from ``folder``; those of ``tid2eid`` [V, K] have the experts of each token id.
         keys: layout of the files, for the tensor's name in the error.
+        num_experts: experts of a layer; a number outside 0 ... num_experts - 1 is refused.
     """
     for shard in shards:
         if not shard.name.endswith("tid2eid"):

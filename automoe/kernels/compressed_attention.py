@@ -21,10 +21,12 @@ CHUNK = 256  # queries whose scores are in memory at once
 
 
 class Windows(NamedTuple):
-    """The complete windows of each row, in E = S // W entries; no query sees an entry without a window.
+    """The complete windows of W positions in each of B rows of S positions, in E = S // W entries.
+
+    An entry stands for a window. Entries without a window are seen by no query.
 
     Attributes:
-        places_BEW: int64, positions in the row of each entry's window.
+        places_BEW: int64, indices in the row of the W positions of each entry's window.
         first_BE: int64, index in the document of the window's first position; 0: the document's
             first window.
         seen_BSE: True where a query sees an entry: the window is of its document and complete.
@@ -65,16 +67,21 @@ def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> W
 def pool_windows(
     kv: Tensor, gate: Tensor, bias: Tensor, windows: Windows, overlaps: bool
 ) -> Tensor:
-    """Return the entries [B, E, D] of windows: averages of ``kv``, weighted by a softmax of ``gate``.
+    """Return one entry [D] for each of E windows: averages of ``kv``, weighted by a softmax of ``gate``.
 
     Each dim has weights of its own, softmax(gate + bias) over the window's W positions, in at least
     float32. If windows overlap, the average is over 2 W positions: the previous window of the
-    document, if any, with the first D numbers of ``kv`` and ``gate``, and the window itself with
-    the last D.
+    document, if any, with the first D numbers of ``kv``, ``gate`` and ``bias``, and the window
+    itself with the last D.
 
     Args:
         kv, gate: [B, S, D], or [B, S, 2 D] if windows overlap.
         bias: [W, D] or [W, 2 D], of a window's positions.
+        windows: the positions of each window.
+        overlaps: True if windows overlap.
+
+    Returns:
+        [B, E, D].
     """
     wide = torch.promote_types(kv.dtype, torch.float32)
     here_BEW = windows.places_BEW
@@ -112,9 +119,10 @@ def attend_entries(
 ) -> Tensor:
     """Return the output [B, S, N, D] of softmax attention over a sliding window and over entries.
 
-    One vector per position and per entry is key and value of all heads. Scores are computed a chunk
-    of queries at a time, in at least float32, and again in the backward pass: the memory of scores
-    and masks of positions does not grow with S; the mask of entries has S x E bytes.
+    An entry is a key pooled from a window of positions (``pool_windows``). One vector per position
+    and per entry is key and value of all heads. Scores are computed a chunk of queries at a time,
+    in at least float32, and again in the backward pass: the memory of scores and masks of positions
+    does not grow with S; the mask of entries has S x E bytes.
 
     Args:
         q_BSND, kv_BSD, entries_BED: queries; keys (and values) of positions, and of entries.
@@ -239,7 +247,7 @@ def _chunk_gradients(
     chunk: _Chunk,
     settings: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32.
+    """Return the gradients of a chunk's queries [B, r = c N, D] and keys [B, K, D], in at least float32.
 
     ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
     gradient, summed; ``settings`` are (seen_BSE, doc_ids_BS, window, scale).

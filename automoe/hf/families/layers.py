@@ -16,7 +16,7 @@ def _kinds(attention: AttentionConfig, count: int) -> list[str]:
 
 
 def _attention(kinds: list[str], hf: Any) -> AttentionConfig:
-    """Return a configuration with the interval N and the offset of full-attention layers.
+    """Return a configuration with the interval N and the offset of full-attention layers in ``kinds``.
 
     Layer i (from 0) is one of them if (i + 1 - offset) % N == 0. Raises ``ConfigError`` unless
     their distances are equal and all other layers have a window.
