@@ -28,7 +28,7 @@ def stream_logits(x_BsW: Tensor, fn_MW: Tensor, eps: float) -> Tensor:
 
 
 def collapse(x_BsW: Tensor, weights_Bsn: Tensor) -> Tensor:
-    """Return the weighted sum [B, s, H] of n streams, which lie one after another in W = n H, in the dtype of ``x_BsW``."""
+    """Return the weighted sum [B, s, H] of n streams, which lie side by side in W = n H, in their dtype."""
     x_BsnH = x_BsW.unflatten(-1, (weights_Bsn.shape[-1], -1))
     return (weights_Bsn.unsqueeze(-1) * x_BsnH).sum(-2).to(x_BsW.dtype)
 
