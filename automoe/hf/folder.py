@@ -332,7 +332,7 @@ def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], H
     The function takes config.json or generation_config.json, and replaces their token ids by those
     of the tokenizer. An id that the tokenizer lacks becomes None, because transformers fills an
     absent key with the family's published id. Other ids that end generation stay if the tokenizer
-    has the same tokens under these ids.
+    has the same tokens under these ids as that of ``base``.
 
     Args:
         tokenizer: tokenizer of the training; None or ``none``: there are no ids.

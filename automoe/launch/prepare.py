@@ -242,7 +242,7 @@ def _named(overrides: list[str]) -> dict[str, str]:
 
 
 def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]) -> RopeConfig:
-    """Return ``checkpoint``'s rotary embeddings with the scaling of ``asked``, for longer rows.
+    """Return ``checkpoint``'s rotary embeddings with the scaling of ``asked``, for longer sequences.
 
     If the family reads DeepSeek's ``mscale`` and ``mscale_all_dim`` and they are unset, both are 1,
     as inference engines require.
@@ -254,7 +254,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already, its ``config.json`` nests the
-            text model in a multimodal one, ``asked`` allows no longer rows than the checkpoint,
+            text model in a multimodal one, ``asked`` allows no longer sequences than the checkpoint,
             or its ``original_seq_len`` is below half of the checkpoint's, or above it.
     """
     from automoe.hf.families.registry import family_of, read_hf_config
