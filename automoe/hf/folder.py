@@ -276,10 +276,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization_config`` with its list of modules that are not quantized renamed.
+    """Return ``quantization_config`` for files that are named like those of ``source``.
 
-    Names of the text model's modules become those in ``source``'s files, where they may have a
-    prefix, and copied parts (a vision part) are added.
+    In its list of modules that are not quantized, modules of the text model get their names in
+    ``source``'s files, where they may have a prefix, and copied parts (a vision part) are added.
     """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [

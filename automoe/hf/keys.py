@@ -115,7 +115,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Permutation of our dims, without those in no entry of ``dims``, to the HuggingFace tensor's order."""
+        """Permutation from our tensor's dims, of those in ``dims``, to the HuggingFace tensor's order."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
