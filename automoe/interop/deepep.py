@@ -362,10 +362,11 @@ class DeepEPDispatcher:
 
         Args:
             x_TH: T tokens of this rank.
-        topk_ids_TK: K chosen experts; ids of ``num_experts`` or more choose none.
+            topk_ids_TK: K chosen experts; ids of ``num_experts`` or more choose none.
             probs_TK: routing weights.
-            experts: function that runs this rank's experts on R rows sorted by expert: (x [T, H], token
-            of each row [R], end of each expert's rows [E], weight of each row [R]) -> [R, H].
+            experts: function that runs this rank's experts on R rows sorted by expert: (x [T, H],
+                token of each row [R], end of each expert's rows [E], weight of each row [R]) -> weight
+                * expert(x) [R, H].
 
         Raises:
             BackendError: DeepEP cannot send tokens of this width or dtype.
