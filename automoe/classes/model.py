@@ -228,7 +228,7 @@ class _Probe(NamedTuple):
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
         """Return the expert ids [T, K] that ``experts`` is to use, from the router's ``ids_TK``.
 
-        The first call of each ``experts`` stores these ids. Later ones repeat them for the ``first`` tokens, so that loads stay.
+        The first call of each ``experts`` stores these ids. Later ones repeat them for the ``first`` tokens: loads stay.
         """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))

@@ -105,7 +105,7 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _trained_chunks(x_TH: Tensor, labels_T: Tensor, skips: bool) -> Sequence[slice | Tensor]:
-    """Return indices of the trained tokens, in chunks; slices of all tokens if not ``skips`` or on a GPU, to avoid a host sync."""
+    """Return indices of the trained tokens, in chunks; slices of all if not ``skips``, or on a GPU, which would sync."""
     if x_TH.is_cuda or not skips:
         return [*_chunks(x_TH)]
     trained = (labels_T != IGNORE).nonzero().squeeze(1)
@@ -492,5 +492,5 @@ class LossInputs:
 
 # A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over ranks and
 # micro-batches is the loss. It may have attributes: ``metrics``, the names that it reports; ``uses_entropy``, if it reads
-# ``LossInputs.entropy``; ``skips_untrained``, for ``token_scores``; ``mean_over="documents"`` if it is a mean over documents.
+# ``LossInputs.entropy``; ``skips_untrained``, for ``token_scores``; ``mean_over="documents"``, if it is their mean.
 Loss = Callable[[Tensor, LossInputs], Tensor]

@@ -75,7 +75,7 @@ class MoE(nn.Module):
         self.num_experts = config.num_experts
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H] for hidden states [B, s, H]; ``tokens`` has their documents, padding and forced ids."""
+        """Return the layer's output [B, s, H] for hidden states [B, s, H] of ``tokens``."""
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
         # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.
