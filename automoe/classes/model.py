@@ -226,9 +226,9 @@ class _Probe(NamedTuple):
     states: list[Tensor]
 
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
-        """Return the expert ids [T, K] that ``experts`` is to use, from the router's ``ids_TK``.
+        """Return the expert ids [T, K] that ``experts`` is to use, given the router's ``ids_TK``.
 
-        The first call of each ``experts`` stores these ids. Later ones repeat them for the ``first`` tokens: loads stay.
+        The first pass stores them. The second repeats them for the first document, whose tokens keep their experts.
         """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))

@@ -136,7 +136,7 @@ class _Group:
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate all ranks' x, of one size, in rank order; reduce-scatter gradients."""
+        """Concatenate the x of all ranks, equal in shape, in rank order along ``dim``; reduce-scatter gradients."""
         return all_gather(x, self.dim, self.group)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

@@ -279,7 +279,7 @@ def table(text: str, **words: object) -> Table:
 
 
 def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of ``tables`` whose two conditions (the first two cells) the settings ``see`` fulfil."""
+    """Yield the rows (rules) of ``tables`` whose two conditions, the first two cells, hold for the settings ``see``."""
     for rows in tables:
         for row in rows:
             for part in _parts(row):

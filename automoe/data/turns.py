@@ -15,7 +15,7 @@ TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token sequence of a conversation, with the spans [start, end) of its trained answers in ``ids``."""
+    """Token ids of a conversation; ``spans`` are the ranges [start, end) of ``ids`` that are trained answers."""
 
     ids: list[int]
     spans: list[tuple[int, int]]

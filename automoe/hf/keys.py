@@ -149,8 +149,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def within(self, stored: Any) -> Any:
         """Return a view of the part of the HuggingFace tensor ``stored`` that this piece describes.
 
-        Its dims are in our tensor's order. Dims of ours that ``stored`` does not have, such as that
-        of experts, are left out.
+        The view has our tensor's dims in their order, without those that ``stored`` lacks: if each
+        expert has a HuggingFace tensor of its own, the dim of experts is missing.
         """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None

@@ -216,7 +216,7 @@ def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[s
 
 
 def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield (module name, suffix, A, B) of each LoRA adapter in ``tensors``, which has our names.
+    """Yield (module name, suffix, A, B) of each LoRA adapter in ``tensors``, which are named as in our model.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """

@@ -186,7 +186,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Return the number of NaN and infinite values in each slice that ``items`` filled, if it has any.
+    """Return the number of NaN and infinite values in each slice that ``items`` read, of slices that have any.
 
     A key is (key of the stored tensor, its half-open ranges of matrices, of rows, of columns).
     """

@@ -104,9 +104,10 @@ class LocalShard:
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
-        """Return the numbers at ``index`` of this shard, unpacked, and with its adapter added.
+        """Return the numbers at ``index`` of this shard, dequantized if it is packed in 8 or 4 bits.
 
-        ``index`` must leave the columns of a packed matrix whole. Collective if there is an adapter.
+        If an export adds an adapter (``added``), its scale B A is included; the call is then collective.
+        ``index`` must leave the columns of a packed matrix whole.
         """
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
@@ -144,7 +145,7 @@ def as_parts(parts: Parts | CausalLM) -> Parts:
 
 
 def config_of(parts: Parts) -> ModelConfig:
-    """Return the full model's configuration, which every stage carries."""
+    """Return the full model's configuration, which each of this rank's stages (``parts``) carries."""
     return next(iter(parts.values())).config
 
 

@@ -155,7 +155,7 @@ def part_of(key: str) -> str:
 
 
 def is_of_layers(part: str) -> bool:
-    """Return True if a part of a checkpoint (``part_of``) has layers or modules for multi-token prediction."""
+    """Return True if ``part``, a prefix of names (``part_of``), is of layers or multi-token prediction modules."""
     return re.search(r"(^|\.)mtp[._]|layers\.", part) is not None
 
 

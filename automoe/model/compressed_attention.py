@@ -210,7 +210,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features // groups))
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """Return [B, S, G O] for x [B, S, I]."""
+        """Project each group's features, x [B, S, I] of this rank's G groups, to O features: [B, S, G O]."""
         weight_GOI = local_shard(self.weight).unflatten(0, (-1, self.out_features))
         x_BSGI = x_BSI.unflatten(-1, weight_GOI.shape[::2])
         return torch.einsum("bsgi,goi->bsgo", x_BSGI, weight_GOI).flatten(2)

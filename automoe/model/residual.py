@@ -92,8 +92,11 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """Module that collapses the n residual streams between last layer and final norm; its
-    parameters have ``dtype``.
+    """Module that collapses n residual streams, x [B, s, n H], before the final norm: to [B, s, H].
+
+    The result is a sum of the streams with weights that depend on the token: sigmoid(``hc_scale`` *
+    (rms_norm(x) @ ``hc_fn``.T) + ``hc_base``) + ``hc_eps``, one per stream. The parameters hc_fn [n, n H],
+    hc_base [n] and hc_scale [1] have ``dtype``.
     """
 
     first_values = {"hc_base": "zeros", "hc_scale": "ones"}

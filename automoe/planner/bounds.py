@@ -1,9 +1,9 @@
 """Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
-What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
-settings. A column is a record of a numpy array, for a family with one value of
-``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank, for all columns at
-once.
+What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family``, a
+combination of mesh axes and settings. A column is a record of a numpy array: the times and bytes
+of each kind of layer, for one family and one value of ``parallel.recompute``. ``Layout``, a pipeline
+with its schedule, adds up the layers of each pipeline rank, for all columns at once.
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ class Space:
         return np.array(made).swapaxes(0, 1)
 
     def _ends(self, place: Place) -> Array:
-        """Return [3, values], the times and bytes of the embedding, the head and a stage's output.
+        """Return [3, values]: the times and bytes of the embedding, the head and a stage's output, one in each row.
 
-        The output is the hidden states sent to the next stage; ``VALUES`` names the values, and
+        The columns are in the order of ``VALUES``. The output is the hidden states sent to the next stage, and
         ``place`` has the mesh and the machine.
         """
         config, tp = self.config, place.mesh.tp
@@ -352,10 +352,9 @@ class Layout:
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 if ``ranks`` is not divisible by the record's mesh axes times ``pp``, or the global
-        batch by the rows that all data-parallel ranks take in a micro-batch. With
-        ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if there is no
-        all-to-all.
+        It is 0 if ``ranks`` is not divisible by both pp cp tp and pp ep etp, or the global batch by the
+        rows that all data-parallel ranks take in a micro-batch. With ``parallel.overlap_all_to_all`` it
+        is also 0 for a single micro-batch, and if there is no all-to-all.
 
         Args:
             columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.

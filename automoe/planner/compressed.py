@@ -112,9 +112,9 @@ def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> 
 
 
 def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
-    """Return the FLOPs per position of the attention scores and outputs of all heads.
+    """Return the FLOPs per position, in the forward pass, of the attention scores and outputs of all heads.
 
-    Each chunk of queries multiplies all keys that some of its queries may see.
+    Each chunk of queries multiplies all keys that some of its queries may see. A row has ``seq_len`` positions.
     """
     ratio, queries = ratio_of(attention, layer), min(CHUNK, seq_len)
     keys = min(seq_len, queries + window_of(attention, layer))

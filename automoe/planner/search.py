@@ -69,8 +69,8 @@ class Search:
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
         too_large: number of candidates that do not fit.
-        missed: candidates that do not fit in memory: all timed ones; and, until the first is timed, each that
-            needs fewer bytes than those before it.
+        missed: some candidates that do not fit in memory: those found too large before any candidate was timed, each
+            smaller than the one before it; then those that were timed and turned out too large.
         rest: upper bound of the tokens/s of all candidates that were left in the queue.
     """
 
@@ -317,10 +317,11 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield records of the ``waiting`` candidates whose ``bound`` is their predicted tokens/s.
+        """Time the candidates ``waiting``; for each yield an array of one record, with predicted tokens/s as ``bound``.
 
-        A candidate is skipped if ``result.found`` has one on the same mesh. A candidate that breaks a rule, or whose
-        lower bound of bytes exceeds the GPU's memory, is skipped and counted in ``result``.
+        A record has the dtype ``WAITING``. A candidate is skipped if ``result.found`` has one on the same mesh. A
+        candidate that breaks a rule, or whose lower bound of bytes exceeds the GPU's memory, is also skipped, and
+        counted in ``result``.
 
         Args:
             waiting: records of candidates, whose ``bound`` is an upper bound of tokens/s.
