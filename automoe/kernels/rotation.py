@@ -80,8 +80,8 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
     """Return the factor of attention's logits: 1 / sqrt(``qk_head_dim``).
 
-    If ``config`` stretches the context and sets ``mscale_all_dim`` (DeepSeek), the factor is also
-    multiplied by the square of ``yarn_mscale``.
+    If ``config`` stretches the context and sets ``mscale_all_dim`` (DeepSeek), it is multiplied by
+    ``yarn_mscale(factor, mscale_all_dim)``, YaRN's temperature, squared.
     """
     scale = qk_head_dim**-0.5
     if config.scaling != "none" and config.mscale_all_dim:

@@ -212,7 +212,7 @@ def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
 
 
 def _watch(watch: stuck.StuckWatch, report: bool) -> None:
-    """Call ``watch.look`` until any rank has failed, then end this process 5 s later with status 1.
+    """Check for stuck ranks (``watch.look``) until any rank has failed; 5 s later end this process with status 1.
 
     This runs in a thread, so it also ends a rank whose collective its peers will never join.
 

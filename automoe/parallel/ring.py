@@ -32,10 +32,10 @@ from automoe.model.rows import whole_rows
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the function that makes the masks of ``cpu_ring``: one block of all queries and keys.
+    """Return the function that makes the masks of ``cpu_ring``, ring attention on the CPU.
 
-    The block's mask is the document ids [B, R] of whole sequences, whose R positions ``ranks``
-    share; None: causality alone.
+    It makes one block of all queries and keys, whose mask is the document ids [B, R] of whole
+    sequences, whose R positions ``ranks`` share; None: causality alone.
     """
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
