@@ -21,7 +21,7 @@ class Tier:
     """Base class of model families: what the trainer asks the code that computes a family's models.
 
     The methods here answer for automoe's own decoder. Families whose models transformers or a plugin
-    computes override them; where a method returns None, the trainer treats the model as its decoder.
+    computes override them; where a method returns None, the trainer does as for the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.

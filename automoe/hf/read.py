@@ -241,7 +241,7 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> Span:
-        """Half-open range of the bytes to read from each stored row: those of the columns (``wanted``), or the whole row.
+        """Half-open range of the bytes to read from each stored row: those of ``cols`` (``wanted``), or the whole row.
 
         Whole rows take fewer reads, so they are read if that costs few bytes.
         """
