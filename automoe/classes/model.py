@@ -479,7 +479,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights with losses attached)."""
+        """Forward pre-hook of experts: count choices; return (tokens, ids, weights with balance losses attached)."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -435,9 +435,10 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 
 def has_blocks(attention: AttentionConfig, layer: int) -> bool:
-    """Return True unless a layer has compressed attention or is a gated delta net.
+    """Return True if layer number ``layer`` has softmax attention to single, uncompressed keys.
 
-    Such softmax attention works on blocks of queries, with masks made once for all layers.
+    It is computed in blocks of queries, with masks made once for all layers. Compressed attention and
+    gated delta nets have neither.
     """
     return not (attention.kind == "compressed" or is_linear(attention, layer))
 

@@ -52,7 +52,7 @@ class Tier:
         return ()
 
     def check(self, config: Config) -> None:
-        """Raise ``ConfigError``, before ranks start, for faults that only building the model shows."""
+        """Raise ``ConfigError``, before ranks start, for faults that only building the model shows; here never."""
 
     def params(self, model: ModelConfig, buffers: bool) -> Any:
         """Return the parameters of ``model`` in order, a list of ``automoe.model.param_spec.Param``.

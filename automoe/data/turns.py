@@ -1,4 +1,7 @@
-"""Answers within a tokenised conversation, and the token sequences that hold them."""
+"""Training sequences of a conversation: token ids, and where each trained answer begins and ends.
+
+Answers share a sequence as long as the template keeps earlier text the same when messages follow.
+"""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def adapter_names(config: ModelConfig) -> Names:
-    """Return the map between parameter names in transformers' class, which peft adapts, and in its text model."""
+    """Return a map whose ``stored`` turns a text model's parameter name into that of the class which peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
@@ -301,7 +301,7 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 
 
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
-    """Return how many of our matrices each module of peft joins, for modules that join several.
+    """Return {peft module: number of our matrices that it holds}, for modules of several, such as gate and up.
 
     Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``table`` is a result of
     ``adapter_table``, ``rank`` the LoRA rank of each of our matrices.

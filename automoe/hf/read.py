@@ -257,7 +257,7 @@ class ReadItem(NamedTuple):
         """Split the read into chunks of rows of one matrix, about ``max_bytes`` of the file each.
 
         Yields (index of the matrix in the stored tensor, first and end row in that matrix, slice of
-        ``place`` to fill: [rows / ``row_unit``, columns]).
+        ``place`` to fill: [rows / ``self.row_unit``, columns]).
         """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -431,7 +431,7 @@ class Reader:
         return numbers[:, start : start + right - left]
 
     def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return rows ``begin`` to ``end`` of matrix number ``matrix`` as stored, numbers or codes: [rows, columns]."""
+        """Return rows [``begin``, ``end``) of matrix ``matrix`` of ``item.source``, undecoded: [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
         buffer = torch.empty(end - begin, last - first, dtype=torch.uint8)

@@ -68,8 +68,8 @@ class Scheme(NamedTuple):
     """Quantization that a ``quantization_config`` states.
 
     Attributes:
-        encoding: rule that turns codes and scales into numbers.
-        block: rows and columns that share a scale.
+        encoding: rule that turns codes and scales into numbers, such as ``fp8``; ``plain``: none.
+        block: (rows, columns) of a block whose numbers share a scale.
         symmetric: False if blocks have zero points.
     """
 

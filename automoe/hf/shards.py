@@ -50,8 +50,8 @@ class LocalShard:
     """This rank's shard of one tensor of the model, and its position in the full tensor.
 
     The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
-    ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
-    hold bytes.
+    ``extent`` (shape of the shard), ``start`` and ``dtype`` describe the unpacked matrix, while
+    ``tensor`` and ``local`` hold bytes.
 
     Attributes:
         name: name in the full model.

@@ -118,9 +118,9 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map between names in the files and names of the text model alone.
+    """Return the two-way map (``Names``) between names in the files and those of a text model alone.
 
-    The two differ by a prefix in multimodal checkpoints.
+    In multimodal checkpoints the names in the files have a prefix more.
 
     Args:
         hf: content of config.json.

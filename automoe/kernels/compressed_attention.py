@@ -44,7 +44,8 @@ def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> W
 
     Args:
         positions_BS: index of each token in its document, from 0.
-        doc_ids_BS: document of each token; None: a query sees all complete windows of its row.
+        doc_ids_BS: document of each token: a query sees the windows of its document that have ended.
+            None: those of its whole row.
     """
     size = positions_BS.shape[1]
     count = size // width

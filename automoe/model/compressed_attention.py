@@ -123,7 +123,11 @@ class EntryIndexer(KeyChooser, Pooling):
 
 
 class Compressor(Pooling):
-    """Pooling of a layer's windows into entries, and the indexer that chooses a query's entries, if any."""
+    """Pooling of a layer's positions into entries (one pooled key per window), with an optional indexer.
+
+    The indexer chooses the entries that a query attends to; without one (None) it attends to all
+    that it may see.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         attention = config.attention

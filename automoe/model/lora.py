@@ -157,7 +157,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Set the step number (from 0) of all adapters in ``parts``, by which dropout draws features."""
+    """Set the step number (from 0) of all adapters in ``parts``; dropout draws other input features each step."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

@@ -93,8 +93,8 @@ class MoE(nn.Module):
         Args:
             x_BsH: the routed experts' input, of width ``moe_latent_size`` if that is set.
             routing: the experts that each token chose, and its routing weights.
-            tokens: per-token tensors; their shape gives the slots per expert if choices are padded
-                to the experts' capacity.
+            tokens: per-token tensors; with ``moe.pad_to_capacity`` their shape decides how many rows
+                each expert computes, padding included.
         """
         x_TH, ids_TK, probs_TK = (
             x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)

@@ -118,7 +118,7 @@ class Family(NamedTuple):
 
 
 class Space:
-    """Times and bytes of a model's layers, computed once for each family of settings of a search.
+    """Times and bytes of a model's layers, computed once for each ``Family`` (mesh axes and settings) of a search.
 
     Args:
         config: configuration that the search varies.
@@ -242,7 +242,8 @@ class Space:
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
         """Return times and bytes of routed experts, and of the host's kernel launches for whole layers.
 
-        The array is [choices of recomputation, kinds of layers, values in the order of ``VALUES``].
+        The array is [choices of recomputation, kinds of layers (those of equal cost), values in the
+        order of ``VALUES``].
 
         Args:
             family: mesh axes and settings.
@@ -297,10 +298,10 @@ class Space:
 
 
 def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
-    """Return seconds of: the forward pass, the backward pass, recomputation, and the all-to-alls in these three.
+    """Return seconds of: the forward pass, the backward pass, recomputation, and the ep all-to-alls in these three.
 
     Args:
-        passes: both passes of a layer or a part of it, without repetitions.
+        passes: forward and backward pass of a layer or a part of it, recomputation not included.
         again: modules that are recomputed.
     """
     more, costs = time_again(passes.forward, again)
@@ -374,8 +375,8 @@ class Layout:
 
         Args:
             columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
-            indices: integers, in the order of the result.
-            count: micro-batches of the step.
+            indices: [n] indices into ``columns``; the result is [n] in their order.
+            count: micro-batches of the step on each data-parallel rank.
         """
         parallel = self.parallel
         forward = columns["forward"][indices].T

@@ -27,9 +27,10 @@ CHUNK, INDEX_CHUNK = 256, 128
 
 
 def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: bool) -> float:
-    """Return the bytes that a layer's attention keeps for its backward pass.
+    """Return the bytes that a layer's compressed attention keeps for its backward pass.
 
     Args:
+        load: sizes of one micro-batch on the rank.
         again: True if the backward pass computes the softmax attention again.
     """
     size, wide = load.number_bytes, max(4, load.number_bytes)
@@ -123,10 +124,10 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 
 
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
-    """Return how many elements per token tp ranks gather.
+    """Return how many elements per token tp ranks all-gather in a layer with compressed attention.
 
-    They belong to latents of queries, to keys, and to the projections from which entries are
-    pooled.
+    They belong to latents of queries, to keys, and to the projections from which entries (a pooled
+    key per window) are made.
     """
     widths = attention.head_dim + attention.index_head_dim * has_indexer(attention, layer)
     ratio = ratio_of(attention, layer)

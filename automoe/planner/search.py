@@ -240,9 +240,9 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return records (``Space.columns``) of ``families``, each with an upper bound of tokens/s.
+        """Return the records of ``Space.columns``, with an upper bound of tokens/s in the field ``bound``.
 
-        The bounds assume pipeline ranks with equal work that never wait.
+        There is one for each family and recomputation. Bounds assume pipeline ranks with equal work that never wait.
 
         Args:
             families: combinations of mesh axes and settings.
@@ -258,13 +258,13 @@ class Queue:
         return columns
 
     def _columns(self, meshes: Array) -> list[Array]:
-        """Return [array]: the ``meshes`` with every dispatcher, dispatch dtype and recomputation.
+        """Return one array: a record per mesh, dispatcher, dispatch dtype and recomputation to try, in a list.
 
-        Each record gets an upper bound of tokens/s. Settings that the user chose are not varied. Meshes that
-        break a rule are left out.
+        A record's ``bound`` is an upper bound of tokens/s. Settings that the user chose are not varied. Meshes that
+        break a configuration rule with every pp are left out.
 
         Args:
-            meshes: records of meshes whose dispatcher is still open.
+            meshes: records whose field ``item`` is a ``Family`` (mesh axes and settings) without a dispatcher yet.
         """
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
@@ -385,7 +385,7 @@ class Queue:
 
 
 def _sorted(*rows: Array) -> Array:
-    """Join arrays of records to one, highest bound first; those of equal bounds keep their order."""
+    """Join arrays of records to one, sorted by ``bound`` (tokens/s), highest first; equal ones keep their order."""
     joined = np.concatenate(rows)
     return joined[np.argsort(-joined["bound"], kind="stable")]
 

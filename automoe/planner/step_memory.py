@@ -305,8 +305,9 @@ class StagePlan:
     ) -> Iterator[RankMemory]:
         """Yield this rank's memory at each moment of a backward pass that may be its peak.
 
-        These are, for each layer from last to first, each of its workspaces, then with ``reduces`` the reduction of
-        its experts' gradients. A stage without layers yields one. Other micro-batches' activations are excluded.
+        These are, for each layer from last to first, each part of its backward (``LayerPlan.workspaces``), then with
+        ``reduces`` the reduction of its experts' gradients. A stage without layers yields a single moment.
+        Activations of other micro-batches are excluded.
 
         Args:
             adds: True if gradients are added to existing unsharded gradients of earlier micro-batches.
