@@ -268,7 +268,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the block's time as waiting; a ``SaveError`` in it becomes a warning, or is raised if ``last``."""
+        """Count the ``with`` block's time as waiting; a ``SaveError`` becomes a warning, or is raised if ``last``."""
         started = time.perf_counter()
         try:
             yield

@@ -140,12 +140,12 @@ class _Group:
         return all_gather(x, self.dim, self.group)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's shard; gradients are all-gathered."""
+        """Sum x over the ranks and return this rank's equal part of ``self.dim``; gradients are all-gathered."""
         return reduce_scatter(x, self.dim, self.group)
 
 
 class GroupCommunicator(_Group, Communicator):
-    """Communicator over a ``torch.distributed`` group; rank r holds the r-th slice of positions."""
+    """Communicator over a ``torch.distributed`` group; rank r holds the r-th slice of positions (dim 1)."""
 
     dim = 1
 

@@ -178,7 +178,7 @@ def one_by_one(
     Args:
         keys: stored names with ``{expert}``: those of gate and up (a matrix each), or that of down.
         shape: full shape of our stacked tensor, [E, 2, I, H] or [E, H, I].
-        experts: experts to yield.
+        experts: numbers of the experts to yield.
         parts: number of experts that a stored FFN is cut into, for a mixture made of a dense model:
             each has some rows of gate and up, and some columns of down.
     """

@@ -159,7 +159,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return ``chunk_loss`` for ``kernel``, torch or triton: it computes the loss of a chunk of tokens.
+    """Return a function with the arguments of ``chunk_loss``, computed by ``kernel``: ``torch`` or ``triton``.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.
