@@ -102,7 +102,7 @@ class FromEnvironment(str):
 
 
 def written(text: str) -> str:
-    """Return ``text``; of a ``FromEnvironment`` its text before ``${oc.env:NAME}`` was replaced by content."""
+    """Return ``text``; of a ``FromEnvironment`` the text with ``${oc.env:NAME}`` in place of contents."""
     return text.written if isinstance(text, FromEnvironment) else text
 
 

@@ -195,8 +195,8 @@ def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
     ``query`` and ``value`` are the widths of a head, ``widest`` is the larger one. ``unfit`` is
     true if flex attention does not support them, ``wide`` or ``odd`` if cuDNN does not, ``masked``
     if attention masks more than the future. ``wrong`` is the smallest number of keys on a cp rank
-    for which cuDNN's gradient may be NaN, 0 if there is none; rows whose length ``unit`` divides
-    have none.
+    for which cuDNN's gradient may be NaN, 0 if there is none; there is none if the row length is a
+    multiple of ``unit``.
     """
     attention, seq_len = config.model.attention, config.train.seq_len
     sinks = attention.sinks and config.kernels.attention != "flex"

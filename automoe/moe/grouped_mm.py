@@ -334,7 +334,7 @@ def grouped_mm_experts(
         up, down: objects that multiply by gate_up_proj and by down_proj, in forward and backward.
         sums: accumulator to which the backward pass adds both matrices' gradients, in place of
             returning them; None: autograd returns them.
-        adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
+        adapters: A [E, r, H] and B [E, J = 2 I, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
             down_proj, or None; ``lora_scale`` multiplies their outputs.
     """
     joined = weights.joined()

@@ -216,7 +216,7 @@ class Rollouts:
         return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the hash of all rewards before a checkpoint, from ``state``, then the result of ``state_dict``.
+        """Restore the hash of all rewards before a checkpoint, from ``state``, which ``state_dict`` returned then.
 
         The file of a rollout's answers has the hash of all rewards before that rollout. A run
         reads the file again only if both hashes are equal.
