@@ -80,7 +80,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of ``computing``, of each mesh axis, ``bubble`` and ``other``; their sum is ``seconds``."""
+        """Seconds of ``computing``, of each axis (exposed communication), ``bubble`` and ``other``; sum: ``seconds``."""
         return {
             "computing": self.compute,
             **self.communication,
