@@ -233,7 +233,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements stay whole."""
+        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements that pack several stay whole."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed

@@ -366,7 +366,7 @@ class Queue:
     def _found(self, waiting: Array) -> list[Array]:
         """Add timed candidates to ``result.found``, one per mesh; to ``result.missed`` if they do not fit in memory.
 
-        ``waiting`` are queue records of about equally fast candidates (``item``): those with the plainest settings
+        ``waiting`` are queue records of equally fast candidates (``item``): those with the plainest settings
         come first. Returns [records left over] if ``result.found`` reaches 10 before all are added, else [].
         """
         result = self.result
