@@ -80,7 +80,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of ``computing``, each axis (exposed communication), ``bubble``, ``other``; the sum is ``seconds``."""
+        """Seconds of ``computing``, each axis (exposed communication), ``bubble``, ``other``: in all ``seconds``."""
         return {
             "computing": self.compute,
             **self.communication,

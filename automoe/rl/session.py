@@ -463,7 +463,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum each token's ``numbers`` over ranks (0 on all but the token's rank); return a CPU tensor per sample."""
+        """Sum ``numbers``, 0 on all but each token's rank, over ranks; return CPU tensors of ``packed.lengths``."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
