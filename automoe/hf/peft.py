@@ -250,7 +250,7 @@ def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[
     A piece names a slice of ``tensor``, and the slice of a HuggingFace weight that this part of B A is added to.
 
     Args:
-        module: name of our module with the adapter; ``suffix``: 13: gate and up of routed experts, 2: down, else "".
+        module, suffix: name of our module with the adapter; 13 for its gate and up (routed experts), 2 for down, or "".
         tensor: only its shape is used: that of our weight, but the last dim may differ (B: the rank).
         keys: layout of the HuggingFace weights.
     """

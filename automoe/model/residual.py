@@ -32,7 +32,8 @@ class Residual:
 class ResidualGate(nn.Module):
     """Gated residual (Muse-Spark): ``join`` returns sqrt(1 - b^2) * residual + b * block's output.
 
-    b [H] is sigmoid(gate / temperature), with the learned parameter ``gate`` [H] of dtype ``dtype``.
+    b [H] is sigmoid(gate / temperature), with the learned parameter ``gate`` [H] of dtype ``dtype``;
+    1 - b^2 is raised to at least 0.001.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:

@@ -222,10 +222,7 @@ class Queue:
         return True
 
     def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
-        """Return the mesh with ``axes`` (tp, cp, ep, etp, ``parallel.context``) and ``pp`` pipeline ranks.
-
-        None if it is not among the meshes to search, or breaks a rule of the configuration.
-        """
+        """Return the mesh of ``axes`` (tp, cp, ep, etp, context) and ``pp``; None: not searched, or a broken rule."""
         shape = self.shapes[axes].get(pp)
         if shape is None:
             return None
