@@ -113,7 +113,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether ``vars(module)[kind][key]``, kind ``_buffers``, is a saved table token id -> experts [V, K]."""
+    """Return whether ``vars(module)[kind][key]`` is a saved buffer with a row of expert ids for each token id."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -235,9 +235,9 @@ class _Probe(NamedTuple):
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of each whole number in ``config`` with a key that names a size in positions (``_SPANS``).
+    """Yield (key, number) for each integer in nested ``config`` under a key that names a size in positions.
 
-    The key contains block, chunk, compress, index_topk, kernel, stride or window. ``name`` is the key of ``config``.
+    Such a key contains block, chunk, compress, index_topk, kernel, stride or window. ``name`` is that of ``config``.
     """
     if isinstance(config, dict):
         for key, value in config.items():

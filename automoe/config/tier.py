@@ -94,8 +94,9 @@ class Tier:
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the ``Tier`` of ``model``.
+    """Return the ``Tier`` of ``model``: the interface of the code that computes the model.
 
-    It is that of the family ``transformers`` or of a plugin's, else of automoe's decoder.
+    It is the family's own if transformers or a plugin computes its models, else that of automoe's
+    decoder.
     """
     return look_up("model.family", model.family) or Tier()

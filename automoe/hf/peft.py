@@ -245,13 +245,13 @@ def adapter_names(config: ModelConfig) -> Names:
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return slices of ``tensor``, each with the slice of a HuggingFace weight to which peft adds its part of B A.
+    """Return pieces that divide ``tensor``, LoRA's B or B A, among the HuggingFace weights that it changes.
+
+    A piece names a slice of ``tensor``, and the slice of a HuggingFace weight that this part of B A is added to.
 
     Args:
-        module: name of our module that has the adapter.
-        suffix: the adapter's suffix: 13 for gate and up of routed experts, 2 for down, else empty.
-        tensor: B, or the product B A; only its shape is used. It has as many dims as our weight, and its last dim may
-            have any size (in B, the rank).
+        module, suffix: name of our module with the adapter; 13 for its gate and up (routed experts), 2 for down, or "".
+        tensor: only its shape is used: that of our weight, but the last dim may differ (B: the rank).
         keys: layout of the HuggingFace weights.
     """
     name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)

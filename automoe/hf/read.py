@@ -233,7 +233,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements stay whole."""
+        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements that pack several stay whole."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -439,10 +439,10 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
+        """Read the bytes ``item.fetched`` of stored rows ``begin`` to ``end`` into flat ``into`` (uint8), row by row.
 
-        One call reads all rows if ``item.fetched`` is the whole row. ``matrix`` is an index. Raises
-        ``CheckpointError``.
+        ``matrix`` is the rows' matrix, an index in the stored stack. Whole rows need one system call.
+        Raises ``CheckpointError`` if the file is unreadable or too short.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

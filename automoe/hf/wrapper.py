@@ -223,9 +223,10 @@ def text_path(model: Any) -> str:
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the map between names of parameters in a model of transformers and in its text model.
+    """Return the map between a transformers model's parameter names and the plain ones of its text model.
 
-    The two differ by a prefix if the model is a wrapper with vision or audio parts.
+    ``stored`` of the map takes a plain name and returns the one in ``model``; ``plain`` goes back.
+    They differ by a prefix if ``model`` has vision or audio parts, else they are equal.
     """
     path = text_path(model)
     if not path:

@@ -248,10 +248,12 @@ def _chunk_gradients(
     chunk: _Chunk,
     settings: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a chunk's queries [B, r = c N, D] and keys [B, K, D], in at least float32.
+    """Return the gradients of a chunk's c queries [B, c N, D] and keys [B, K, D], in at least float32.
 
-    ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
-    gradient, summed; ``settings`` are (seen_BSE, doc_ids_BS, window, scale).
+    The K keys, which are values too, are the positions ``chunk.near``, then the entries (pooled keys)
+    ``chunk.far``. ``lse_BcN`` is log(sum(exp(scores))) of a query and head, ``delta_BcN`` the sum of
+    its output times the output's gradient, ``grad_BcND`` this gradient. ``settings`` are the last
+    arguments of ``_scores``: (seen_BSE, doc_ids_BS, window, scale).
     """
     dtype, scale = q_BcND.dtype, settings[-1]
     shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()

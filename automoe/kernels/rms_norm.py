@@ -18,9 +18,10 @@ from automoe.kernels.activation import row_blocks
 class _RMSNorm(torch.autograd.Function):
     """Autograd function: RMSNorm in plain torch operations, for the CPU and float64.
 
-    x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
-    and saves x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
-    = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
+    Inputs are x [T, D] of any dtype, weight [D] and eps; the result r x * weight has the dtype of x,
+    with r = 1 / sqrt(mean(x^2) + eps). The caller must give a weight of float32 or wider, since all
+    is computed in the weight's dtype; x is saved in its own. With g the incoming gradient and
+    p = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
     """
 
     @staticmethod

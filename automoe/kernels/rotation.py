@@ -167,8 +167,8 @@ def rotate(
 ) -> Tensor:
     """Return a copy of x with R = 2 P of its D dims, from ``start`` on, rotated in P pairs.
 
-    The result always has the pairs (i, i + P). Queries and keys are permuted alike, so their
-    products do not change, and one layout is enough for the rest of the attention.
+    The result, unless ``back``, always has the pairs (i, i + P). Queries and keys are permuted
+    alike, so their products do not change, and the rest of the attention needs one layout only.
 
     Args:
         cos, sin: [B, S, 1, P] of the angles.

@@ -99,7 +99,7 @@ class Standing:
 
     @property
     def waits_in(self) -> str | None:
-        """Collective, or ``a send or receive``, in which the rank waits, as text; None if it does not wait."""
+        """Text that names the collective in which the rank waits, or ``a send or receive``; None: it does not wait."""
         if self.pending:
             return str(self.pending[0])
         return "a send or receive" if self.communicates else None

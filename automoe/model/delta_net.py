@@ -133,8 +133,8 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange positions for heads over cp: return the arguments at R positions of fewer heads.
 
-        The recurrence runs through the whole sequence, so each rank of cp computes some of the
-        heads.
+        The recurrence runs through the whole sequence, so each rank of cp computes 1 / cp of the
+        heads. The results are in the order of the arguments, which are returned if cp is 1.
 
         Args:
             mixed_BSD: the convolution's input: queries, keys, values.

@@ -30,9 +30,10 @@ class Residual:
 
 
 class ResidualGate(nn.Module):
-    """Gated residual (Muse-Spark): two learned weights per dim, of the residual and of a block's output.
+    """Gated residual (Muse-Spark): ``join`` returns sqrt(1 - b^2) * residual + b * block's output.
 
-    ``dtype`` is the dtype of the parameter.
+    b [H] is sigmoid(gate / temperature), with the learned parameter ``gate`` [H] of dtype ``dtype``;
+    1 - b^2 is raised to at least 0.001.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:

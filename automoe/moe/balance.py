@@ -17,10 +17,10 @@ from automoe.passes.recompute import is_counted
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on an activation whose backward pass also sends a gradient of one into a loss.
+    """Autograd function of an activation and a scalar loss: returns a copy of the activation.
 
-    The auxiliary loss needs no path of its own to the end of the model, so only activations pass
-    from one pipeline stage to the next.
+    The backward pass also sends a gradient of one into the loss. So an auxiliary loss needs no path of
+    its own to the end of the model, and only activations pass from one pipeline stage to the next.
     """
 
     @staticmethod

@@ -75,7 +75,10 @@ class MoE(nn.Module):
         self.num_experts = config.num_experts
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H] for hidden states [B, s, H] of ``tokens``."""
+        """Return the layer's output [B, s, H], without residual, for hidden states [B, s, H].
+
+        ``tokens`` has per-token tensors of the same positions, such as the mask of padding.
+        """
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
         # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.

@@ -196,12 +196,14 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return times and bytes of layers without routed experts: [choices of recomputation, kinds
-        of layers, values], values in the order of ``VALUES``.
+        """Return times and bytes of layers without their routed experts: [rungs, kinds of layers, values].
+
+        After the kinds come embedding, head and a stage's output. ``VALUES`` names the values, in order,
+        such as the seconds of ``forward``.
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
-            rungs: number of choices of recomputation; None: all.
+            rungs: number of choices of recomputation, least memory freed first; None: all.
         """
         place = self._place(family)
         load = TokenLoad.of(place.config, place.mesh, place.batch)
@@ -397,13 +399,15 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each of the records ``columns[indices]``.
+        """Return a lower bound of the bytes on the fullest rank for each of ``indices``: one number each.
 
-        Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
+        It is the larger of the bytes at two moments of the step: the end of the forward pass after
+        which a rank holds the most activations, and the optimizer's update.
 
         Args:
-            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
-            indices: integers, in the order of the result.
+            columns: result of ``Space.columns``: an array of records, each with the times and bytes
+                of one choice of mesh axes, settings and recomputation.
+            indices: which records to take.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """

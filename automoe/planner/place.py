@@ -141,7 +141,10 @@ class Place:
         return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
 
     def group(self, axis: str) -> Group:
-        """Return the placement of the ranks of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
+        """Return size, number of nodes and stride of the groups of mesh axis ``axis``.
+
+        ``axis`` may also be ``fsdp``: dp_shard and cp together.
+        """
         return _group(self.mesh, axis, self.machine.gpus_per_node)
 
 

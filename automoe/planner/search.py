@@ -193,10 +193,10 @@ class Queue:
         self.nearest = np.inf  # about the fewest bytes among candidates that cannot fit
 
     def highest(self) -> list[float]:
-        """Return the highest upper bound of tokens/s among the waiting entries of each kind; 0: none waits.
+        """Return five numbers: the highest upper bound of tokens/s among the entries of each kind; 0 without entries.
 
-        The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too,
-        timed candidates, and timed ones for which the list of results has no room.
+        The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too
+        (candidates), timed candidates, and timed ones left over because the list of 10 results is full.
         """
         return [float(rows["bound"][:1].max(initial=0.0)) for rows in self.left]
 
@@ -222,7 +222,7 @@ class Queue:
         return True
 
     def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
-        """Return the mesh of ``axes`` (tp, cp, ep, etp, context) and ``pp``; None if not searched, or illegal."""
+        """Return the mesh of ``axes`` (tp, cp, ep, etp, context) and ``pp``; None: not searched, or a broken rule."""
         shape = self.shapes[axes].get(pp)
         if shape is None:
             return None
@@ -361,10 +361,10 @@ class Queue:
                 self.result.missed.append(candidate)
 
     def _found(self, waiting: Array) -> list[Array]:
-        """Add timed candidates to ``result.found``, once per mesh, or to ``result.missed`` if they do not fit.
+        """Add timed candidates to ``result.found``, one per mesh; to ``result.missed`` if they do not fit in memory.
 
-        The candidates ``waiting`` are equally fast: the plainest come first. Returns [array of those left] if the
-        results are complete (10) before all are added, else [].
+        ``waiting`` are queue records of equally fast candidates (``item``): those with the plainest settings
+        come first. Returns [records left over] if ``result.found`` reaches 10 before all are added, else [].
         """
         result = self.result
         order = sorted(
@@ -412,9 +412,9 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
 
 
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the settings of ``parallel`` to try on ``pp`` pipeline ranks.
+    """Yield the combinations {key: value} of settings of ``parallel`` to try on ``pp`` pipeline ranks.
 
-    They are the schedule, its stages per rank, when FSDP reshards and reduces, and whether all-to-alls overlap.
+    The keys: schedule, stages per rank, when FSDP reshards and reduces gradients, whether all-to-alls overlap.
 
     Args:
         fixed: keys that the user chose, such as ``parallel.schedule``: they keep their value.

@@ -135,9 +135,9 @@ class Tensorwise(_Weights):
         """Quantize ``grad`` [R, C] to [C, R] for the product that sums over rows.
 
         Args:
-            grad: the gradient [R, C].
-            scales: [1, 1] scale of ``grad`` (method ``scales``).
-            q: ``grad`` as ``quantize`` returned it, whose codes are then reused; None if it was not quantized yet.
+            grad: the gradient [R, C]; unused if ``q`` is given.
+            scales: [1, 1] scale of ``grad`` (method ``scales``); must not be None unless ``q`` is given.
+            q: ``grad`` as ``quantize`` returned it, whose codes and scale are then reused; None: quantize now.
         """
         return transposed(self.quantize(grad, scales, GRAD) if q is None else q)
 

@@ -257,7 +257,11 @@ def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report k3 KLs: ref_kl (policy to reference), old_kl (pre-update to policy), sampler_kl (engine to pre-update)."""
+    """Report as metrics k3 estimates of KL divergences, as means over trained tokens.
+
+    With pi the policy and pi_old that before the update: ``old_kl`` is KL(pi_old || pi), ``ref_kl`` KL(pi || reference
+    model), ``sampler_kl`` KL(inference engine || pi_old); the last two need their log-probabilities in ``inputs``.
+    """
     old_BS = inputs.given.get("old_log_probs", -nll_BS)
     gaps = {"old_kl": old_BS + nll_BS}
     if "ref_log_probs" in inputs.given:
