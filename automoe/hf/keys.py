@@ -70,7 +70,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the overlap of this box with a slice of our tensor, such as a rank's shard.
+        """Return the overlap of this piece's box in our model's tensor with a slice of it, such as a rank's shard.
 
         Args:
             start: index of the slice's first element in our tensor.
