@@ -125,8 +125,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         Dims that the HuggingFace tensor merges stay separate.
 
         Args:
-            tensor: torch tensor: a slice of our tensor, without the dims that the HuggingFace
-                tensor does not have.
+            tensor: slice of the model's tensor that this piece describes, without the dims that the
+                HuggingFace tensor does not have.
         """
         dims = [*chain.from_iterable(self.dims)]
         if dims == sorted(dims):
