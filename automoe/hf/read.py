@@ -329,7 +329,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` for packed FP8 not stored in FP8."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if an FP8 shard is not stored so."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
