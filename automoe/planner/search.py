@@ -280,8 +280,7 @@ class Queue:
     def _candidates(self, columns: Array) -> Iterator[Array]:
         """Yield arrays of the candidates that may fit in memory, one per pipeline layout and number of micro-batches.
 
-        Each record (``WAITING``) has bounds: the most tokens/s and the least bytes of a rank. Candidates that cannot
-        fit are counted in ``result.too_large``.
+        Records have bounds: most tokens/s, least bytes of a rank. ``result.too_large`` counts those that cannot fit.
 
         Args:
             columns: records of ``Space.columns``, each a mesh with settings of experts and recomputation.
