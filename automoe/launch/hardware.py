@@ -95,8 +95,8 @@ def _release(installed: str) -> tuple[int, ...]:
     return tuple(map(int, installed.split(".")[:2]))
 
 
-def halves_missing(config: Config, shape: MeshShape) -> str:
-    """Return why the installed torch cannot run the pipeline schedule; an empty string if it can.
+def torch_lacks(config: Config, shape: MeshShape) -> str:
+    """Return why the installed torch cannot run ``config``; an empty string if it can.
 
     Zero-bubble schedules compute weight gradients apart from input gradients, in which torch 2.11
     fails at operations with a custom backward.
@@ -105,7 +105,7 @@ def halves_missing(config: Config, shape: MeshShape) -> str:
     installed = version("torch")
     split = shape.pp > 1 and runs_halves(schedule)
     if not split or _release(installed) >= _release(HALVES_SINCE_TORCH):
-        return ""
+        return missing_part(config, shape, installed)
     return (
         f"parallel.schedule={schedule} runs backward passes in halves, which torch {installed} cannot do "
         f"with this model's operations. Install torch {HALVES_SINCE_TORCH} or later, or set "
@@ -126,7 +126,7 @@ def start_notes(config: Config) -> list[str]:
     They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
-    if (recipe := own_recipe(config.recipe)) is not None:
+    if recipe := own_recipe(config.recipe):
         # ``named_recipe`` made it absolute; only its name was typed.
         recipe_path = Path(config.recipe)
         notes.append(
@@ -229,7 +229,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if a package, compiler, part of torch or CUDA that ``config`` needs is missing."""
     if config.train.compile:
         _check_compiler("train.compile=true", device, "set train.compile=false")
-    if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
+    if why := torch_lacks(config, shape):
         raise BackendError(why)
     # mlflow-skinny cannot write to a database.
     in_database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", config.observe.mlflow)
