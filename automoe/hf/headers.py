@@ -242,7 +242,7 @@ def unread_adapter(folder: Path) -> list[str]:
 
 @contextmanager
 def without_adapter(folder: Path) -> Iterator[Path]:
-    """Yield ``folder``, or links to its files but for an adapter's, which ``from_pretrained`` loads.
+    """Yield ``folder``, or links to its files but an adapter's, which ``from_pretrained`` loads.
 
     Until 5.22, transformers has no option against that for a local folder.
     """

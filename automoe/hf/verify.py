@@ -173,8 +173,8 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         kind = read_settings(catalog.folder, "config.json").get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             warnings.warn(
-                f"{catalog.folder} is not compared with transformers, whose release {transformers.__version__} has no "
-                f"model_type={kind}",
+                f"{catalog.folder} is not compared with transformers, whose release "
+                f"{transformers.__version__} has no model_type={kind}",
                 stacklevel=2,
             )
             return None

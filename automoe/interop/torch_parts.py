@@ -35,7 +35,7 @@ def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, st
     piped = shape.pp > 1
     yield (parallel.expert_wgrad != "autograd", f"parallel.expert_wgrad={parallel.expert_wgrad}",
            "parallel.expert_wgrad=autograd", _SUMS,
-           # that can be set: of a property that can only be read neither of the first two stands there
+           # that can be set: a property that can only be read has neither of the first two
            ["unsharded_accumulated_grad:", "unsharded_accumulated_grad.setter", _LATER])
     yield piped and parallel.schedule not in SINGLE, name, "parallel.schedule=1F1B", _ORDERS, [_ORDERED]
     yield (parallel.overlap_all_to_all, "parallel.overlap_all_to_all=true", "parallel.overlap_all_to_all=false",
