@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.hf.files import raw_bytes
 from automoe.hf.folder import write_settings
 from automoe.rl import vllm_worker
 from automoe.rl.engine import Answer, Sampling
@@ -33,7 +33,7 @@ _CPU = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Layers are loaded into memory of the layers before them: new pages cost a third of an update.
+    # Each layer is loaded into the memory of the one before it: new pages cost a third of an update.
     "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296",
 }
 
@@ -52,7 +52,7 @@ class LocalVLLM:
         BackendError: the child process does not start, or ends before it answers.
     """
 
-    options: dict[str, Any] = {"bucket_bytes": 64 << 20}
+    options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
 
     def __init__(self, python: str, config: Config, run_dir: Path) -> None:
         self._model = config.model
@@ -64,7 +64,6 @@ class LocalVLLM:
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self._scratch = tempfile.TemporaryDirectory(prefix="automoe-", dir=shared)
         folder = Path(self._scratch.name)
-        self._bucket = (folder / "bucket").open("wb")  # never shorter: new pages would cost time
         # The engine reads its first weights as any later ones: a folder needs no more than this.
         dtype = config.train.dtype
         write_settings(folder, config.model, getattr(torch, dtype), "none")
@@ -118,12 +117,9 @@ class LocalVLLM:
         self._ranks.lead(lambda: self._asked(file=None), again=False)
 
     def _hand_over(self, bucket: Mapping[str, torch.Tensor]) -> None:
-        self._bucket.seek(0)
-        for tensor in bucket.values():
-            self._bucket.write(raw_bytes(tensor).data)
-        self._bucket.flush()
-        contents = [(name, str(one.dtype)[6:], [*one.shape]) for name, one in bucket.items()]
-        self._asked(file=str(self._bucket.name), tensors=contents)
+        file = Path(self._scratch.name) / "bucket"
+        save_file(dict(bucket), file)
+        self._asked(file=str(file))
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def answers() -> list[list[Answer]]:

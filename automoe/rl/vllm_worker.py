@@ -6,7 +6,7 @@ the file descriptor whose number is the environment variable ``FD``; its first l
     {"do": "sample", "prompts": [[ids]], "num": N, "max_tokens": A, "temperature": T, "seed": S, "stops": [ids]}
         -> for each prompt a list of N answers: [ids, their log-probabilities, expert ids or null]
     {"do": "update"} -> "waiting"
-    {"file": PATH, "tensors": [[name, dtype, shape]]}, their bytes one after the other, for each bucket -> "taken"
+    {"file": PATH}, a safetensors file with the next weights, for each bucket -> "taken"
     {"file": null} -> "updated"
 
 Expert ids are [tokens of prompt and answer without the last, MoE layers, K].
@@ -87,6 +87,7 @@ class Routes:
 def main(folder: str, dtype: str, max_model_len: str) -> None:
     sys.path.pop(0)  # this folder, whose names are those of other packages
     import torch
+    from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
     reply = os.fdopen(int(os.environ["FD"]), "w")
@@ -112,15 +113,11 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         print(json.dumps(content), file=reply, flush=True)
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
-        while file := (bucket := json.loads(sys.stdin.readline()))["file"]:
-            tensors = []
-            with open(file, "rb") as source:
-                for name, kind, shape in bucket["tensors"]:
-                    tensor = torch.empty(shape, dtype=getattr(torch, kind))
-                    source.readinto(tensor.view(-1).view(torch.uint8).numpy())
-                    tensors.append((name, tensor))
-            send("taken")  # the file gets the next bucket while this one is loaded
-            for name, tensor in tensors:
+        while file := json.loads(sys.stdin.readline())["file"]:
+            tensors = load_file(file)
+            os.unlink(file)  # the next bucket is another file, written while this one is loaded
+            send("taken")
+            for name, tensor in tensors.items():
                 if name in sinks:
                     sinks[name].copy_(tensor)
                 elif sinks and ".experts." in name:
@@ -150,18 +147,14 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": buckets()})
             send("updated")
             continue
-        prompts = [{"prompt_token_ids": ids} for ids in ask["prompts"] for _ in range(ask["num"])]
-        settings = [
-            SamplingParams(
-                seed=ask["seed"] + 1009 * (number // ask["num"]) + number % ask["num"],
-                temperature=ask["temperature"],
-                max_tokens=ask["max_tokens"],
-                stop_token_ids=ask["stops"],
-                ignore_eos=True,
-                logprobs=0,
-            )
-            for number in range(len(prompts))
-        ]
+        options = {"temperature": ask["temperature"], "max_tokens": ask["max_tokens"]}
+        options |= {"stop_token_ids": ask["stops"], "ignore_eos": True, "logprobs": 0}
+        prompts, settings = [], []
+        for number, prompt in enumerate(ask["prompts"]):
+            for answer in range(ask["num"]):
+                prompts.append({"prompt_token_ids": prompt})
+                seed = ask["seed"] + 1009 * number + answer
+                settings.append(SamplingParams(seed=seed, **options))
         groups: list[Any] = [[] for _ in ask["prompts"]]
         for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):
             [answer] = request.outputs
