@@ -205,7 +205,7 @@ def gpt_oss_in_an_engine(run_dir: str) -> tuple[int, float, str]:
 def test_experts_of_a_gpt_oss_layer_arrive_at_once(tmp_path: Path, ranks: RankPool) -> None:
     """However small a bucket is: a tensor has the experts of all ranks."""
     for number, gap, error in ranks.run(gpt_oss_in_an_engine, 2, str(tmp_path)):
-        assert number == 2 * 4 and gap < 1e-5 and "must match the size" in error
+        assert number == 2 * 4 and gap < 1e-3 and "must match the size" in error
 
 
 # ---------------------------------------------------------------- a session
@@ -213,7 +213,8 @@ def test_experts_of_a_gpt_oss_layer_arrive_at_once(tmp_path: Path, ranks: RankPo
 
 def norms_of(run_dir: str, mesh: list[str], kept: bool) -> list[float] | str:
     """Gradient norms of batches of other lengths; ``kept``: the pipeline is built for the first one alone."""
-    session = open_session([*SMALL, *mesh, "train.dtype=float64", "moe.experts=loop", f"run_dir={run_dir}"])
+    settings = [*SMALL, *mesh, "train.dtype=float64", "moe.experts=loop", f"run_dir={run_dir}"]
+    session = open_session([*settings, *(["launch.init_timeout_s=10"] if kept else [])])
     build = PipelineRunner._build_schedule
 
     def first_alone(self: PipelineRunner, shape: Any) -> None:
@@ -278,5 +279,5 @@ def test_a_teacher_scores_at_the_temperature_of_the_sampling(tmp_path: Path, ran
             expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
             gaps.append(float((torch.tensor(said) - expected).abs().max()))
     assert max(gaps[:4]) < 1e-4 and min(gaps[4:]) > 1
-    with pytest.raises(AutomoeError, match="temperature"):
+    with pytest.raises(Exception, match="temperature=1e-09: must be finite, and at least 1e-06"):
         ranks.run(scores_by, 1, replace(settings, run_dir=str(tmp_path / "cold")), 1e-9)
