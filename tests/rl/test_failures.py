@@ -214,7 +214,7 @@ def test_experts_of_a_gpt_oss_layer_arrive_at_once(tmp_path: Path, ranks: RankPo
 def norms_of(run_dir: str, mesh: list[str], kept: bool) -> list[float] | str:
     """Gradient norms of batches of other lengths; ``kept``: the pipeline is built for the first one alone."""
     settings = [*SMALL, *mesh, "train.dtype=float64", "moe.experts=loop", f"run_dir={run_dir}"]
-    session = open_session([*settings, *(["launch.init_timeout_s=10"] if kept else [])])
+    session = open_session([*settings, *(["launch.timeout_s=10", "launch.init_timeout_s=10"] if kept else [])])
     build = PipelineRunner._build_schedule
 
     def first_alone(self: PipelineRunner, shape: Any) -> None:
