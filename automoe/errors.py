@@ -97,7 +97,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Ranks cannot be started or run here, or one failed; of several, the error of the first to fail is reported."""
+    """Failure to start or run ranks on this machine, or failure of a rank (the first of several)."""
 
 
 class TrainingError(AutomoeError, RuntimeError):
@@ -360,14 +360,14 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
 
 
 def listed(names: Iterable[object], shown: int = 4) -> str:
-    """Return sorted names as text, at most ``shown`` of them: ``a, b, c, d and 12 more``."""
+    """Sort names and return at most ``shown`` of them as text: ``a, b, c, d and 12 more``."""
     texts = sorted(map(str, names))
     more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
     return ", ".join(texts[:shown]) + more
 
 
 def one_line(text: object) -> str:
-    """Return ``text`` on one line, cut after 400 characters."""
+    """Return ``text`` on one line, its runs of whitespace as single spaces, cut after 400 characters."""
     return " ".join(str(text).split())[:400]
 
 

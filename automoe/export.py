@@ -88,7 +88,8 @@ def export_run(
     Raises:
         ConfigError: ``run_dir`` is no run directory; ``out`` is the run's ``model.hf_path``; the family
             has no checkpoints in ``encoding``; ``adapter`` is given with a dtype or encoding, or the
-            run trained other weights or none; or ``ema`` is given, and the run kept no averages.
+            run trained no adapter, or changed the model in other ways too; or ``ema`` is given, and
+            the run kept no averages.
         CheckpointError: the run has no weights, they are damaged, or the written checkpoint differs
             from them.
     """
@@ -237,12 +238,12 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
 
 def load_step(
-    held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
+    full_tensors: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
 ) -> None:
     """Load a training checkpoint into a model's unsharded tensors, without process group.
 
     Args:
-        held: name -> full tensor, filled in place.
+        full_tensors: name -> full tensor, filled in place.
         step_dir: folder of the training checkpoint.
         averaged: names of tensors that get the averaged weights (EMA) instead of the weights.
 
@@ -253,7 +254,8 @@ def load_step(
     from automoe.optim.ema import KEY
 
     tensors = {
-        f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": held[name] for name in held
+        f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": full_tensors[name]
+        for name in full_tensors
     }
     with warnings.catch_warnings():
         warnings.filterwarnings(

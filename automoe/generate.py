@@ -319,7 +319,7 @@ def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any)
 
 
 def _generation_config(folder: Path) -> Any:
-    """Return a checkpoint's sampling settings that are followed, as transformers' GenerationConfig.
+    """Return a checkpoint's sampling settings that automoe follows, as transformers' GenerationConfig.
 
     They are the keys ``FOLLOWED`` (special tokens, temperature, top-k, top-p, penalties ...) of
     generation_config.json, or of config.json if there is no such file. Print a note on other

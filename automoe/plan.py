@@ -58,8 +58,9 @@ cluster=h200, ...
 def main(argv: list[str] | None = None) -> int:
     """Plan a configuration, or search for a mesh, as the arguments of ``automoe plan`` say.
 
-    Returns the exit status: 1 if a search found no mesh that fits, or ``--build`` measured other sizes
-    than planned; 2 if an argument or the configuration is invalid; else 0.
+    ``argv`` None: this process's arguments. Returns the exit status: 1 if a search found no mesh
+    that fits, or ``--build`` measured other sizes than planned; 2 if an argument or the
+    configuration is invalid; else 0.
     """
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv
@@ -146,10 +147,10 @@ def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
     """Build the model of the rank with the most memory; return number and bytes of its weight shards.
 
     The model is on the meta device, sharded in a fake process group. The result also says whether
-    the bytes equal the plan's.
+    the plan predicted these bytes.
 
     Args:
-        plan: the plan of ``config``, which says which rank that is.
+        plan: the plan of ``config``, which has the memory of every rank.
     """
     from automoe.verify.fake_world import local_shards
 

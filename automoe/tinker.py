@@ -99,7 +99,7 @@ class ServiceClient(_Client):
     def create_lora_training_client(
         self, base_model: str | None = None, rank: int = 32, seed: int | None = None
     ) -> APIFuture[TrainingClient]:
-        """Open a session on a checkpoint; return a future of its training client. It raises what ``open_session`` does.
+        """Open a session on a checkpoint by ``open_session``; return a future of its training client.
 
         Args:
             base_model: folder or Hub id of the checkpoint; None: the model of the overrides.

@@ -44,7 +44,7 @@ Args = GRPOArgs
 
 
 def reward(prompt: str, answer: str, num_tokens: int) -> float:
-    """Return the reward of an answer: here its digits divided by ``num_tokens``, its longest length."""
+    """Return an answer's reward: here its number of digits divided by ``num_tokens``, an answer's largest length."""
     return sum(letter in "0123456789" for letter in answer) / num_tokens
 
 
@@ -241,7 +241,7 @@ def scores_of(
 
 
 def of_answers(scored: Sequence[Tensor], answers: Sequence[Numbered]) -> list[list[float]]:
-    """Return for each answer the values of its own tokens, which end its tensor in ``scored``."""
+    """Return for each answer the values of its own tokens: the last entries of its tensor in ``scored``."""
     return [
         values[-len(answer.tokens) :].tolist()
         for values, (_, answer) in zip(scored, answers, strict=True)

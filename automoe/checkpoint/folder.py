@@ -35,7 +35,7 @@ LATEST = "LATEST"
 
 
 def promised_step(folder: Path) -> str | None:
-    """Return the step folder's name in the file ``LATEST``; None without such a file.
+    """Return the name of a checkpoint's folder (``step-N``) in the file ``LATEST``; None without the file.
 
     Raises:
         CheckpointError: ``LATEST`` is a folder.
@@ -51,14 +51,15 @@ def promised_step(folder: Path) -> str | None:
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Write the step folder's ``name`` into the file ``LATEST``, atomically."""
+    """Write ``name``, that of a checkpoint's folder, into the file ``LATEST``, atomically."""
     replace_durably(folder / LATEST, f"{name}\n")
 
 
 def is_saved(step_dir: Path) -> bool:
-    """Return True if ``step_dir`` exists, unless an intact manifest in it states another step.
+    """Return True if the checkpoint folder ``step_dir`` exists and holds the step of its name.
 
-    Such a folder (a copy under a wrong name) is renamed, so that the step can be saved.
+    If its intact manifest states another step (a copy under a wrong name), it is renamed to
+    ``misnamed-step-N.1``, so that step N can be saved, and the result is False.
     """
     if step_dir.exists() and is_misnamed(step_dir):
         set_aside(step_dir, f"misnamed-{step_dir.name}")
@@ -66,7 +67,7 @@ def is_saved(step_dir: Path) -> bool:
 
 
 def clean(folder: Path) -> None:
-    """Remove the half-written and half-deleted folders of a killed run.
+    """Remove what a killed run half wrote or half deleted: ``.tmp-*`` in a checkpoint folder.
 
     The caller holds the run directory's lock.
     """
@@ -75,7 +76,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(step_dir: Path) -> None:
-    """Rename a step folder, then delete it, so that it is never seen half deleted."""
+    """Rename a checkpoint's folder, then delete it, so that no checkpoint is ever seen half deleted."""
     doomed = step_dir.with_name(f".tmp-deleted-{step_dir.name}")
     step_dir.rename(doomed)
     _delete(doomed)
@@ -90,17 +91,17 @@ def _delete(path: Path) -> None:
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete the steps that the settings ``checkpoint`` do not keep.
+    """Delete the checkpoints that the settings ``checkpoint`` do not keep.
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
-    an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
+    an older checkpoint may be the only good one. Nothing is deleted either if ``newest`` was
     written while optimizer steps were being skipped: the cause may be in its weights. A copy of a
-    step under another step's name stays: a person put it there. So does a step that cannot be read
-    or that another version of automoe wrote.
+    checkpoint under another step's name stays, since a person put it there. So does a checkpoint
+    that cannot be read or that another version of automoe wrote.
 
     Args:
         folder: checkpoint folder of the run.
-        newest: folder name of the newest step.
+        newest: folder name of the newest checkpoint.
 
     Returns:
         A warning if ``newest`` is damaged or cannot be read, else None.
@@ -125,10 +126,10 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
 
 
 def _manifest(step_dir: Path) -> Mapping[str, Any] | None:
-    """Return a step's manifest; {} if the step is damaged.
+    """Return the manifest of the checkpoint in ``step_dir``; {} if the checkpoint is damaged.
 
-    Returns None if another version wrote the step or the step cannot be read, for example because
-    it is a broken link.
+    Returns None if another version wrote the checkpoint, or it cannot be read, for example because
+    ``step_dir`` is a broken link.
     """
     try:
         return read_manifest(step_dir)[0]
@@ -139,15 +140,15 @@ def _manifest(step_dir: Path) -> Mapping[str, Any] | None:
 def superfluous(
     names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig
 ) -> list[str]:
-    """Return the names of the steps to delete, by ``keep``, ``keep_best`` and ``keep_every``.
+    """Return the names of the checkpoints to delete, by ``keep``, ``keep_best`` and ``keep_every``.
 
-    A step stays if it is among the newest ``keep`` or the best ``keep_best``, or is a multiple of
-    ``keep_every``.
+    A checkpoint stays if it is among the newest ``keep`` or the best ``keep_best``, or its step is
+    a multiple of ``keep_every``.
 
     Args:
-        names: committed steps, oldest first; the last one always stays.
-        val_losses: validation loss of each validated step; of equal losses the newer step is
-            better.
+        names: folder names of the committed steps, oldest first; the last one always stays.
+        val_losses: folder name -> validation loss, for each validated step; of equal losses the
+            newer step is better.
     """
     staying = set(names[-max(checkpoint.keep, 1) :])
     best = sorted(val_losses, key=lambda name: (val_losses[name], -step_number(name)))
@@ -158,10 +159,10 @@ def superfluous(
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:
-    """Return the step folders that ``resume`` names, oldest first; [] for auto and never.
+    """Return the checkpoint folders that ``resume`` names, oldest first; [] for auto and never.
 
     ``resume`` is the setting ``checkpoint.resume``: a step directory, a run directory, auto or
-    never. Of a run directory all steps are returned.
+    never. For a run directory all its checkpoints are returned.
 
     Raises:
         CheckpointError: the path has no checkpoint, or it is a step of the run itself.
@@ -191,7 +192,7 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest step whose files are all intact, and its manifest; None without any step.
+    """Return the newest checkpoint whose files are all intact, and its manifest; None without checkpoints.
 
     Collective.
 
@@ -244,13 +245,13 @@ def newest_valid(
 def step_to_resume(
     resume: str, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
 ) -> tuple[Path, dict[str, Any], bool] | None:
-    """Return the saved step that a run resumes from; None if it starts anew. Collective.
+    """Return the checkpoint that a run resumes from; None if it starts anew. Collective.
 
     The folder of another run is not changed.
 
     Args:
-        resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which only a run
-            without steps of its own takes.
+        resume: ``checkpoint.resume``: ``auto``, or a path to another run or step, which is used
+            only if this run has no steps yet.
         warn: function that prints a warning.
 
     Returns:

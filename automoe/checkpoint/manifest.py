@@ -49,7 +49,7 @@ def write_manifest(step_dir: Path, content: Facts, files: Facts) -> None:
 
 
 def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
-    """Return a committed step's manifest, and a description of the manifest's damage or None.
+    """Return a checkpoint's manifest, and a description of the manifest's damage or None.
 
     A damaged manifest is returned as {}.
 
@@ -121,7 +121,7 @@ def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
 def verify_step(
     step_dir: Path, ranks: Ranks, content: bool = True
 ) -> tuple[dict[str, Any], str | None]:
-    """Return a committed step's manifest, and a description of the step's damage or None.
+    """Return a checkpoint's manifest, and a description of the checkpoint's damage or None.
 
     Every listed file must exist, complete and unchanged. Collective: ranks divide the files.
 
@@ -151,9 +151,9 @@ def verify_step(
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
-    """Return a description of a step's damage, or None; this process alone reads all files.
+    """Return a description of a checkpoint's damage, or None; this process alone reads all files.
 
-    Raises ``CheckpointError`` if the step cannot be read.
+    Raises ``CheckpointError`` if reading fails.
 
     Args:
         content: False compares sizes alone.
@@ -194,9 +194,9 @@ def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
 
 
 def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None) -> None:
-    """Raise ``CheckpointError`` if a step was trained with other fixed weights than this run's.
+    """Raise ``CheckpointError`` if a checkpoint was trained with other fixed weights than this run's.
 
-    Fixed weights are frozen ones, which a step omits, and those of a reference model.
+    Fixed weights are frozen weights, which checkpoints omit, and those of a reference model.
 
     Args:
         step_dir: folder of the step, for the message.

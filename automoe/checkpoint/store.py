@@ -142,7 +142,7 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` is set and over since the last save began.
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began; False if the key is 0.
 
         Each rank answers by its own clock.
         """
@@ -155,8 +155,8 @@ class CheckpointStore:
         """Save ``state``; in the background with ``checkpoint.async_save`` unless ``stopping``.
 
         A checkpoint is committed in full or not at all, and an existing step is left as it is. The method waits for a
-        save in flight. A failed write (a full disk) is a warning and training continues, except for the last save of a
-        run, whose failure is an error because no later save can replace it.
+        save in flight. If a write fails (a full disk) or a tensor is not finite, the user is warned and training
+        continues; in the last save of a run it is an error, because no later save can replace it.
 
         Args:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
@@ -219,7 +219,7 @@ class CheckpointStore:
             None while any rank's save is being written, if it failed, or if there is none.
 
         Raises:
-            Exception: the error that ended the save, in the same call on every rank, unless it was a write error.
+            Exception: the error that ended the save, in the same call on every rank; a failed write only warns.
         """
         if self._in_flight is None:
             return None
@@ -284,7 +284,7 @@ class CheckpointStore:
     def base(self) -> str | None:
         """Digest of the checkpoint at ``model.hf_path`` if weights are frozen, else None. Collective.
 
-        Saved steps leave out the frozen weights, which that checkpoint holds. None with ``model.upcycle``, too.
+        Saved steps leave out the frozen weights, which that checkpoint holds. With ``model.upcycle`` it is None, too.
         """
         config = self.config
         model = config.model

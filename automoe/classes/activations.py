@@ -1,8 +1,8 @@
 """Activation memory of a model's ``transformers`` class, measured on fake tensors.
 
 The layers run forward and backward over torch's fake tensors, which have shapes and no storage.
-Counted are the outputs of the CPU's operators, from their creation until they are freed; temporary
-memory inside an operator is not seen.
+The outputs of operators (as the CPU dispatches them) are counted from their creation until they
+are freed; temporary memory inside an operator is not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
 
     Args:
         ep: ranks that hold equal parts of the experts.
-        expert_rows: (token, expert) pairs that a rank's experts compute; read if ep is above 1.
+        expert_rows: number of (token, expert) pairs that a rank's experts compute; read if ep is
+            above 1.
 
     Returns:
         (bytes stored once per micro-batch, such as masks; a pair for each layer: bytes it stores
@@ -159,8 +160,8 @@ def _kind(layer: nn.Module) -> Any:
 def _run_once(layer: Any, like: Any) -> None:
     """Make ``layer`` return its input instead of computing, if it is not the first of its kind.
 
-    Memory is measured once per kind of layer. A layer whose ``like`` did not return exactly one
-    tensor still computes.
+    Memory is measured once per kind of layer. If ``like``, when it ran, returned anything but
+    a single tensor, ``layer`` computes as usual.
 
     Args:
         like: first layer of the model with equal shapes and settings; it may be ``layer`` itself.

@@ -66,8 +66,8 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
 
     Raises:
         ConfigError: transformers has no such class or refuses the configuration; or the class does
-            not generate token by token, draws random numbers in training (dropout), or computes
-            experts in one way that is not ``experts``.
+            not generate token by token, draws random numbers in training (dropout), or has a
+            single way to compute experts, which is not ``experts``.
     """
     import transformers
 
@@ -118,7 +118,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
 
 
 def _remove_beside(model: Any) -> None:
-    """Remove everything but the text model and the output head from a multimodal model."""
+    """Remove the modules and parameters of a multimodal model that are neither its text model nor its output head."""
     owner = model
     for name in filter(None, text_path(model).split(".")):
         for key in list(owner._parameters):  # such as a separator between images
@@ -316,9 +316,10 @@ def head_of(model: Any, path: str) -> Head:
 
 
 def _numbers(values: Any) -> set[float]:
-    """Return 1, the numbers in ``values``, nested dicts and lists of a configuration, and their inverses.
+    """Return a set of 1, all numbers in the configuration ``values`` (nested dicts and lists), and their inverses.
 
-    ``_as_stated`` replaces a factor that was measured with rounding errors by one of them.
+    ``_as_stated`` replaces a measured factor, which has rounding errors, by the nearest of these
+    numbers.
     """
     numbers = {1.0}
     for value in values.values() if isinstance(values, dict) else values:

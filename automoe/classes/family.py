@@ -1,6 +1,6 @@
 """Model family for any ``transformers`` class: configuration rules, configuration, checkpoint keys.
 
-``automoe.config.plugins`` finds it by the name ``FAMILY``, as it finds the families of plugins.
+``automoe.config.plugins`` finds the family by this module's name ``FAMILY``, as in plugins.
 
 transformers' conversion mapping says which tensors of a published checkpoint make up a parameter.
 This module runs the mapping in reverse on meta tensors: each published tensor then is a view, which
@@ -211,7 +211,7 @@ class ClassFamily(Family):
 
 
 class _View(Tensor):
-    """Meta tensor that is a view of a parameter: its strides tell where in it its numbers lie.
+    """Meta tensor that is a view of a parameter; its strides and offset tell which elements it covers.
 
     transformers slices, reshapes and concatenates it to make a published tensor. A result that
     cannot be a view has an attribute ``origin``: the view from which it was made by interleaving
@@ -255,7 +255,8 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
     parameter names.
 
     Args:
-        stated: content of config.json; part of the cache's key only.
+        stated: content of config.json; not read, it makes the function's cache distinguish
+            configurations.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -51,7 +51,7 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
 
 
 def check_called(model: nn.Module) -> None:
-    """Check, after a forward pass, that all linear layers with LoRA adapters were called.
+    """Check that the last forward pass called all linear layers with LoRA adapters.
 
     Raises:
         ConfigError: the model's code reads the weight of such a layer without calling the layer, so

@@ -54,8 +54,8 @@ _BLOCKS = re.compile("block_size|compress")
 def _keep_own_values(model: Any, path: str, seed: int) -> None:
     """Store the class's own initial values of buffers and small parameters on its modules, for ``initialize``.
 
-    The class initialises them twice, over zeros and over ones: a value that differs afterwards was not set. Large
-    parameters stay on meta; ``automoe.model.init`` initialises them.
+    To find values that the class leaves unset, it initialises twice, over zeros and over ones: those differ
+    afterwards. Large parameters stay on meta; ``automoe.model.init`` initialises them.
 
     Args:
         model: transformers model on meta; modules get ``first_values`` (of parameters) and ``reset_buffers``.
@@ -113,7 +113,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether ``vars(module)[kind][key]`` is a saved int64 buffer [V, K]: experts by token id (hash routing)."""
+    """Return whether ``vars(module)[kind][key]``, kind ``_buffers``, is a saved table token id -> experts [V, K]."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -156,7 +156,7 @@ class ClassRouter(BalancedRouter):
 
     Attributes:
         logits: [T, E] router logits that the class computed last; None if no balance loss is on.
-        live: [B, S, K] experts that the router would choose, where forced ids replace them; else None.
+        live: [B, S, K] the router's own choice of experts while forced ids replace it; else None.
     """
 
     logits: Tensor | None = None
@@ -183,7 +183,7 @@ class ClassRouter(BalancedRouter):
 class _Repeated(TorchFunctionMode):
     """Torch-function mode that replays routing: a top-k over all experts returns ``Tokens.forced_ids``.
 
-    Where that is -1, the ids stay top-k's. The class computes routing weights from its own scores of them.
+    Where a forced id is -1, top-k's own stays. The class computes routing weights from its own scores of these ids.
     """
 
     def __init__(self, router: ClassRouter, tokens: Tokens) -> None:
@@ -211,7 +211,7 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """State of a test with two forward passes: does the first document of a row affect the second?
+    """State of a test whether the first document of a packed row affects the second, by two forward passes.
 
     The passes differ only in the first document.
 
@@ -228,7 +228,7 @@ class _Probe(NamedTuple):
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
         """Return the expert ids [T, K] that ``experts`` is to use, from the router's ``ids_TK``.
 
-        The first pass stores and uses them. The second uses stored ones for the first document (``self.first`` tokens).
+        The first call of each ``experts`` stores these ids. Later ones repeat them for the ``first`` tokens: loads stay.
         """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
@@ -405,7 +405,7 @@ class TransformersModel(CausalLM):
         return x
 
     def row_to_try(self, seq_len: int = 0) -> int:
-        """Return the length of a test row: max(seq_len, min(4 w, 2048)).
+        """Return the number of tokens of the row that ``check_isolation`` tries: max(seq_len, min(4 w, 2048)).
 
         w is the longest attention window, block or compression rate of the configuration, so up to w = 512 all take
         effect in each of the row's two documents.
@@ -416,9 +416,9 @@ class TransformersModel(CausalLM):
     def check_isolation(self, seq_len: int = 0) -> None:
         """Check that a document does not affect the next one in its packed row. Collective.
 
-        Two passes differ in the first document's tokens, but use the same experts for it, so that all products have
-        the same shapes. The second document must be equal up to rounding. It begins at two positions in turn,
-        primes, so no multiple of a block, window or stride. A note in ``self.notes`` says if the row is too short.
+        Two passes differ in the first document's tokens, but use the same experts for it, so that products have equal
+        shapes. The second document's states must be equal up to rounding. It begins at two prime positions in turn: no
+        multiples of a block, window or stride. A note in ``self.notes`` says if the row is too short.
 
         Args:
             seq_len: positions of a training row. Longer windows have no effect there, so the test row needs only
@@ -467,7 +467,7 @@ class TransformersModel(CausalLM):
         return x_BsH
 
     def _repeating(self, router: ClassRouter, forward: Any) -> Any:
-        """Return the ``forward`` of the MoE module with this router, wrapped to use a micro-batch's ``forced_ids``."""
+        """Return the MoE module's ``forward``, wrapped to route by ``forced_ids`` if the micro-batch has them."""
 
         @wraps(forward)
         def repeating(*args, **kwargs):
@@ -479,7 +479,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights with balance losses)."""
+        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights with losses attached)."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
-    """Return the error that every rank raises for ``error``, which rank ``rank`` met.
+    """Return the error that every rank raises after ``error`` occurred on rank ``rank``.
 
     It can be pickled, and its text is the same on every rank. An ``OSError`` keeps its number, file
     and text; errors of automoe become ``CheckpointError``, all others ``RuntimeError``.
@@ -37,7 +37,7 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
 def shared_error(errors: Iterable[Exception]) -> Exception:
     """Return the error that every rank raises: the first that is no ``OSError``, else the first.
 
-    ``errors`` are those that ranks met, in rank order.
+    ``errors`` are those of the ranks that failed, in rank order.
     """
     return min(errors, key=lambda error: isinstance(error, OSError))
 

@@ -125,7 +125,7 @@ class _Sum(torch.autograd.Function):
 class _Group:
     """Process group of ``num_ranks`` ranks, in which this rank is number ``rank``.
 
-    Tensors are gathered and scattered along ``dim``, which subclasses set, differentiably.
+    Its collectives are differentiable and work along ``dim``, which subclasses set.
     """
 
     dim = 0

@@ -16,7 +16,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """Return the index in each dim where this rank's shard begins; zeros if it is no DTensor."""
+    """Return the index at which this rank's shard of ``tensor`` begins in each dim of the full tensor.
+
+    For a tensor that is not a DTensor all are zero.
+    """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return offset_of_shard(tensor)

@@ -67,9 +67,10 @@ class Exchange(NamedTuple):
     """Elements per position that a cp rank sends to exchange positions for heads (Ulysses).
 
     Attributes:
-        into: sent in the all-to-all of queries, keys and values, with the share that the rank keeps.
-        gathered: sent to each other rank in the all-gather of MLA's rotary key; 0 without MLA.
-        out: sent in the all-to-all of attention's output.
+        into: in the all-to-all of queries, keys and values, including the share that stays on the
+            rank.
+        gathered: to each other rank, in the all-gather of MLA's rotary key; 0 without MLA.
+        out: in the all-to-all of attention's output, including the share that stays on the rank.
     """
 
     into: int
@@ -101,7 +102,7 @@ def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) 
 
 
 def expanded_width(attention: AttentionConfig, tp: int) -> int:
-    """Return the elements of a token's keys and values on one tp rank after MLA's up-projection."""
+    """Return the number of elements of a token's keys and values on a tp rank, expanded by MLA."""
     return attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim) // tp
 
 

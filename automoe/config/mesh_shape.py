@@ -122,9 +122,10 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, number of ranks) of each process group that a rank is in, the world first.
 
-        Names are the axes larger than one (pp twice: both meshes have it), ``fsdp`` (dp_shard x cp) if
-        cp > 1, and ``stage`` (a pipeline stage) if pp and two more axes of the default mesh are larger
-        than one. What spans the world uses its group and is left out, except cp, ep and etp.
+        Names are the axes larger than one (pp twice: both meshes have it), ``fsdp`` (dp_shard x
+        cp) if cp > 1, and ``stage`` (a pipeline stage) if pp and two more axes of the default mesh
+        are larger than one. An axis that spans the world is left out, since it uses the world's
+        group, except cp, ep and etp.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
@@ -372,8 +373,9 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     """Return ``mesh`` with its unset axes (0) set to the sizes of its preset, or to 1 without one.
 
-    A preset doubles pp, cp, tp and data parallelism in an order of its own, until the rest of the
-    ranks is odd or the order ends. Its ``ep`` is 1 for ``fsdp``, else the largest divisor, up to
+    A preset lists some of pp, cp, tp and dp (data parallelism), an axis once or more. In this
+    order each is doubled, which halves the number of ranks left, until that is odd or the list
+    ends; dp gets the ranks left. ``ep`` is 1 for ``fsdp``, else the largest divisor, up to
     ``MAX_EP``, of the number of ranks over which experts may be sharded.
 
     Raises:

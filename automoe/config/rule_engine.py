@@ -9,10 +9,10 @@ condition. A condition compares keys with words or with other keys::
     parallel.recompute has moe                      optim.momentum outside 0|1
 
 ``a % b`` holds if b does not divide a; the error then shows the arithmetic and the nearest valid
-numbers. Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before.
-With ``KEY: a % b`` the error names KEY, of
-``model.expert_hidden_size`` the key that sets it. Reasons and remedies may have expressions in braces, such
-as ``{mesh.cp * mesh.tp}``. ``facts.NAME`` is a value that the caller computed (``Scope.knowing``).
+numbers. Both a and b may be products (``mesh.cp * mesh.tp``), and a may be a quotient (``a //
+b``). With ``KEY: a % b`` the error names KEY (for the computed ``model.expert_hidden_size``, the
+key that sets it). Reasons and remedies may have expressions in braces, such as ``{mesh.cp *
+mesh.tp}``. ``facts.NAME`` is a value that the caller computed (``Scope.knowing``).
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ class Comparison(NamedTuple):
     def arithmetic(self, see: Scope) -> str:
         """Return ``a % b`` as text for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``.
 
+        Call this method only if the comparison is ``uneven``.
+
         Args:
             see: the configuration's values.
         """
@@ -261,8 +263,8 @@ def table(text: str, **words: object) -> Table:
     Indented lines continue a row. A cell with several conditions (``A; B``) gives as many rows.
 
     Args:
-        words: each name of a keyword argument is replaced by its value where ``text`` has it as a
-            word.
+        words: replacements: where ``text`` has a keyword argument's name as a word, the argument's
+            value takes its place.
     """
     if words:
         text = re.sub(rf"\b({'|'.join(words)})\b", lambda match: str(words[match[1]]), text)
@@ -306,9 +308,9 @@ def refused(see: Scope, *tables: Table) -> Iterator[Row]:
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
     """Return (key, broken=True, rule, remedy) of a broken rule, from the cells of its row in a table.
 
-    The rule is ``reason``, followed by the values of settings in the conditions that it does not
-    show. Without a ``remedy``, or before one that begins with a comma, come settings that make a
-    condition false.
+    The rule is ``reason``, followed by those settings in the conditions, with their values, that
+    ``reason`` does not show. If ``remedy`` is empty or begins with a comma, settings that make a
+    condition false come before it.
 
     Args:
         see: the configuration's values.

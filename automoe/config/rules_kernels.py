@@ -259,7 +259,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield (description, rows or columns on a rank) of each weight that tp shards."""
+    """Yield (description, number of rows or columns on a rank) of each weight that tp shards."""
     a = model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp

@@ -435,7 +435,10 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 
 def has_blocks(attention: AttentionConfig, layer: int) -> bool:
-    """Return True if a layer has softmax attention over blocks of queries, with masks made once for all layers."""
+    """Return True unless a layer has compressed attention or is a gated delta net.
+
+    Such softmax attention works on blocks of queries, with masks made once for all layers.
+    """
     return not (attention.kind == "compressed" or is_linear(attention, layer))
 
 
@@ -443,7 +446,8 @@ def has_indexer(attention: AttentionConfig, layer: int) -> bool:
     """Return True if layer number ``layer`` has an indexer, which selects its keys (DeepSeek-V3.2).
 
     Other layers of such a model use the selection of an earlier layer. With compressed attention
-    (DeepSeek-V4) the layers of ``sparse_ratio`` have one, and others select nothing.
+    (DeepSeek-V4) the layers with compression ratio ``sparse_ratio`` have an indexer, and in the
+    others no keys are selected.
     """
     if attention.kind == "compressed":
         return ratio_of(attention, layer) == attention.sparse_ratio
@@ -451,7 +455,7 @@ def has_indexer(attention: AttentionConfig, layer: int) -> bool:
 
 
 def ratio_of(attention: AttentionConfig, layer: int) -> int:
-    """Return how many positions an entry of compressed attention stands for; 0: no entries."""
+    """Return how many positions are pooled into one key ("entry") of compressed attention; 0: no pooling."""
     return attention.compress_ratios[layer] if attention.kind == "compressed" else 0
 
 

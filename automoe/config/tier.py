@@ -19,8 +19,8 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 class Tier:
     """Interface of the code that computes a family's models; this base is automoe's own decoder.
 
-    Families whose models transformers or a plugin computes override methods. One that returns None
-    leaves its work to the decoder.
+    Families whose models transformers or a plugin computes override its methods. A method that
+    returns None leaves its work to the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.
@@ -93,5 +93,8 @@ class Tier:
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the ``Tier`` of ``model``: that of a plugin's family, else of automoe's decoder."""
+    """Return the ``Tier`` of ``model``.
+
+    It is that of the family ``transformers`` or of a plugin's, else of automoe's decoder.
+    """
     return look_up("model.family", model.family) or Tier()

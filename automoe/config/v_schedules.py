@@ -13,8 +13,8 @@ Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 class _Order:
     """List of one pipeline rank's actions in the order in which they run.
 
-    Actions are added by kind and stage. The first forward of a stage gets micro-batch 0, the next
-    one 1, and so on; backward passes are numbered in the same way.
+    Actions are added by kind and stage. The first forward of a stage gets micro-batch 0, the
+    second micro-batch 1, and so on; backward passes are numbered in the same way.
 
     Args:
         stages: numbers of the rank's two stages, of which the first one comes earlier in the model.
@@ -36,7 +36,7 @@ class _Order:
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
-        """Return how many actions ``word`` were added, such as ``F0``: forwards of the first stage."""
+        """Return how many actions ``word`` were added so far; ``F0``: forwards of the first stage."""
         return self.counts[word[0], int(word[1])]
 
     def add(self, *actions: str) -> None:

@@ -1,4 +1,4 @@
-"""Notes before the first step: length of the run, and a warning about tokens it cannot learn.
+"""Notes before the first step: length of the run, and a warning about tokens that training cannot learn.
 
 A new token cannot be learned if its rows of the embedding or the output head are frozen.
 """

@@ -45,15 +45,16 @@ def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[int, int]:
-    """Return (begin, end), by which an answer is joined to the prompt that inference has.
+    """Return (begin, end): where to join an answer to the prompt that the model sees at inference.
 
-    What is trained is ``before[:end]``, then the text through the answer from index ``begin`` on.
-    The two differ, because a template may write earlier messages, or the text between messages,
-    differently once the answer follows, and may leave out the end of its generation prompt.
+    The training text is ``before[:end]``, followed by the text through the answer from index
+    ``begin`` on. The two indices differ, because a template may write earlier messages, or the
+    text between messages, differently once the answer follows, and may leave out the end of its
+    generation prompt.
 
     Args:
-        head: rendered text of the conversation through the answer, cut where the answer's own text
-            begins.
+        head: rendered text of the conversation with the answer, cut off where the answer's own
+            text begins.
         before: rendered text of the messages before the answer, with the generation prompt.
         plain: ``before`` without the generation prompt.
         shared: length of the common prefix of ``before`` and the text through the answer.

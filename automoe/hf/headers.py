@@ -122,7 +122,7 @@ Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and
 
 @lru_cache
 def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
-    """Return (dtype, shape, size in bytes) of a tensor.
+    """Return the given dtype and shape, and the size in bytes of such a tensor.
 
     Results are cached: the headers of many equal tensors share the same objects, which saves
     memory.

@@ -39,11 +39,11 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 
 def complete(config: Config, weights: bool = True) -> None:
-    """Download files that this machine lacks of the Hub ids in a run's configuration.
+    """Download the files of a run's Hub checkpoint and tokenizer that this machine's cache lacks.
 
     Args:
-        config: its ``model.hf_path`` and ``data.tokenizer`` may be Hub ids; other values are
-            ignored.
+        config: configuration whose ``model.hf_path`` and ``data.tokenizer`` may be Hub ids; other
+            values are ignored.
         weights: False to leave out the weights of ``model.hf_path``.
 
     Raises:

@@ -115,7 +115,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Permutation that brings the dims of our tensor into the order of the HuggingFace tensor."""
+        """Permutation from our tensor's dims, of those in ``dims``, to the HuggingFace tensor's order."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -227,13 +227,13 @@ class KeyMap:
     renames: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, key: str) -> str:
-        """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
+        """Return the name in files of the tensor that transformers calls ``key``."""
         return reduce(lambda key, pair: key.replace(*pair), self.renames, key)
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        It may hold two names (gate and up), and dims may follow: ``mlp.experts.down_proj [E I L]``.
+        The result may have two names (gate and up) and dims: ``mlp.experts.down_proj [E I L]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
@@ -285,7 +285,7 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Layout of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves a model so even if published files have fused experts; block-FP8 is always so.
+        ``transformers`` saves this layout even if published files have fused experts; block-FP8 always has it.
         """
         rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
         return replace(self, rows=rows)
@@ -405,6 +405,7 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
     Args:
         name: name of our tensor.
         piece: the slice, and the HuggingFace tensor that stores it.
+        keys: layout of the checkpoint.
     """
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))

@@ -304,7 +304,7 @@ def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
     """Return how many of our matrices each module of peft joins, for modules that join several.
 
     Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``table`` is a result of
-    ``adapter_table``, ``rank`` the rank of one of our matrices.
+    ``adapter_table``, ``rank`` the LoRA rank of each of our matrices.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}

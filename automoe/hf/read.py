@@ -98,8 +98,8 @@ def load_hf(
     are dequantized while they are read.
 
     Args:
-        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone, and the result has
-            its numbers only. None: rank 0 makes it and broadcasts it.
+        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone, and the result
+            counts this rank's reads only. None: rank 0 makes it and broadcasts it.
         keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the model is a mixture;
             default: that of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
@@ -166,7 +166,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     Files may repeat both for modules for multi-token prediction.
 
     Args:
-        copies: the copies, as shards that are filled with the original's numbers.
+        copies: shards of the copies, filled with the original's numbers; ``reader`` reads what is stored.
     """
     catalog = reader.catalog
     there = [
@@ -186,7 +186,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Return the number of NaN and infinite values in each filled slice that has any.
+    """Return the number of NaN and infinite values in each slice that ``items`` filled, if it has any.
 
     A key is (key of the stored tensor, its half-open ranges of matrices, of rows, of columns).
     """
@@ -219,7 +219,7 @@ class ReadItem(NamedTuple):
         source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
         place: view of the shard, [matrices, rows, columns] in stored order; rows or columns may span two dims.
-        row_unit: stored rows for each index of ``place``'s dim 1.
+        row_unit: number of stored rows per index of ``place``'s dim 1; 1 unless rows span two dims.
     """
 
     shard: LocalShard
@@ -329,7 +329,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if packed FP8 is stored otherwise."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` for packed FP8 not stored in FP8."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
@@ -347,9 +347,9 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return our name of ``key`` (EMBEDDING or HEAD), and (mean row, number of rows) of the file's.
+        """Return (our name of the embedding or head ``key``, (mean of its stored rows, [H] float64, number of rows)).
 
-        The mean [H] is float64. Rows are added in order: the result does not depend on threads.
+        Rows are added in order: the result does not depend on threads.
         """
         rows, columns = self.catalog.sources[self.catalog.keys.renamed(key)].shape
         name = key.removeprefix("model.")
@@ -400,7 +400,7 @@ class Reader:
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows ``begin`` to ``end`` of matrix (expert) ``matrix``, dequantized: [rows, columns].
 
-        The columns are the item's. A shard in packed FP8 gets codes and scales: [rows, blocks, bytes].
+        The columns are the item's. A packed FP8 shard gets codes and scale of each block: uint8 [rows, blocks, 132].
         """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales

@@ -145,7 +145,7 @@ def plan_writes(
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
     """Return a shard for each tensor of the model: the whole tensor, on the meta device.
 
-    Its numbers will be read from files.
+    The tensors' numbers will be read from files.
     """
     shards = []
     for name, shape in our_tensors(config):
@@ -159,8 +159,8 @@ def unread_shards(config: ModelConfig) -> list[LocalShard]:
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     """Return the dtype in which a checkpoint stores a slice of a tensor, or bfloat16 if quantized.
 
-    Of a slice over several stored tensors the first one counts. A tensor that the checkpoint lacks
-    has the dtype of another one.
+    If a slice spans several stored tensors, the first of them decides. If the checkpoint lacks the
+    tensor, the checkpoint's first tensor decides.
 
     Args:
         catalog: catalog of the checkpoint.
@@ -196,7 +196,7 @@ class Transfer:
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
-        """Enter a context with an iterator over (item, whole tensor) of what this rank writes.
+        """Context that gives an iterator over (item, whole tensor) for the tensors that this rank writes.
 
         If the body fails, the rank still takes part in gathering the other tensors before the error
         leaves the context, so that no other rank waits for it.

@@ -117,7 +117,10 @@ class LocalShard:
         return total if self.columns else total.to(numbers.dtype)
 
     def matrices(self) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield (index in this shard, empty CPU shard for its numbers) of each expert or lone matrix."""
+        """Yield each expert's index in this shard, and a new, unfilled CPU shard of its size.
+
+        If experts are not stacked, yield once, for the entire shard.
+        """
         first, *rest = self.extent
         step = 1 if rest[1:] else max(first, 1)
         for at in range(0, first if self.local.numel() else 0, step):
@@ -193,7 +196,9 @@ def check_tables(shards: list[LocalShard], folder: Path, keys: KeyMap, num_exper
     """Raise ``CheckpointError`` if a table of token ids names an expert that the model lacks.
 
     Args:
-        shards: filled from ``folder``; ``tid2eid`` [V, K] are the experts of each token id.
+        shards: filled from ``folder``; those of ``tid2eid`` [V, K] have the experts of each token id.
+        keys: layout of the files, for the tensor's name in the error.
+        num_experts: experts of a layer; a number outside 0 ... num_experts - 1 is refused.
     """
     for shard in shards:
         if not shard.name.endswith("tid2eid"):

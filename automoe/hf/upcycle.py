@@ -33,9 +33,9 @@ TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
     """Complete ``shard`` of an upcycled mixture: scale a down projection, or fill a router.
 
-    A down projection, filled from the dense FFN, is multiplied by the number of experts that share
-    a copy of it; a router gets random weights. Other shards, and all shards of models that are not
-    upcycled, stay unchanged.
+    A copy of the dense FFN is cut along its inner dimension into ``keys.ffn_parts`` experts, whose
+    down projections are multiplied by that number; a router gets random weights. Other shards, and
+    all shards of models that are not upcycled, stay unchanged.
 
     Args:
         keys: map of tensor names, which says if experts are made of a dense FFN.

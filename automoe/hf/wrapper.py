@@ -39,7 +39,7 @@ class Names(NamedTuple):
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the name of the file's tensor ``key`` without the wrapper's prefix.
+        """Return the plain name of the file's tensor ``key``: without a multimodal checkpoint's prefix.
 
         Returns None for a tensor outside the text model.
         """
@@ -71,7 +71,7 @@ _FLAT = (
 
 
 def is_wrapper(hf: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` describes a text model within a wrapper."""
+    """Return True if a ``config.json`` has the text model's settings at ``text_config`` (multimodal models)."""
     return bool(hf.get(TEXT)) and isinstance(hf[TEXT], dict)
 
 
@@ -180,8 +180,8 @@ def loading_class(config: Any, whole: bool = False) -> Any:
     """Return the auto class of ``transformers`` that loads a checkpoint with this config.
 
     Args:
-        whole: load all parts of a wrapper; else its text model alone, if that has a class of its
-            own.
+        whole: load all parts of a multimodal model; else its text model alone, if that has a class
+            of its own.
     """
     import transformers
 
@@ -195,8 +195,8 @@ def weightless(config: Any, whole: bool = False) -> Any:
     """Return transformers' model of this configuration on the meta device, without weights.
 
     Args:
-        whole: build all parts of a wrapper; else its text model alone, if that has a class of its
-            own.
+        whole: build all parts of a multimodal model; else its text model alone, if that has a class
+            of its own.
     """
     import torch
 
@@ -216,7 +216,7 @@ def num_parameters(config: Any) -> int:
 
 
 def text_path(model: Any) -> str:
-    """Return the module path of a wrapper's text model; empty if ``model`` is no wrapper."""
+    """Return the module path of the text model in a multimodal ``model``; empty if ``model`` is the text model."""
     kind = type(model.config.get_text_config(decoder=True))
     named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
     return next((name for name, config in named if type(config) is kind), "")

@@ -51,11 +51,11 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return {group name: global ranks}, safe while another thread makes a group, which then has no ranks.
+    """Return {group name: sorted global ranks}; [] for a group that another thread is making.
 
-    ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
-    ranks. Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
-    group, local rank by global rank).
+    ``get_process_group_ranks`` raises for such a group: it has a name before it has ranks.
+    Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by group,
+    local rank by global rank).
     """
     world = distributed_c10d._world
     return {
@@ -114,15 +114,15 @@ def gloo_group(
     return group
 
 
-def replace_gloo(made: Any) -> None:
-    """Make torch use the class ``made`` instead of ``ProcessGroupGloo`` for gloo groups.
+def replace_gloo(group_class: Any) -> None:
+    """Make torch use the class ``group_class`` instead of ``ProcessGroupGloo`` for gloo groups.
 
     ``register_backend`` cannot replace a backend that is built in. Torch 2.11 to 2.15:
     ``distributed_c10d`` looks ``ProcessGroupGloo`` up among its own names, to make groups and to
     recognise them.
     """
     if Gloo is not None:
-        vars(distributed_c10d)["ProcessGroupGloo"] = made
+        vars(distributed_c10d)["ProcessGroupGloo"] = group_class
 
 
 def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
@@ -130,9 +130,8 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
 
     Names are ``flight`` (gloo's) and ``flight_nccl`` (NCCL's, if torch has NCCL).
 
-    Publicly, they are only written to files when a watchdog ends the process. Torch 2.11 to 2.15:
-    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack
-    traces, only active).
+    Public functions write records to files only when a watchdog ends the process. Torch 2.11-2.15:
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
 
     Args:
         active: leave out collectives that have ended.

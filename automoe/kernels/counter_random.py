@@ -93,9 +93,9 @@ def uniform_at(index: Tensor, name: str, seed: int) -> Tensor:
 
 
 def uniform_from(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Convert random ``bits`` (int64) to uniform numbers of ``dtype``, strictly between 0 and 1.
+    """Convert 64 random ``bits`` each (int64) to uniform numbers of ``dtype``, strictly between 0 and 1.
 
-    A number is (n + 0.5) / 2^23, with n the upper 23 bits. ``dtype`` is float32 or float64, in
+    A number is (n + 0.5) / 2^23, with n the upper 23 of the 64 bits. ``dtype`` is float32 or float64, in
     which this is exact; narrower dtypes would round n.
     """
     return (_shift_right(bits, 41).to(dtype) + 0.5) * 2.0**-23

@@ -14,8 +14,9 @@ LEAST = 1e-3  # smallest square of the residual's weight
 def gate_weights(gate_H: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the weights [H] of the residual and of a block's output, in at least float32.
 
-    The output's weight is b = sigmoid(gate / temperature), the residual's sqrt(1 - b^2): the sum of
-    independent terms of one variance then has it too. 1 - b^2 is at least ``LEAST``.
+    The output's weight is b = sigmoid(gate / temperature), the residual's sqrt(1 - b^2), so that
+    the weighted sum of independent terms of equal variance keeps that variance. 1 - b^2 is at
+    least ``LEAST`` (0.001).
     """
     wide = torch.promote_types(gate_H.dtype, torch.float32)
     logits_H = gate_H.to(wide) / temperature
@@ -26,5 +27,5 @@ def gate_weights(gate_H: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def gated_sum(x_BsH: Tensor, out_BsH: Tensor, residual_H: Tensor, output_H: Tensor) -> Tensor:
-    """Return the weighted sum of residual and output of a block, in the dtype of ``x_BsH``."""
+    """Return ``residual_H * x_BsH + output_H * out_BsH`` in the dtype of ``x_BsH``, the residual."""
     return (residual_H * x_BsH + output_H * out_BsH).to(x_BsH.dtype)

@@ -85,10 +85,12 @@ class _TritonRMSNorm(torch.autograd.Function):
 
 
 class RMSNormOverRanks(torch.autograd.Function):
-    """Autograd function of ``model.norm.norm_over_ranks``; x [..., w] are this rank's w features.
+    """Autograd function: RMSNorm of tensors x [..., w] whose features are sharded, w on each rank.
 
-    It saves each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
-    gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
+    Its inputs are the ranks, eps, every x, and every weight [w] (``model.norm.norm_over_ranks``).
+    It returns every normed x, and saves each x in its own dtype. With P ranks, r = 1 /
+    sqrt(mean(x^2) + eps) and g the incoming gradient: dx = r g * weight - x r^3 sum over all
+    features of (g * x * weight) / (P w).
     """
 
     @staticmethod
@@ -131,8 +133,8 @@ class RMSNormOverRanks(torch.autograd.Function):
 def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor:
     """Return the RMSNorm of ``x * (1 + weight_D)`` over the last dim, in the dtype of ``x``.
 
-    The weight, None for zeros, comes before the mean, unlike that of ``rms_norm``. Without ``eps``
-    it returns ``x``.
+    The weight (None: zeros) multiplies x before the mean square is taken, unlike in ``rms_norm``.
+    With ``eps`` None, ``x`` is returned unchanged, without the weight.
     """
     if eps is None:
         return x

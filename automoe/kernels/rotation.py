@@ -106,7 +106,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function of ``turn``; the backward rotates gradients back, to the layout of x."""
+    """Autograd function of ``rotate``; the backward rotates gradients back, to the layout of x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, start: int, layouts: tuple[bool, bool], back: bool, turn):
@@ -192,8 +192,8 @@ def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tenso
     """Return MLA's keys and values; each key joins the head's own dims and the shared rotary dims.
 
     Args:
-        kv_BSND: per head ``nope_dim`` dims of keys without rotation, then values.
-        k_rope_BSR: rotated dims of keys, which all heads share.
+        kv_BSND: a head's D dims are ``nope_dim`` of its key, not rotated, followed by its value.
+        k_rope_BSR: R rotated dims of keys, which all heads share.
 
     Returns:
         k [B, S, N, ``nope_dim`` + R] and v [B, S, N, D - ``nope_dim``].

@@ -11,8 +11,8 @@ def sum_rows(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     """Sum the rows that have the same index, in their order: [num_sums, H], in the rows' dtype.
 
     Rows with the index ``num_sums`` are ignored. On CUDA ``index_add_`` would add with atomics, in
-    any order, and round after each addition, so ``sum_in_order`` is used there. In float32 it has
-    the same bits on the CPU, and takes less time.
+    any order, and round after each addition, so ``sum_in_order`` is used there. It is also used
+    for float32 on the CPU, where it gives the same bits in less time.
     """
     if rows_MH.device.type == "cpu" and rows_MH.dtype != torch.float32:
         out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])

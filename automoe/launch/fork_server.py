@@ -207,7 +207,7 @@ _kept: ForkServer | None = None
 def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServer]:
     """Yield a fork server with environment ``env``: a new one, or the one that the last call kept.
 
-    A kept one must have the same environment and working directory.
+    A kept server must have the same environment and working directory.
 
     Args:
         keep: keep the server running for the next call, which then need not import torch again; it

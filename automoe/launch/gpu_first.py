@@ -1,7 +1,7 @@
 """Checks for the first half hour on GPUs: short training runs, the most informative ones first.
 
-Each check trains by the documented command. Most train on the rows and from the weights of another
-one and must reproduce its losses, which proves the settings that differ.
+Each check trains by the documented command. Most repeat another check, with its data
+and initial weights but other settings, and must reproduce its losses: this proves these settings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Check:
     killed: bool = False
 
     def overrides(self, device: str) -> list[str]:
-        """Return this check's overrides: its words, ``launch.device`` and ``launch.num_ranks``.
+        """Return the overrides that this check trains with: ``words``, ``launch.device`` and ``launch.num_ranks``.
 
         Args:
             device: device of a check that needs GPUs; another runs on the CPU.

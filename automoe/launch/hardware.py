@@ -42,9 +42,9 @@ def torch_has_cuda() -> bool:
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that this process may use.
 
-    It is the driver's number of GPUs, or what CUDA shows with ``CUDA_VISIBLE_DEVICES``: entries
-    until the first one that is no GPU, -1, or of another kind than the first; none if one of them
-    is there twice, and one of any number of MIG devices. Without a driver it is 0.
+    Without ``CUDA_VISIBLE_DEVICES`` it is the driver's number of GPUs, 0 without a driver. With
+    it, entries count as CUDA reads them: up to the first that is -1, no GPU or of another kind
+    (index, UUID, MIG) than the first entry; 0 if one occurs twice; at most one MIG device.
     """
     present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")
@@ -229,7 +229,7 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
-    """Raise ``BackendError`` without a package, compiler, part of torch or CUDA that ``config`` needs."""
+    """Raise ``BackendError`` if a package, compiler, part of torch or CUDA that ``config`` needs is missing."""
     if config.train.compile:
         _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):

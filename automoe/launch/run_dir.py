@@ -1,9 +1,9 @@
 """The run directory's lock, status and error files, which ranks, launcher and user share.
 
-``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
-(rank, type, message, traceback), ``pid``, and ``failed_attempts`` if the launcher may restart the
-run. The state "failed" is final, and the first error wins: those of other ranks follow from it (a
-peer vanished from a collective).
+``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective`` (last
+validation loss, else training loss), ``error`` (rank, type, message, traceback), ``pid``, and
+``failed_attempts`` if the launcher may restart the run. The state "failed" is final, and the first
+error wins: those of other ranks follow from it (a peer vanished from a collective).
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     """Replace ``status.json`` atomically, or on a full disk in place.
 
-    Once a failure is recorded, only ``failed`` and ``starting`` are written.
+    Once a failure is recorded, calls with another state than ``failed`` or ``starting`` do nothing.
 
     Args:
         state: starting, running, done, failed or preempted.

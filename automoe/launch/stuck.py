@@ -70,11 +70,12 @@ class Standing:
     """Position of a rank: its main thread's place in the code, and its unfinished collectives.
 
     Attributes:
+        rank: the rank's number.
         place: place of the main thread in the code: ``module of the model: file:line in function``.
         communicates: True if the main thread is in a function of torch.distributed, or was there
             until the timeout.
         pending: unfinished collectives, oldest first.
-        asked: id of another rank's request for positions, which this one answers.
+        asked: id of the request for positions that this object answers (mtime in ns of its file).
         saving: place of the thread that saves in the background; None without such a thread.
     """
 
@@ -98,7 +99,7 @@ class Standing:
 
     @property
     def waits_in(self) -> str | None:
-        """Collective in which the rank waits for others, as text; None if it does not wait."""
+        """Collective, or ``a send or receive``, in which the rank waits, as text; None if it does not wait."""
         if self.pending:
             return str(self.pending[0])
         return "a send or receive" if self.communicates else None
@@ -143,9 +144,9 @@ class StuckWatch:
         """Write this rank's position in the code to a file if another rank asks for it.
 
         Otherwise, if a collective of this rank is near its timeout, ask all ranks for theirs, wait
-        up to 10 s for the answers, and record the missing rank as the run's first error. If
-        the timeout of the collective's group is longer than that of a step (``timeout_s``), and it
-        has waited almost as long as the shorter one, print a warning instead.
+        up to 10 s for the answers, and record the missing rank as the run's first error. If the
+        collective's group has a longer timeout than a step (``timeout_s``), and the collective has
+        waited almost as long as a step's timeout, print a warning instead.
         """
         if self.device is not None and self.device.type == "cuda":
             # A new thread uses the node's first GPU, where NCCL's recorder would create a context

@@ -1,8 +1,9 @@
 """Grouped-query attention (arXiv 2305.13245) and multi-head latent attention (DeepSeek-V2).
 
 Latent attention is section 2.1 of arXiv 2405.04434. Queries have the S positions of this rank, keys
-the R of whole sequences. But between Ulysses' all-to-alls both have R, in ring attention both S:
-its kernel passes keys from rank to rank. Letters: ``automoe.model``; here L is a latent's width.
+the R of whole sequences. But between Ulysses' all-to-alls both have R, and in ring attention, whose
+kernel passes keys from rank to rank, both have S. Letters: ``automoe.model``; here L is a latent's
+width.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ LATENT_NORM_EPS = 1e-6
 class AttentionSetup:
     """Rotation angles, masks and attention kernel, made once for all layers of a forward pass.
 
-    Modules for multi-token prediction get one of their own (``Decoder.mtp_states``). B, S: this
-    rank's sequences and positions; R: positions of the whole sequence.
+    Each module for multi-token prediction gets its own instance (``Decoder.mtp_states``). B, S:
+    this rank's sequences and positions; R: positions of the whole sequence.
 
     Args:
         tokens: per-token tensors at the S positions.
@@ -129,8 +130,8 @@ class AttentionSetup:
     ) -> Tensor:
         """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
 
-        It calls ``BackendConfig.attention_kernel``. Modules call it through the wrapper
-        ``LayerCalls.core_attention``.
+        It is computed by ``BackendConfig.attention_kernel``. Modules call this method wrapped
+        by ``LayerCalls.core_attention``, for example in recomputation.
 
         Args:
             scale: factor of the products of queries and keys.
@@ -151,10 +152,11 @@ class AttentionSetup:
 
 
 def own_features(ranks: Communicator, num_heads: int, head_dim: int) -> Features:
-    """Return the output features of a projection to ``num_heads`` heads that this rank uses.
+    """Return the slices of a projection's output features that belong to this rank's heads.
 
-    They are slices of the whole projection's features; None: there is one rank, which uses all.
-    Heads are spread over ``ranks``. If there are more ranks than heads, several ranks use one head.
+    The projection has ``num_heads`` heads of ``head_dim`` features, which are spread over
+    ``ranks``; if there are more ranks than heads, several ranks use the same head. None: a single
+    rank uses all.
     """
     if ranks.num_ranks == 1:
         return None
@@ -292,7 +294,11 @@ class LatentAttention(nn.Module):
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the output for hidden states, both [B, s, H]; an indexer's loss is attached (``attach_loss``)."""
+        """Return the attention output for hidden states, both [B, s, H].
+
+        If the layer has an indexer, the output's backward pass also runs that of the indexer's
+        loss.
+        """
         # Each rank computes the latents of its s positions and gathers latents, which are narrower
         # than x. The projections up from the latents are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))

@@ -66,9 +66,10 @@ class MLP(nn.Module):
 
 
 class Latent(nn.Module):
-    """Projections to the latent of routed experts, with a norm, and back, and the norm of each expert's output.
+    """Projections of hidden states to the narrower input of routed experts, and of their outputs back.
 
-    Without ``moe_latent_size`` the projections are identities.
+    With ``moe_latent_size`` the input is also normed; without it the projections are identities.
+    The output of each expert is normed if the model sets ``post_norm_eps``.
     """
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
@@ -82,7 +83,10 @@ class Latent(nn.Module):
         self.post_expert_norm = OutputNorm(config.post_norm_eps, config.expert_hidden_size)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
-        """Return what experts read of hidden states [B, s, H], as wide as the latent if there is one."""
+        """Return the routed experts' input for hidden states [B, s, H]: [B, s, ``moe_latent_size``].
+
+        Without ``moe_latent_size`` the hidden states themselves are returned.
+        """
         return self.pre_expert_norm(self.pre_expert_proj(x_BsH))
 
 
@@ -144,7 +148,7 @@ class Block(nn.Module):
         return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
 
     def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return the residual after attention and feed-forward, in the form of ``x_BsH``.
+        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
@@ -157,9 +161,10 @@ class Block(nn.Module):
         return self.ffn_residual.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:
-        """Return the residual after attention, the norm that the feed-forward reads, and what ``join`` takes.
+        """Return the residual after attention, the input of the feed-forward, and weights for ``join``.
 
-        All are at the s positions of this tp rank.
+        The input is normed. ``ffn_residual.join`` takes the weights, if the residual has any, to
+        add the feed-forward's output. Tensors are at the s positions of this tp rank.
         """
         h_BsH, *weights = self.attn_residual(x_BsH)
         out_BsH = self.attention(self.call_norm(self.input_layernorm, h_BsH), setup)

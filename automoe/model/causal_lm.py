@@ -50,10 +50,11 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Decoder layer that FSDP wraps as one unit, and its submodules that are units of their own.
+    """Decoder layer that FSDP wraps as one unit, and its experts, which are a unit of their own.
 
     Attributes:
         number: index of the layer in the full model.
+        layer: module of the layer, its experts included.
         experts: module whose parameters are on the moe mesh; None: a dense layer.
     """
 
@@ -110,10 +111,10 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return hidden states [B, s, H] after this part's last layer.
+        """Return hidden states [B, s, H] after the last layer of this pipeline stage.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
+            x: [B, S] int64 tokens if this stage embeds, else [B, s, H] from the previous stage.
             tokens: positions, document ids and other tensors [B, S] of the same tokens.
         """
 
@@ -153,15 +154,15 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def embedding(self) -> nn.Module | None:
-        """Token embedding of this part, or None; with tied weights the last stage holds a copy."""
+        """Token embedding of this pipeline stage, or None; with tied weights the last stage has a copy."""
 
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """Yield (layer number, MoE layer) for the MoE layers of this part, in order."""
+        """Yield (layer number, MoE layer) for the MoE layers of this pipeline stage, in order."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:
-        """Yield this part's layers as FSDP units, in the order of the forward pass."""
+        """Yield this pipeline stage's layers as FSDP units, in the order of the forward pass."""
 
     def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
         """Make ``module``, which is no class of automoe, add the LoRA ``adapter``'s output to its own.
@@ -184,7 +185,7 @@ class CausalLM(nn.Module, ABC):
         transformers or a plugin computes override it.
 
         Args:
-            seq_len: positions of a training sequence; a check needs no longer one.
+            seq_len: positions of a training sequence, the longest that a check has to try.
         """
 
     def forward(
@@ -203,8 +204,8 @@ class CausalLM(nn.Module, ABC):
             the batch asks for. With ``next_token_at``: [B, S] likeliest next tokens, -1 where a
             logit is NaN, ``IGNORE`` (-100) at other positions. Else with ``labels``: [1] this
             micro-batch's share of the loss, by default of the mean cross-entropy in nats. Without
-            either: [B, S, V] logits. Losses of modules for multi-token prediction have gradients
-            and are reported, but are not in the loss.
+            either: [B, S, V] logits of this tp rank's V rows of the head. Losses of modules for
+            multi-token prediction have gradients and are reported, but are not in the loss.
         """
         batch = batch or MicroBatch(*states)
         counts = batch.known_counts()
@@ -320,10 +321,11 @@ class CausalLM(nn.Module, ABC):
                 for name, key in SAMPLED.items()
                 if key in inputs.given
             }
-            wants_entropy = getattr(self.loss, "uses_entropy", False)
-            scores = token_scores(
-                *head, **sampled, wants_entropy=wants_entropy, soft_cap=self.soft_cap
-            )
+            options = {
+                "wants_entropy": getattr(self.loss, "uses_entropy", False),
+                "skips_untrained": getattr(self.loss, "skips_untrained", False),
+            }
+            scores = token_scores(*head, **sampled, **options, soft_cap=self.soft_cap)
             entropy_BS, scored_BSK = (
                 None if score is None else score.unflatten(0, inputs.labels.shape)
                 for score in (scores.entropy_T, scores.scored_TK)

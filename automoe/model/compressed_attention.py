@@ -1,4 +1,6 @@
-"""Compressed attention of DeepSeek-V4 (its report, section 2.3): a sliding window, and entries of windows.
+"""Compressed attention of DeepSeek-V4 (its report, section 2.3). A query attends to a sliding
+window of single positions, and to entries: keys that each pool a whole window of earlier
+positions.
 
 Letters of dimensions: ``automoe.model``; here E entries of a row, D width of a head, and of the
 indexer's heads in ``EntryIndexer``, G groups of heads, L latent of queries. The formulas are in
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Compression:
-    """Rotation angles and windows of compressed attention, made once for all layers of a forward pass.
+    """Rotation angles and pooling windows of compressed attention (DeepSeek-V4), made once per forward pass.
 
     Args:
         positions_BS, doc_ids_BS: index of each token in its document, and the document.
@@ -38,9 +40,10 @@ class Compression:
         layers: numbers of the layers that get windows.
 
     Attributes:
-        angles, long_angles: (cos, sin) [B, S, 1, P] of positions, in layers without and in layers with entries.
-        windows: {ratio: windows of this many positions}.
-        entry_angles: {ratio: cos and sin [B, E, 1, P] of the first positions of windows}.
+        angles, long_angles: (cos, sin) [B, S, 1, P] of positions, P half the rotated width, in layers with a plain
+            window and in layers that also attend to pooled keys.
+        windows: {compression ratio: positions that each of a row's E pooled keys is made of (``windows_of``)}.
+        entry_angles: {compression ratio: (cos, sin) [B, E, 1, P] of the first position of each pooled key}.
     """
 
     def __init__(
@@ -67,9 +70,10 @@ class Compression:
 
 
 class Pooling(nn.Module):
-    """Pooling of windows of ``ratio`` positions to entries of ``dim`` normed numbers.
+    """Module that pools each window of ``ratio`` positions into one entry, a key of ``dim`` normed numbers.
 
-    In layers of ``sparse_ratio`` windows overlap: an entry pools the previous window too.
+    If ``ratio`` is the model's ``sparse_ratio``, windows overlap: an entry pools the previous
+    window too.
     """
 
     first_values = {"position_bias": "zeros"}
@@ -87,7 +91,7 @@ class Pooling(nn.Module):
         self.kv_norm = backend.norm(dim, config.norm_eps)
 
     def entries(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the rotated entries [B, E, D] of whole rows for hidden states at s positions."""
+        """Return the rotated entries [B, E, D], one per window of the whole row, for hidden states at s positions."""
         projections = self.kv_proj, self.gate_proj
         kv, gate = (self.tp.all_gather(project(x_BsH)) for project in projections)
         shared, bias = setup.compression, local_shard(self.position_bias)
@@ -98,7 +102,10 @@ class Pooling(nn.Module):
 
 
 class EntryIndexer(KeyChooser, Pooling):
-    """Indexer that chooses entries; its keys are narrower entries of the same windows."""
+    """Indexer that chooses the entries (pooled windows) to which a query attends.
+
+    It scores keys of its own, which are pooled from the same windows but narrower.
+    """
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         attention = config.attention
@@ -116,7 +123,7 @@ class EntryIndexer(KeyChooser, Pooling):
 
 
 class Compressor(Pooling):
-    """Pooling of a layer's windows, with an indexer, if any, that chooses each query's entries."""
+    """Pooling of a layer's windows into entries, and the indexer that chooses a query's entries, if any."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         attention = config.attention
@@ -125,7 +132,7 @@ class Compressor(Pooling):
 
 
 class CompressedAttention(nn.Module):
-    """Attention to a sliding window and window entries; heads share one vector as key and value.
+    """Attention to a sliding window and to entries (pooled windows); heads share one vector as key and value.
 
     Queries are projected from a latent and normalised. The last dims of heads and entries rotate,
     and outputs are rotated back by their query's position. Outputs of a group of heads are
@@ -159,7 +166,11 @@ class CompressedAttention(nn.Module):
         self.core_attention = calls.core_attention(attend_entries)
 
     def forward(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the output for hidden states, both [B, s, H]; an indexer's loss is attached (``attach_loss``)."""
+        """Return the attention output for hidden states, both [B, s, H].
+
+        If the layer has an indexer, the output's backward pass also runs that of the indexer's
+        loss.
+        """
         shared = setup.compression
         angles = shared.long_angles if self.compressor else shared.angles
         where = *angles, setup.interleaved, self.start

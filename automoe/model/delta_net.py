@@ -153,9 +153,8 @@ class GatedDeltaNet(nn.Module):
     def _own_features(self, cp: Communicator) -> Features:
         """Return this rank's channels of the convolution: slices of queries, keys, values; None: all.
 
-        They are the channels of this tp rank's heads. If ``cp`` has several ranks, positions are
-        exchanged for heads, and only the channels of the heads that are left to this rank are
-        returned.
+        They are the channels of this tp rank's heads. If ``cp`` has several ranks, which exchange
+        positions for heads, only channels of the heads that this cp rank keeps are returned.
         """
         ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:

@@ -47,10 +47,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class KeyChooser(nn.Module, ABC):
-    """Chooses the top-k keys of each query by scores of its own: what all indexers have in common.
+    """Base class of indexers, which choose the top-k keys of each query by scores of their own.
 
     Args:
-        base: arguments of the next class, if a subclass has another base too.
+        base: arguments for the constructor of a subclass's other base class, if it has one.
 
     Attributes:
         loss_sum: this rank's share of the indexer's mean loss per token, summed over the
@@ -96,11 +96,12 @@ class KeyChooser(nn.Module, ABC):
 
     @torch.no_grad()
     def choose(self, inputs: IndexInputs, seen_BSR: Tensor) -> Tensor:
-        """Return [B, S, R], True where a query attends to a key: its top-k of those it may see.
+        """Return [B, S, R], True where a query attends to a key: for the top-k of the keys that it may see.
 
         ``inputs`` is the result of ``forward``, ``seen_BSR`` says which keys a query may see. In
-        the indexer's warm-up a query attends to all of these. Ties between keys are broken as
-        ``torch.topk`` breaks them in whole sequences, whatever part of the queries this rank has.
+        the indexer's warm-up a query attends to all keys that it may see. Ties between keys are
+        broken as ``torch.topk`` breaks them in whole sequences, whatever part of the queries this
+        rank has.
         """
         if self.warmup:
             return seen_BSR

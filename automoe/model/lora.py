@@ -78,9 +78,9 @@ def freeze_and_adapt(
     Args:
         part: decoder, or a pipeline stage of it, on the meta device.
         trained_dtype: dtype of adapters.
-        frozen_dtype: dtype in which frozen parameters other than routers are stored and multiplied;
-            they need no wider copy, since they are not updated. Matrices that ``lora.base``
-            quantizes are bytes.
+        frozen_dtype: dtype in which frozen parameters are stored and multiplied, except those of
+            routers and hyper-connections; they need no wider copy, since they are not updated.
+            Matrices that ``lora.base`` quantizes are bytes.
     """
     if not (config.lora.rank or config.train.freeze):
         return

@@ -104,9 +104,9 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(x_TH), step))
 
 
-def _trained_chunks(x_TH: Tensor, labels_T: Tensor) -> Sequence[slice | Tensor]:
-    """Return the places of trained tokens, in chunks; on a GPU, where the host would wait for them, of all tokens."""
-    if x_TH.is_cuda:
+def _trained_chunks(x_TH: Tensor, labels_T: Tensor, skips: bool) -> Sequence[slice | Tensor]:
+    """Return indices of the trained tokens, in chunks; slices of all if not ``skips``, or on a GPU, which would sync."""
+    if x_TH.is_cuda or not skips:
         return [*_chunks(x_TH)]
     trained = (labels_T != IGNORE).nonzero().squeeze(1)
     return trained.split(chunk_tokens(len(trained), x_TH.shape[1]))[: len(trained)]
@@ -127,9 +127,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _new_gradients(ctx, x_TH, weight_VH, wide: torch.dtype, new=torch.empty_like):
-    """Return gradients of x, made by ``new``, and of the weight, zeros of dtype ``wide``; None for one not needed.
-
-    ``ctx`` is that of an autograd function whose first two inputs are x and the weight."""
+    """Return buffers for the gradients of x, made by ``new``, and weight, zeros of dtype ``wide``; None: not needed."""
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = new(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
@@ -261,20 +259,18 @@ class _TokenScores(torch.autograd.Function):
         labels_T,
         first_id: int,
         vocab: Communicator,
-        temperature_T,
-        candidates_TN,
+        sampled_by: tuple[Tensor | None, Tensor | None, float],
         scored_ids_TK,
         wants_entropy: bool,
-        soft_cap: float,
+        skips_untrained: bool,
     ):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         loss_T, log_sum_T, entropy_T = (x_TH.new_zeros(len(x_TH), dtype=wide) for _ in range(3))
         scored_TK = None
         if scored_ids_TK is not None:
             scored_TK = x_TH.new_zeros(scored_ids_TK.shape, dtype=wide)
-        ctx.sampled_by = temperature_T, candidates_TN, soft_cap
-        ctx.first_id = first_id
-        ctx.chunks = _trained_chunks(x_TH, labels_T)
+        ctx.sampled_by, ctx.first_id = sampled_by, first_id
+        ctx.chunks = _trained_chunks(x_TH, labels_T, skips_untrained)
         for chunk in ctx.chunks:
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
             logits_TV, left_TV, _ = _sampler_logits(ctx, x_TH, weight_VH, chunk)
@@ -335,7 +331,7 @@ class _TokenScores(torch.autograd.Function):
             _add_gradients(grad_TV, x_TH, weight_VH, grad_x_TH, grad_weight_VH, chunk)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_x_TH, grad_weight_VH, *(None,) * 8
+        return grad_x_TH, grad_weight_VH, *(None,) * 7
 
 
 def _sampler_logits(
@@ -390,6 +386,7 @@ def token_scores(
     scored_ids_TK: Tensor | None = None,
     wants_entropy: bool = False,
     soft_cap: float = 0.0,
+    skips_untrained: bool = False,
 ) -> TokenScores:
     """Return each token's -log p(label) and entropy, p = softmax(x @ weight.T / temperature).
 
@@ -406,10 +403,10 @@ def token_scores(
         scored_ids_TK: further ids whose log-probabilities are wanted; None: none.
         wants_entropy: whether the entropy is computed; else it is None.
         soft_cap: bound of the logits before the temperature divides them (``cap_logits``); 0: none.
+        skips_untrained: True to multiply trained tokens alone on a CPU: faster, and sums are rounded otherwise.
     """
-    head = x_TH, weight_VH, labels_T, first_id, vocab
-    sampler = temperature_T, candidates_TN, scored_ids_TK
-    return TokenScores(*_TokenScores.apply(*head, *sampler, wants_entropy, soft_cap))
+    head = x_TH, weight_VH, labels_T, first_id, vocab, (temperature_T, candidates_TN, soft_cap)
+    return TokenScores(*_TokenScores.apply(*head, scored_ids_TK, wants_entropy, skips_untrained))
 
 
 def greedy_tokens(
@@ -482,7 +479,7 @@ class LossInputs:
         return self.context.sum(sums[:, :-1])
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return ``loss``, equal on the ranks of ``context``, divided by their number."""
+        """Return ``loss``, a value equal on all ranks of ``context``, divided by the number of these ranks."""
         return loss / self.context.num_ranks
 
     def report(self, name: str, share: Tensor) -> None:
@@ -495,5 +492,5 @@ class LossInputs:
 
 # A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over ranks and
 # micro-batches is the loss. It may have attributes: ``metrics``, the names that it reports; ``uses_entropy``, if it reads
-# ``LossInputs.entropy``; ``mean_over="documents"`` if it (and the validation loss) is a mean over documents, not tokens.
+# ``LossInputs.entropy``; ``skips_untrained``, for ``token_scores``; ``mean_over="documents"``, if it is their mean.
 Loss = Callable[[Tensor, LossInputs], Tensor]

@@ -39,7 +39,11 @@ class RMSNorm(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm with the weight [``dim``] before the mean (``output_norm``); with ``dim`` 0 without a weight."""
+    """RMSNorm of a block's output x: ``y / sqrt(mean(y^2) + eps)`` of ``y = x * (1 + weight)``.
+
+    ``weight`` has ``dim`` numbers, zeros at first; with ``dim`` 0 there is none and y is x. With
+    ``eps`` None the module returns x.
+    """
 
     first_values = {"weight": "zeros"}
 

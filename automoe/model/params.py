@@ -326,14 +326,14 @@ def find_spec(name: str) -> ParamSpec | None:
 def is_wide(name: str) -> bool:
     """Return True if the parameter ``name`` is stored in at least float32 (``ParamSpec.wide``).
 
-    Of a class of transformers these are the parameters of modules that are called ``router``.
-    """
+    Of a name that the table does not list (a model of transformers), this is true for parameters of modules called
+    ``router``."""
     spec = find_spec(name)
     return ".router." in name if spec is None else spec.wide
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Return the sizes that letters in shapes stand for, such as "H": the hidden size."""
+    """Return letter -> size for the letters in the table's shapes, such as "H" for the hidden size."""
     a = model.attention
     return {
         "H": model.hidden_size,
@@ -393,7 +393,7 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``; with ``buffers`` also the expert bias."""
+    """Return the parameters of decoder layer ``layer``; with ``buffers`` also the router's buffers."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return [param for param in other if param.layer == layer]
     ratio = ratio_of(model.attention, layer)
@@ -429,16 +429,16 @@ def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
     ]
 
 
-def num_states(model: ModelConfig, held: range) -> int:
+def num_states(model: ModelConfig, layers: range) -> int:
     """Return the number of hidden-state tensors that a pipeline stage sends to the next stage.
 
     One is the model's own; each module for multi-token prediction in this or an earlier stage adds
     one.
 
     Args:
-        held: numbers of the layers of the stage.
+        layers: numbers of the layers of the stage.
     """
-    return 1 + max(0, held.stop - model.num_layers)
+    return 1 + max(0, layers.stop - model.num_layers)
 
 
 def stage_params(
@@ -446,14 +446,13 @@ def stage_params(
 ) -> list[Param]:
     """Return the parameters of pipeline stage ``stage``, in order.
 
-    A tied head is the embedding and adds nothing, or is a copy of it if it is in another stage.
-    Modules for multi-token prediction read a copy, too. The final norm is with the first of these
+    A tied head adds nothing in the stage with the embedding; in another stage it is a copy of the embedding. Stages
+    with modules for multi-token prediction have a copy too. The final norm is in the stage with the first of these
     modules, else with the head. A model that transformers or a plugin computes is one stage.
 
     Args:
         layers: the numbers of the layers of each stage.
-        buffers: include the routers' expert biases.
-    """
+        buffers: include the routers' buffers: expert biases, and tables of hash layers."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return other
     first, last = stage == 0, stage == len(layers) - 1
@@ -478,7 +477,7 @@ def stage_params(
 def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
     """Return all parameters of the model, in order: embedding, layers, final norm, head.
 
-    With ``buffers`` the routers' expert biases are included.
+    With ``buffers`` the routers' expert biases and tables of hash layers are included.
     """
     return stage_params(model, [model.all_layers], 0, buffers)
 

@@ -30,9 +30,9 @@ class Residual:
 
 
 class ResidualGate(nn.Module):
-    """Gate (Muse-Spark): per dim, a weight of the residual and one of a block's output.
+    """Gated residual (Muse-Spark): two learned weights per dim, of the residual and of a block's output.
 
-    ``dtype`` is the parameter's.
+    ``dtype`` is the dtype of the parameter.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
@@ -55,8 +55,8 @@ class HyperConnection(nn.Module):
     """Hyper-connection (mHC, arXiv 2512.24880, section 4) around attention or a feed-forward.
 
     From the n streams of a token it computes how to collapse them into the block's input, how to
-    spread the block's output over them, and a doubly stochastic matrix that mixes them. ``dtype`` is
-    the parameters'.
+    spread the block's output over them, and a doubly stochastic matrix that mixes them. ``dtype``
+    is that of the parameters.
     """
 
     first_values = {"base": "zeros", "scale": "ones"}
@@ -92,7 +92,9 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """Collapse of the n streams after the last layer, before the final norm; ``dtype`` is the parameters'."""
+    """Module that collapses the n residual streams between last layer and final norm; its
+    parameters have ``dtype``.
+    """
 
     first_values = {"hc_base": "zeros", "hc_scale": "ones"}
 
@@ -105,7 +107,7 @@ class HyperHead(nn.Module):
         self.hc_scale = nn.Parameter(torch.empty(1, dtype=dtype))
 
     def forward(self, x_BsW: Tensor) -> Tensor:
-        """Return the hidden states [B, s, H] that the final norm reads."""
+        """Return the weighted sum [B, s, H] of the n residual streams [B, s, W = n H], which the final norm reads."""
         logits_Bsn = stream_logits(x_BsW, self.hc_fn, self.config.norm_eps)
         gates_Bsn = (logits_Bsn * self.hc_scale + self.hc_base).sigmoid()
         return collapse(x_BsW, gates_Bsn + self.config.hc_eps)

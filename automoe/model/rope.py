@@ -18,7 +18,11 @@ from automoe.kernels.rotation import join_keys, rotate
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
-    """Return how many dims of a head rotate: ``partial_rotary_factor`` of all, or the kind's own number."""
+    """Return how many dims of a head rotate.
+
+    Grouped-query attention: the share ``partial_rotary_factor`` of all dims; other kinds:
+    ``qk_rope_head_dim``.
+    """
     if attention.kind == "gqa":
         return int(attention.head_dim * rope.partial_rotary_factor)
     return attention.qk_rope_head_dim

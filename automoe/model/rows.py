@@ -63,8 +63,9 @@ def exchange_heads(ranks: Communicator, *given_BSND: Tensor) -> tuple[Tensor, ..
     """Exchange heads for positions (Ulysses, arXiv 2309.14509): [B, S, N, D] to [B, R, n, D].
 
     The result has all R positions, in the order of the sequence, of n of the N heads. One
-    all-to-all sends all tensors, which may differ in N. Rank p takes the p-th n heads of each. A
-    tensor with fewer heads than ranks has each head repeated for the ranks that share it.
+    all-to-all sends all tensors, which may differ in N. Rank p gets heads p n to (p + 1) n - 1 of
+    each tensor. A tensor with fewer heads than ranks has each head repeated for the ranks that
+    share it.
     """
     num_ranks = ranks.num_ranks
     if num_ranks == 1:
@@ -94,6 +95,6 @@ def exchange_positions(ranks: Communicator, row_BRnD: Tensor) -> Tensor:
 def own_heads(ranks: Communicator, x_N: Tensor) -> Tensor:
     """Return the entries [n] of x [N] for the n heads that this rank has after an exchange of heads.
 
-    Of N heads, number p of ``ranks`` has the p-th n = N / P.
+    Rank p of the P ``ranks`` has heads p n to (p + 1) n - 1, with n = N / P.
     """
     return x_N if ranks.num_ranks == 1 else x_N.chunk(ranks.num_ranks)[ranks.rank]

@@ -101,7 +101,7 @@ LOSSES = ("seq_balance_loss", "global_balance_loss", "micro_batch_balance_loss",
 
 
 class Loads(NamedTuple):
-    """Views of the counters of one MoE layer, or with a first dim [L, ...] of L layers.
+    """Views of an MoE layer's counters over one step; of L layers, each has a first dim L.
 
     Attributes:
         experts: [2, E] number of tokens given to each expert before any are dropped, and number
@@ -141,7 +141,7 @@ class LoadCounter(nn.Module):
 
     @staticmethod
     def views(totals: Tensor) -> Loads:
-        """Return counters as views of ``totals``: one layer's vector [n], or [L, n] of L layers."""
+        """Split ``totals`` into named views; it is one layer's vector [n], or [L, n] of L layers."""
         num_counts = totals.shape[-1] - len(LOSSES) - 3
         experts, losses, dropped, replayed = totals.split((num_counts, len(LOSSES), 1, 2), dim=-1)
         return Loads(experts.unflatten(-1, (2, -1)), losses, dropped.squeeze(-1), replayed)

@@ -29,9 +29,9 @@ class GradientSums:
 
     Args:
         experts: module whose parameters are the matrices, wrapped by FSDP or not.
-        later: function that takes the product of a gradient, to be called without arguments, and
-            calls it while gradients of tokens are being sent to other ranks; None: products are
-            computed at once.
+        later: function that defers a weight gradient: it is given a callable without arguments
+            that computes one, and calls it while gradients of tokens are being sent to other
+            ranks; None: weight gradients are computed at once.
     """
 
     experts: nn.Module
@@ -63,12 +63,12 @@ class GradientSums:
         ends: Ends,
         travels: bool,
     ) -> None:
-        """Add each expert's product of output gradients and inputs to the sum of ``name``.
+        """Add the gradient of the matrix ``name``, grad.T @ x of each expert's rows, to its sum.
 
         Args:
             name: name of the matrix, gate_up_proj or down_proj.
             grad_RN: gradient of the matrix's outputs, rows sorted by expert.
-            x_TK: rows that the matrix has multiplied.
+            x_TK: inputs of the matrix.
             gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.
             ends: function that returns the end of each expert's rows, on the host.
             travels: True if gradients of tokens will be sent to other ranks after this call, so

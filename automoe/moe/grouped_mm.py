@@ -135,7 +135,7 @@ _Tensors = namedtuple(
 
 
 class _Options(NamedTuple):
-    """Arguments of ``_GroupedExperts`` that are no tensors.
+    """Arguments of the autograd function ``_GroupedExperts`` that are not tensors.
 
     Attributes:
         activation: function of gate and up.

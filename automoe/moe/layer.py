@@ -31,11 +31,12 @@ class MoE(nn.Module):
     """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
-        layer: number of this layer in the model, counted from 0; the first ``first_k_dense`` layers
-            have no experts.
+        layer: number of this layer in the model, counted from 0; the first ``first_k_dense``
+            layers have no experts.
         shared_experts: dense FFN that every token passes, or None.
         backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
-        latent: projections around the routed experts, and the norm of their outputs.
+        latent: projections to the routed experts' input width and back, and the norm of their
+            outputs.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class MoE(nn.Module):
         self.num_experts = config.num_experts
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H] for hidden states [B, s, H]."""
+        """Return the layer's output [B, s, H] for hidden states [B, s, H] of ``tokens``."""
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
         # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.
@@ -87,9 +88,10 @@ class MoE(nn.Module):
         return y_BsH if shared is None else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
-        """Dispatch tokens, run their experts and combine the results: [B, s, H].
+        """Dispatch tokens, run their experts and combine the results, in the shape of ``x_BsH``.
 
         Args:
+            x_BsH: the routed experts' input, of width ``moe_latent_size`` if that is set.
             routing: the experts that each token chose, and its routing weights.
             tokens: per-token tensors; their shape gives the slots per expert if choices are padded
                 to the experts' capacity.

@@ -50,10 +50,7 @@ class Adapter(nn.Module):
 
     @property
     def first_values(self) -> dict[str, str]:
-        """The word ``kept`` for each parameter, by name.
-
-        ``initialize`` then leaves it unchanged; ``fill_adapters`` fills it.
-        """
+        """Map each parameter's name to ``kept``: ``initialize`` skips it, and ``fill_adapters`` fills it."""
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:

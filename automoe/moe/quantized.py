@@ -111,8 +111,8 @@ def whole_tiles(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
 
     Returns:
         The position of each row [R] int64, where rows past the last offset get the last position;
-        the end of each expert's positions [E] int32; the number of positions, which is the most
-        that these counts can need, plus one tile.
+        the end of each expert's positions [E] int32; the number of positions: as many as any split
+        of ``num_rows`` over the experts can need, plus one tile.
     """
     num_experts = offsets_E.numel()
     ends_E = offsets_E.long()

@@ -64,7 +64,7 @@ class Scores(NamedTuple):
     Attributes:
         logits: the product with the router's weight.
         scores: the logits through the score function; none is negative.
-        choice: the values that top-k and routing weights use: the scores, or the logits themselves.
+        choice: what top-k and routing weights use: scores, or logits with ``softmax_after_topk``.
         sum_to_one: whether the scores of a token sum to one.
     """
 
@@ -76,7 +76,7 @@ class Scores(NamedTuple):
     def shares(self) -> Tensor:
         """Return [B, s, E], each token's scores divided by their sum.
 
-        Their means over tokens are P of the balance losses.
+        Their means over tokens are the factors P of the balance losses.
         """
         if self.sum_to_one:
             return self.scores
@@ -140,8 +140,8 @@ def select_experts(
 def routing_probs(choice_BsE: Tensor, topk_ids_BsK: Tensor, config: RouterConfig) -> Tensor:
     """Return the routing weights [B, s, K] of the chosen experts.
 
-    They are their entries of ``choice_BsE`` (scores or logits, ``Scores.choice``), with ``softmax_after_topk`` their
-    softmax over the K, with ``norm_topk_prob`` divided by their sum; times ``routed_scaling_factor``.
+    They are the chosen experts' entries of ``choice_BsE`` (``Scores.choice``): after a softmax over the K with
+    ``softmax_after_topk``, divided by their sum with ``norm_topk_prob``; times ``routed_scaling_factor``.
     """
     probs_BsK = choice_BsE.gather(-1, topk_ids_BsK)
     if config.softmax_after_topk:
@@ -164,10 +164,10 @@ def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
 class BalancedRouter(nn.Module):
     """Base class of routers: balance losses and load counters. Subclasses choose the experts and set ``weight`` [E, H].
 
-    The buffer ``expert_bias`` [E] float32 is added to scores (None: nothing is), and ``load_fractions`` [E] float64 are
-    each expert's share of the choices of the previous step, for the global balance loss. Checkpoints have both.
-    ``moe_index`` is the layer's number among MoE layers, from 0. ``wrap`` is a wrapper of the router's methods, such as
-    recomputation (``LayerCalls.router``).
+    The buffer ``expert_bias`` [E] float32 is added to scores when experts are chosen (None: no bias), and
+    ``load_fractions`` [E] float64 are each expert's share of the choices of the previous step, for the global balance
+    loss. Checkpoints have both. ``moe_index`` is the layer's number among MoE layers, from 0. ``wrap`` is a wrapper of
+    the router's methods, such as recomputation (``LayerCalls.router``).
     """
 
     expert_bias: Tensor | None
@@ -382,8 +382,8 @@ class Router(BalancedRouter):
     def topk_probs(self, choice_BsE: Tensor, topk_ids_BsK: Tensor) -> Tensor:
         """Return the routing weights [B, s, K] of the chosen experts.
 
-        They are their entries of ``choice_BsE`` (scores or logits, ``Scores.choice``), normalised
-        over the K and scaled as configured (``routing_probs``).
+        They are the chosen experts' entries of ``choice_BsE`` (scores or logits, ``Scores.choice``), normalised over
+        the K and scaled as configured (``routing_probs``).
         """
         return routing_probs(choice_BsE, topk_ids_BsK, self.config)
 
@@ -424,7 +424,7 @@ def gate_ids(
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is
-                  the layer's number mod E
+                  ``moe_index`` mod E
 
     A gate replaces the learned choice. Routing weights still come from the router's scores, so all
     other work costs the same as in training.

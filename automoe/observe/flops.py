@@ -57,7 +57,7 @@ class TokenFlops:
 
 
 def train_flops_per_token(
-    model: ModelConfig, seq_len: int, made: Callable[[list[Param]], list[Param]] = list
+    model: ModelConfig, seq_len: int, selected: Callable[[list[Param]], list[Param]] = list
 ) -> TokenFlops:
     """Return forward and backward FLOPs per token of rows with ``seq_len`` tokens.
 
@@ -65,11 +65,11 @@ def train_flops_per_token(
         model: the architecture; each multi-token prediction module uses the output head once more.
         seq_len: tokens per row; attention is counted over whole rows, even if a row has several
             documents.
-        made: function that gets the model's parameters and returns those to count: frozen ones
+        selected: function that gets the model's parameters and returns those to count: frozen ones
             marked, LoRA adapters added. By default all parameters are trained.
     """
     attention = model.attention
-    params = made(model_params(model))
+    params = selected(model_params(model))
     by_layer: dict[int | None, list[Param]] = {}
     for param in params:
         by_layer.setdefault(param.layer, []).append(param)
@@ -116,12 +116,12 @@ def step_flops_per_token(config: Config) -> TokenFlops:
 
     A frozen weight needs no weight gradient; adapters add their own products.
     """
-    made = partial(with_adapters, config=config)
+    selected = partial(with_adapters, config=config)
     model = config.model
     if config.train.indexer == "warmup":  # attention sees all keys
         every = replace(model.attention, index_topk=config.train.seq_len)
         model = replace(model, attention=every)
-    return train_flops_per_token(model, config.train.seq_len, made=made)
+    return train_flops_per_token(model, config.train.seq_len, selected=selected)
 
 
 def _passes(param: Param, needs_grad: bool) -> int:
@@ -149,9 +149,10 @@ def _active(model: ModelConfig, param: Param) -> int:
 
 
 def _band(keys: float, length: float) -> np.ndarray:
-    """Return [mean keys per query, ``keys``] if a query sees up to ``keys`` of ``length`` keys.
+    """Return the mean number of keys per query by both conventions of ``TokenFlops``: [causal, full].
 
-    The mean is that of causal attention: queries near the start of a row see fewer keys.
+    A query sees at most ``keys`` keys of a row of ``length``: in causal attention fewer near the
+    start of the row, in full attention min(``keys``, ``length``).
     """
     keys = min(keys, length)
     return np.array([keys * (1 - keys / (2 * length)), keys])

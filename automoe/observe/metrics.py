@@ -91,8 +91,8 @@ def jsonable(value: Any) -> Any:
 class AppendLog:
     """Append-only JSON-lines file of step records that survives a kill mid-line, and a full disk.
 
-    What does not fit on the disk stays in the file object's buffer until it fits, so a full disk
-    neither ends a run nor leaves a gap in its record.
+    Records that do not fit on the disk stay in the file object's buffer until they fit, so a full
+    disk neither ends a run nor leaves a gap in its record.
 
     Args:
         path: the file.
@@ -321,8 +321,8 @@ def read_metrics(run_dir: StrPath) -> Records:
 def last_objective(run_dir: StrPath, step: int) -> float | None:
     """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
-    Skipped steps without a validation are passed over. The result is None if the run's record does
-    not reach ``step``.
+    It is of the last step that has a validation or was not skipped. The result is None if the
+    run's record does not reach ``step``.
     """
     for back, record in enumerate(reversed(read_metrics(run_dir))):
         if record["step"] != step - back:

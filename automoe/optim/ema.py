@@ -23,7 +23,8 @@ KEY = "ema"  # This key holds the average in the optimizer's state of a paramete
 def first_average(parameter: Tensor) -> Tensor:
     """Return the initial average of ``parameter``: a copy in the same layout, at least float32.
 
-    A bfloat16 average would not move, since updates are below half a unit in the last place.
+    In bfloat16 an average would never change, since updates are below half a unit in the last
+    place.
     """
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(parameter.detach())

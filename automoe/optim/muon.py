@@ -156,7 +156,7 @@ class Muon(torch.optim.AdamW):
         return rounds
 
     def _owners(self, indices: Sequence[int]) -> list[_Matrix]:
-        """Return the matrices of some parameters of which this rank holds a block, with their owners.
+        """Return those matrices of the parameters ``indices`` of which this rank holds a block, with their owners.
 
         The owner of a matrix orthogonalises it. The order is the same on all ranks. Matrices that
         the same ranks hold go one by one to the rank with the least work so far, the largest first.
@@ -245,8 +245,9 @@ class Muon(torch.optim.AdamW):
 
         Args:
             pairs: (matrix, rank that holds a block of it): all pairs that this rank holds or owns;
-                any two ranks have theirs in the same order.
-            block_of: function (matrix, rank) that returns the block of a pair that this rank sends.
+                any two ranks list the pairs that they share in the same order.
+            block_of: function (matrix, rank) that returns the block of a pair that this rank
+                sends.
             back: send from the owners to the holders.
 
         Returns:
@@ -300,7 +301,7 @@ def _shard_slices(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def _holds(shard: tuple[slice, ...], index: tuple[int, ...]) -> bool:
-    """Return True if a shard has a block of the matrix at ``index`` of a stack of matrices.
+    """Return True if ``shard`` contains a part of the matrix at ``index`` of a stack of matrices.
 
     Args:
         shard: the shard's range in each dim of the parameter.

@@ -167,9 +167,10 @@ def clip_logits(logits: LargestLogits, limit: float) -> None:
 
 
 def _scale_rows(linear: nn.Module, factors: Tensor) -> None:
-    """Multiply a projection's rows and bias by ``factors`` [heads, rows of a head], in place.
+    """Multiply the rows of a projection's weight, and its bias, by ``factors`` [heads, rows of a head], in place.
 
-    Factors are of all heads; this rank's shard takes its part. Frozen parameters stay.
+    Factors are given for the heads of all tp ranks; this rank uses those of its shard. Frozen
+    parameters are left unchanged.
     """
     for parameter in linear.parameters():
         if parameter.requires_grad:

@@ -43,11 +43,11 @@ from automoe.passes.discard_outputs import discard_outputs, discard_scope
 
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:
-    """Return the wrappers of the calls of layer number ``layer``.
+    """Return the wrappers (compilation, recomputation, recording) of the calls of layer number ``layer``.
 
-    ``train.compile`` compiles, ``optim.qk_clip`` records largest logits, and ``parallel.recompute``
-    names modules that the backward runs again, or whose outputs it recomputes, in the layers
-    ``recompute_layers``.
+    ``train.compile`` compiles, and ``optim.qk_clip`` records the largest attention logits.
+    ``parallel.recompute`` names modules that the backward runs again, or whose outputs it
+    recomputes, in the layers that ``parallel.recompute_layers`` names.
     """
     modules = recomputed_modules(config.parallel, layer)
 
@@ -128,9 +128,9 @@ def build_backend(
 def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBackend:
     """Return the constructor of expert backends: a function of a layer's ``GroupedExperts``.
 
-    With ``train.fp8`` the backend multiplies in 8 bits, with scales of the layer. Unless
-    ``parallel.expert_wgrad`` is autograd, its products add weight gradients to FSDP's sums. Both
-    imply moe.experts=grouped_mm. Else it is the backend of ``moe.experts``, one for all layers.
+    With ``train.fp8`` a layer's backend multiplies in 8 bits, with its own scales. Unless
+    ``parallel.expert_wgrad`` is autograd, it adds weight gradients to FSDP's sums. Both imply
+    moe.experts=grouped_mm. In other cases all layers get the backend that ``moe.experts`` names.
     LoRA adapters of experts replace the backend later (``automoe.moe.lora``).
     """
     if meshes is not None and config.train.fp8 != "off":

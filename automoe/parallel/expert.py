@@ -90,13 +90,13 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 def expert_mesh(meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh that experts are sharded over: ep, etp or both; None if each has one rank."""
+    """Return the mesh over which experts are sharded, with the axes ep, etp or both; None if both have one rank."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.submesh(axis) is not None)
     return meshes.moe[axes] if axes else None
 
 
 def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:
-    """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
+    """Shard every MoE layer's experts by ``style`` over ep and etp, if these axes have several ranks."""
     if (mesh := expert_mesh(meshes)) is not None:
         experts = {layer.experts for _, layer in model.moe_layers()}
         plan = {name: style for name, module in model.named_modules() if module in experts}

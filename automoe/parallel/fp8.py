@@ -185,8 +185,8 @@ def update_scales(model_parts: Iterable[CausalLM], meshes: Meshes, stepped: bool
     Call this function once a step. The host waits for its result.
 
     Args:
-        stepped: True if the step changed the weights. Values of a skipped step, which may be
-            infinite, are forgotten.
+        stepped: True if the step changed the weights. The largest values of a skipped step, which
+            may be infinite, are discarded.
 
     Returns:
         Share of the stage's scales that values of this step exceeded (only this rank's values if

@@ -29,7 +29,7 @@ COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16"
 
 
 def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that gives FSDP the dim on which it shards each parameter of ``experts``.
+    """Return FSDP's ``shard_placement_fn`` for ``experts``: it returns the dim on which a parameter is sharded.
 
     Parameters are cut by rows: I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I]. A row
     shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
@@ -47,12 +47,12 @@ def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], 
 def apply_data_parallel(
     model: CausalLM, meshes: Meshes, parallel: ParallelConfig, dtype: str
 ) -> None:
-    """Wrap with ``fully_shard``: of each layer the experts and the layer; then the model.
+    """Apply ``fully_shard`` to the experts of each layer, to each layer, and then to the model.
 
     If parameters are multiplied in a narrower dtype than they are stored in, modules that multiply
-    in the stored one (``ParamSpec.wide``: routers, hyper-connections) are units too. So is the root,
-    which makes a pipeline stage an ``FSDPModule``: torch then defers gradient reduction and
-    resharding over its micro-batches.
+    in the stored dtype (``ParamSpec.wide``: routers, hyper-connections) are FSDP units of their
+    own. The model is a unit too, so a pipeline stage is an ``FSDPModule``, for which torch's
+    schedules can defer gradient reduction and resharding over micro-batches.
 
     Args:
         dtype: ``train.dtype``, in which unsharded parameters are multiplied.
@@ -123,9 +123,10 @@ def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> N
     """Set whether FSDP reduces gradients and reshards weights after the next micro-batch.
 
     This is for steps without a pipeline. ``parallel.grad_sync`` and ``parallel.reshard`` say
-    whether each happens in every micro-batch, or in the step's last one. In the latter case
-    unsharded weights and gradients stay on the rank for the whole step: the price of one all-gather
-    and one reduction per step, which the memory planner counts. A model without FSDP is left alone.
+    whether each happens in every micro-batch, or in the step's last one. If only in the last one,
+    unsharded weights and gradients stay on the rank for the whole step, which the memory planner
+    counts: the price of a single all-gather and reduction per step. A model without FSDP is left
+    alone.
 
     Args:
         last: the next micro-batch is the step's last one.

@@ -52,7 +52,7 @@ class Meshes:
         return (self.default if axis in DEFAULT_AXES else self.moe)[axis]
 
     def coordinate(self, axis: str) -> int:
-        """Return this rank's position on ``axis``."""
+        """Return this rank's position on ``axis``, such as "tp" or "ep"; 0 if the axis has one rank."""
         view = "default" if axis in DEFAULT_AXES else "moe"
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
@@ -171,9 +171,10 @@ def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.
     It is new, except that the world's own group is returned if ``ranks`` are all ranks and ``name``
     is neither an axis over which tokens are dispatched nor that of pipeline neighbours.
 
-    A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
-    device, and gives the gloo backend torch's default options. Torch names a group by its ranks and
-    the number of groups that this rank has made, so all ranks must make equally many groups.
+    DeviceMesh does not make the groups, since it would split every backend of a world that is
+    bound to a device, and give the gloo backend torch's default options. Torch names a group by
+    its ranks and the number of groups that this rank has made, so all ranks must make equally many
+    groups.
 
     Args:
         name: name of the group in logs.

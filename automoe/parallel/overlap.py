@@ -27,7 +27,7 @@ BACKWARD_THREAD = "merged_backward"
 
 
 class _OtherPassFailed(Exception):
-    """Raised in one of two overlapped passes after the other has failed."""
+    """Error raised in one of two overlapped passes after the other pass has failed."""
 
 
 class MergedPasses:
@@ -111,7 +111,7 @@ class MergedPasses:
     def swap(self) -> None:
         """Suspend the calling pass until the other pass calls ``swap`` or ends.
 
-        Return at once outside ``run``, and if the other pass has ended.
+        Outside ``run``, or if the other pass has ended, return at once.
         """
         # The running pass has the turn, so this is also right in autograd's threads.
         me = self._turn

@@ -26,8 +26,8 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertSty
     """Apply all parallelisms but pp, and 8-bit products, to one stage, in the required order.
 
     Tp, ep and etp shard weights first; then linear layers are replaced for 8 bits, and FSDP cuts
-    the shards, unless one rank computes with weights as stored (``stays_unsharded``). The stage was
-    built with what is compiled and recomputed.
+    the shards, unless one rank computes with weights as stored (``stays_unsharded``). Compilation
+    and recomputation were already built into the stage's modules.
 
     Args:
         style: shards the experts.
@@ -65,7 +65,7 @@ def build_decoder(
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which parameters are stored, except those of routers.
+    """Return the dtype in which parameters are stored, except those of routers and hyper-connections.
 
     It is bfloat16 with ``optim.master_weights=stochastic``, else float32, or float64 with
     ``train.dtype=float64``.

@@ -67,12 +67,13 @@ class Stage(BufferlessStage):
     Attributes:
         neighbours: groups with the ranks of the previous and of the next stage
             (``Meshes.pipeline_neighbours``). An entry is None if there is no such stage, or if its
-            rank is not the next one in the ring of pipeline ranks, whose whole group is then used.
-            The attribute is set under schedules that start sends one by one. Torch would wait for
-            all of them at the end of the step and keep every sent tensor alive; instead the stage
-            starts sends itself and waits for each one after ``SENDS_KEPT`` more. That is safe,
-            since the peer posts its receives in the order of the schedule. The attribute is None
-            under schedules that batch sends with receives in the group of all pipeline ranks.
+            rank is not adjacent in the ring of pipeline ranks; sends and receives then use the
+            group of all pipeline ranks. The attribute is set under schedules that start sends one
+            by one. Torch would wait for all of them at the end of the step and keep every sent
+            tensor alive; instead the stage starts sends itself and waits for each one after
+            ``SENDS_KEPT`` more. That is safe, since the peer posts its receives in the order of
+            the schedule. The attribute is None under schedules that batch sends with receives in
+            the group of all pipeline ranks.
     """
 
     neighbours: Neighbours | None = None
@@ -156,9 +157,9 @@ def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> I
 class PipelineRunner(StepRunner):
     """Runner of this rank's stages under one of torch's pipeline schedules.
 
-    Stages are given the shapes of their inputs and outputs: torch would find these by a real
-    forward and backward on uninitialised activations, whose tokens would be counted as loads of
-    experts.
+    Stages are given the shapes of their inputs and outputs: else torch would infer these by a real
+    forward and backward on uninitialised activations, and routers would count their tokens as
+    expert loads.
     """
 
     def __init__(
@@ -229,10 +230,11 @@ class PipelineRunner(StepRunner):
         return stages
 
     def _neighbours(self, stage: int) -> Neighbours:
-        """Return the groups with the ranks of the stages before and after number ``stage``.
+        """Return two process groups: with the rank of the stage before number ``stage``, and with
+        that of the one after.
 
-        None in place of a group: there is no such stage, or its rank is not next to this one in the
-        pipeline.
+        A group is None if there is no such stage, or if its rank is not adjacent to this rank in
+        the ring of pipeline ranks.
         """
         pp = self.meshes.shape.pp
         coordinate = self.meshes.coordinate("pp")

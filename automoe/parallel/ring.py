@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _travel(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank in ``group``, its keys and values) for each rank, while the next are received.
+    """Yield (rank in ``group``, its keys and values) for each rank; meanwhile those of the next rank are received.
 
     Keys and values are one tensor [2, B, G, S, D]; ``kv`` has this rank's, which come first.
     """

@@ -136,8 +136,8 @@ class StepRunner(ABC):
     def outputs(self, inputs: MicroBatch) -> Tensor | None:
         """Run a forward pass of ``inputs`` without gradients; return the last stage's outputs.
 
-        The pass does not count for statistics such as tokens per expert. It forgets metrics that
-        losses reported before it.
+        The pass does not count for statistics such as tokens per expert. Metrics that losses
+        reported before the pass are discarded.
 
         Returns:
             The model's results (``CausalLM.forward``), joined over micro-batches along the first

@@ -1,4 +1,4 @@
-"""Gradients and parameters that several ranks or stages hold: summed once, and counted once."""
+"""Parameters that several ranks or stages hold: their gradients are summed once, and they count once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter
 
 @contextmanager
 def earlier_gradients_added(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context: on entry set gradients of ``parameters`` to None; on exit add them to those made inside."""
+    """Within the context gradients of ``parameters`` start from None; on exit add the gradients from before."""
     earlier = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -90,9 +90,9 @@ class SharedGradients:
     def sum(self) -> None:
         """Replace each shared parameter's gradient by the sum of its terms, over copies and ranks.
 
-        The copies are those of this rank (tied embedding and head, also of MTP), the ranks those of
-        the parameter's process group. They shard it alike, so local shards are summed, all
-        parameters of a group in one all-reduce.
+        The copies are those of this rank (tied embedding and head, also of MTP), the ranks those
+        of the parameter's process group. These ranks shard the parameter alike, so local shards
+        are summed; all parameters of a group are in one all-reduce.
         """
         for parameter in self._on_stages:
             # A step without the modules for multi-token prediction uses the first copy alone.

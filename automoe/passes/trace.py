@@ -7,9 +7,9 @@ A listener is called as ``listener(name, step, edge)`` with the edge ``begin`` b
 ``end`` after it; a phase that raises has no end. ``step`` is the number of the step that the phase
 belongs to, counted from 1, and None outside of steps. This module does not import torch.
 
-``trains`` is one answer for all counters, watchers and statistics: whether the passes that run now
-belong to a training step. A pass that only evaluates may have gradients, and a module in training
-mode may run without, so neither of the two tells.
+All counters, watchers and statistics ask ``trains`` whether the passes that run now belong to a
+training step. A pass that only evaluates may have gradients, and a module in training mode may run
+without, so neither of the two tells.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def trains() -> bool:
 def listening(listener: Listener) -> Iterator[None]:
     """Call ``listener`` at every phase of this process, in any thread, during the block.
 
-    It is called with the phase's name and step (None: of no step), and "begin" or "end".
+    It is called with the phase's name, its step (None outside of steps), and "begin" or "end".
     """
     _listeners.append(listener)
     try:

@@ -1,8 +1,9 @@
 """Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
 What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
-settings. A record of an array, called a column, is a family with one value of
-``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank for all columns.
+settings. A column is a record of a numpy array, for a family with one value of
+``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank, for all columns at
+once.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """This family with fixed values of ep, etp, dispatcher, dispatch_dtype and expert_wgrad.
+        """These settings with ep=1, etp=1 and the default dispatcher, dispatch_dtype and expert_wgrad.
 
-        Only routed experts depend on these, so families with an equal result have equal times of a
+        Only routed experts depend on these, so settings with an equal result have equal times of a
         layer without its routed experts.
         """
         return self._replace(
@@ -90,19 +91,20 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family reduced to what the times of a layer's routed experts depend on.
+        """This family with context="gather", and cp and micro-batch size divided by their greatest
+        common divisor.
 
-        cp and micro-batch size are divided by their greatest common divisor, which keeps the tokens
-        per rank. Families with the same result have equal times of routed experts.
+        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal
+        times of routed experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
         micro = self.micro_batch_size // both
         return self._replace(cp=self.cp // both, micro_batch_size=micro, context="gather")
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings, from ``context`` to ``expert_wgrad``.
+        """Return ``config`` with this family's settings but its axes (tp, cp, ep, etp).
 
-        The axes tp, cp, ep and etp are not applied: the mesh of ``config`` stays.
+        The mesh of ``config`` stays.
 
         Args:
             parallel: values of further keys of ``parallel``, such as ``recompute``.
@@ -120,7 +122,8 @@ class Space:
 
     Args:
         config: configuration that the search varies.
-        rungs: values of ``parallel.recompute`` that the search tries.
+        rungs: values of ``parallel.recompute`` that the search tries, from the least memory freed
+            to the most.
     """
 
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
@@ -144,7 +147,7 @@ class Space:
 
         Args:
             families: combinations of mesh axes and settings.
-            rungs: how many values of ``parallel.recompute`` to time for each; None: all.
+            rungs: number of values of ``parallel.recompute`` to time for each family; None: all.
 
         Returns:
             Array with one record per family (``item``) and choice, family by family. Fields:
@@ -193,7 +196,8 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return ``VALUES`` of each kind of layer without its routed experts: [choices, kinds, values].
+        """Return times and bytes of layers without routed experts: [choices of recomputation, kinds
+        of layers, values], values in the order of ``VALUES``.
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
@@ -216,9 +220,10 @@ class Space:
         return np.array(made).swapaxes(0, 1)
 
     def _ends(self, place: Place) -> Array:
-        """Return the times and bytes (``VALUES``) of the embedding, the head and a stage's output.
+        """Return [3, values], the times and bytes of the embedding, the head and a stage's output.
 
-        The result is an array [3, values]; the output is the hidden states sent to the next stage.
+        The output is the hidden states sent to the next stage; ``VALUES`` names the values, and
+        ``place`` has the mesh and the machine.
         """
         config, tp = self.config, place.mesh.tp
         model, compute = config.model, DTYPE_BYTES[config.train.dtype][1]
@@ -235,7 +240,9 @@ class Space:
         return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
-        """Return ``VALUES`` of each kind of layer's routed experts and launches: [choices, kinds, values].
+        """Return times and bytes of routed experts, and of the host's kernel launches for whole layers.
+
+        The array is [choices of recomputation, kinds of layers, values in the order of ``VALUES``].
 
         Args:
             family: mesh axes and settings.
@@ -276,10 +283,11 @@ class Space:
     ) -> float:
         """Return the bytes of ``parts`` of ``layer``'s activations if it recomputes the modules ``again``.
 
-        They are 0 for a model that transformers computes, since finding them would import torch.
+        The result is 0 for a model that transformers computes, since measuring it would import torch.
 
         Args:
             load: sizes of a micro-batch on the rank.
+            parts: kinds of activations: ``DENSE`` (norms, attention, ffn) or ``EXPERTS`` (experts, router).
         """
         model = self.config.model
         if not tier_of(model).resizable:  # it is measured, which imports torch
@@ -289,7 +297,7 @@ class Space:
 
 
 def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
-    """Return seconds of the forward and backward pass, of what is repeated, and of all-to-alls in all of it.
+    """Return seconds of: the forward pass, the backward pass, recomputation, and the all-to-alls in these three.
 
     Args:
         passes: both passes of a layer or a part of it, without repetitions.
@@ -314,13 +322,13 @@ def seconds_once(config: Config, ranks: int) -> float:
 
 
 class Layout:
-    """A pipeline schedule on ``pp`` ranks with an FSDP policy; it bounds a step's time and memory.
+    """A pipeline schedule on ``pp`` ranks with an FSDP policy; its methods bound a step's time and memory.
 
     Args:
         space: times and bytes of the model's layers.
         pp: pipeline ranks.
-        settings: keys of ``parallel``: the schedule, stages per rank, and when FSDP reshards and
-            reduces.
+        settings: {key of ``parallel``: value}: the schedule, stages per rank, when FSDP reshards
+            and reduces, and whether all-to-alls overlap. Other keys are those of ``space.config``.
     """
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
@@ -344,12 +352,13 @@ class Layout:
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 if ``ranks`` or the global batch is not divisible by the record's mesh. With
+        It is 0 if ``ranks`` is not divisible by the record's mesh axes times ``pp``, or the global
+        batch by the rows that all data-parallel ranks take in a micro-batch. With
         ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if there is no
         all-to-all.
 
         Args:
-            columns: records that ``Space.columns`` made.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
             ranks: number of ranks of the whole run.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
@@ -361,23 +370,23 @@ class Layout:
             left += (count < 2) + (columns["sent"] @ self.own.sum(axis=0) == 0)
         return np.where(left, 0, count).astype(int)
 
-    def seconds(self, columns: Array, here: Array, count: int) -> Array:
-        """Return a lower bound of a step's seconds, for each record ``here`` of ``columns``.
+    def seconds(self, columns: Array, indices: Array, count: int) -> Array:
+        """Return a lower bound of a step's seconds, for each of the records ``columns[indices]``.
 
         Args:
-            columns: records that ``Space.columns`` made.
-            here: indices of records.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
+            indices: integers, in the order of the result.
             count: micro-batches of the step.
         """
         parallel = self.parallel
-        forward = columns["forward"][here].T
-        whole = forward + columns["backward"][here].T
+        forward = columns["forward"][indices].T
+        whole = forward + columns["backward"][indices].T
         work = self.own @ whole
         stages = self.sizes @ whole
         unit = stages.max(axis=0) / GRAIN  # the simulation rounds times of stages to it
         busy = count * work
         if parallel.overlap_all_to_all:
-            hidden = HIDDEN * (self.own @ columns["sent"][here].T + self.each * unit)
+            hidden = HIDDEN * (self.own @ columns["sent"][indices].T + self.each * unit)
             few, pairs, *_ = self._order(count)
             busy -= (pairs + count - few) * np.minimum(hidden, work / 2 + self.each * unit)
         # A rank waits for the stages before its first one: at the start for activations, and at
@@ -387,14 +396,14 @@ class Layout:
         least: Array = (busy + np.maximum(waits, 0.0)).max(axis=0)
         return least
 
-    def bytes(self, columns: Array, here: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each record ``here`` of ``columns``.
+    def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
+        """Return a lower bound of the bytes on the fullest rank, for each of the records ``columns[indices]``.
 
         Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
 
         Args:
-            columns: records that ``Space.columns`` made.
-            here: indices of records.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
+            indices: integers, in the order of the result.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """
@@ -404,23 +413,24 @@ class Layout:
         weights = compute if optim.master_weights == "stochastic" else wide
         moments = moment * (1 if optim.algorithm == "muon" else 2)
         *_, held, done = self._order(count)
-        state = self.pp / ranks * (self.own @ columns["state"][here].T)
+        state = self.pp / ranks * (self.own @ columns["state"][indices].T)
         sharded = weights * state  # reduced gradients are as wide as weights
-        moving = held @ columns["kept"][here].T
+        moving = held @ columns["kept"][indices].T
         if ranks > 1 and gathers_once(self.config, self.pp):
-            moving += self.own @ columns["gathered"][here].T
+            moving += self.own @ columns["gathered"][indices].T
         if self.pp == 1 and parallel.grad_sync == "micro_batch":
             moving += sharded * (count > 1)
         elif ranks > 1:
-            moving += reduced * done @ columns["trained"][here].T
+            moving += reduced * done @ columns["trained"][indices].T
         spread = 1 + FRAGMENTATION * (not self.config.cluster.on_cpu)
         least: Array = (moments + weights) * state + spread * np.maximum(moving, sharded)
         return least.max(axis=0)
 
     def _pipeline(self, count: int) -> tuple[Array, ...]:
-        """Return what the schedule overlaps and keeps, in a step of ``count`` micro-batches.
+        """Return how many passes overlap and how many layers hold activations or gradients under the schedule.
 
-        Only the first micro-batches are looked at if the order of passes then repeats.
+        The step has ``count`` micro-batches; only the first ones are looked at if the order of
+        passes then repeats.
 
         Returns:
             Four arrays: the number of micro-batches that were looked at; [pp, 1] each rank's pairs

@@ -60,7 +60,7 @@ class Cost:
         return Cost(times * self.seconds, times * self.bytes, times * self.off_node)
 
     def seen(self, seconds: float) -> Cost:
-        """Return this cost with other ``seconds``: those that no computation hides."""
+        """Return a copy with equal bytes, but ``seconds``: those that no computation hides."""
         return Cost(seconds, self.bytes, self.off_node)
 
 

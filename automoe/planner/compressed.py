@@ -1,8 +1,9 @@
 """Memory and work of compressed attention (DeepSeek-V4) on a rank. Needs no torch.
 
-Letters as in ``automoe.planner.activations``; here T tokens of the rank, R = T tp positions that
-its heads read, N heads of all tp ranks, D their width, L the latent of queries, E = R / ratio
-entries, G groups of heads that are projected to O numbers each.
+The table uses b bytes per element, w = max(b, 4), and these letters: T tokens of the rank, R = T tp
+positions that its heads read, S sequence, N heads of all tp ranks, D their width, L the latent of
+queries, E = R / ratio entries (pooled keys), overlap 1 if their windows overlap, else 0, G groups of
+heads that are projected to O numbers each, J heads of the indexer, Dj their width.
 
     queries and outputs        b T (L + 4 N D + G O) + b R L + (4 + w) T N
     keys                       b (T + R) D
@@ -51,7 +52,7 @@ def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: b
 
 
 def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: int) -> float:
-    """Return the bytes that pooling to entries of width ``dim`` keeps for its backward pass.
+    """Return the bytes that pooling windows into entries (keys) of width ``dim`` keeps for its backward pass.
 
     The rotated entries are included.
     """
@@ -66,10 +67,12 @@ def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: 
 def shared_bytes(
     attention: AttentionConfig, layers: Iterable[int], load: TokenLoad, again: bool
 ) -> float:
-    """Return the bytes of angles and windows that a stage's layers share for one micro-batch.
+    """Return the bytes that a stage's layers keep once for all of them, for one micro-batch.
+
+    They are rotary angles, the positions of pooling windows, and masks of the entries that queries see.
 
     Args:
-        again: True if a layer is recomputed, and so reads them again.
+        again: True if a layer is recomputed, and so reads all of these again.
     """
     size, row, dims = load.number_bytes, load.tokens * load.tp, attention.qk_rope_head_dim
     ratios = {ratio_of(attention, layer) for layer in layers}
@@ -83,7 +86,7 @@ def shared_bytes(
 def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> float:
     """Return the largest temporary bytes of a layer's attention.
 
-    They are those of its backward pass or of the loss of its indexer.
+    The largest of three is taken: softmax attention and pooling in the backward pass, and the indexer's loss.
     """
     size, wide = load.number_bytes, max(4, load.number_bytes)
     row, dim, ratio = load.tokens * load.tp, attention.head_dim, ratio_of(attention, layer)
@@ -120,9 +123,10 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 
 
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
-    """Return the numbers per token that tp ranks gather.
+    """Return how many elements per token tp ranks gather.
 
-    They are latents of queries, keys, and projections from which entries are pooled.
+    They belong to latents of queries, to keys, and to the projections from which entries are
+    pooled.
     """
     widths = attention.head_dim + attention.index_head_dim * has_indexer(attention, layer)
     ratio = ratio_of(attention, layer)

@@ -269,8 +269,8 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
     """Add to ``passes`` two all-to-alls over cp, from positions to heads (Ulysses) and back.
 
-    Forward and backward pass have equal ones. The bytes sent are copied into the order of ranks,
-    those received into the order of positions.
+    Forward and backward pass have equal all-to-alls. The bytes sent are copied into the order of ranks, those received
+    into the order of positions.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.

@@ -123,7 +123,7 @@ class Machine:
         )
 
     def gemm(self, m: float, n: float, k: float, groups: float = 1) -> float:
-        """Return the seconds of a matmul [m, k] x [k, n], or of a grouped matmul of ``groups`` such.
+        """Return the seconds of a matmul [m, k] x [k, n], or of a grouped matmul with ``groups`` of these.
 
         The speed follows the machine's curve over FLOPs per byte: matmuls with a small dim are
         slower.

@@ -1,4 +1,4 @@
-"""What the time of a layer depends on (``Place``), and the resulting times (``Pass``)."""
+"""Inputs of the time model of a layer (``Place``), and its results (``Pass``)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def key_of(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """What the time of a layer on one rank depends on.
+    """Inputs of the time model: everything on which the time of a layer on one rank depends.
 
     Attributes:
         config, mesh: the configuration and its resolved mesh.

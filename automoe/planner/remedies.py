@@ -141,7 +141,8 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
     """Return changes that save memory on the mesh of ``candidate``, as {section: {key: value}}.
 
     Each list has alternatives, of which one can be chosen: smaller micro-batches (the next smaller
-    divisor, or one row), FSDP's policy, pipeline stages, and Ulysses in place of gathered keys.
+    divisor, or one row), FSDP that reshards and reduces in each micro-batch, a schedule with its
+    stages per rank, and Ulysses in place of gathered keys.
     """
     parallel = candidate.config.parallel
     rows = candidate.config.train.micro_batch_size

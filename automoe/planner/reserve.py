@@ -76,8 +76,8 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
     """Return (name, number of ranks) of each communicator that a rank is in.
 
-    Names are ``world``, mesh axes, ``fsdp`` (dp_shard x cp), ``stage``, ``neighbour`` (with either
-    neighbour in a pipeline of several stages per rank), and with a hierarchical dispatcher
+    Names are ``world``, mesh axes, ``fsdp`` (dp_shard x cp), ``stage`` (a pipeline stage), ``neighbour`` (with
+    either neighbour in a pipeline of several stages per rank), and with a hierarchical dispatcher
     ``ep_nodes`` and ``ep_node`` (across and within nodes).
     """
     named = mesh.process_groups()

@@ -69,7 +69,8 @@ class Search:
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
         too_large: number of candidates that do not fit.
-        missed: candidates that do not fit: all that were timed, and some of the smallest ones found before.
+        missed: candidates that do not fit in memory: all timed ones; and, until the first is timed, each that
+            needs fewer bytes than those before it.
         rest: upper bound of the tokens/s of all candidates that were left in the queue.
     """
 
@@ -127,7 +128,7 @@ class Queue:
         meshes: meshes to search, all with ``result.world_size`` ranks.
         device: cpu or cuda; what is valid depends on it.
         fixed: keys that keep the value of ``config``.
-        result: receives the best candidates and the counts.
+        result: ``Search`` with the number of ranks; receives the best candidates and the counts.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Queue:
         return True
 
     def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
-        """Return the mesh of ``axes`` with ``pp`` pipeline ranks; None if there is none or it breaks a rule."""
+        """Return the mesh of ``axes`` (tp, cp, ep, etp, context) and ``pp``; None if not searched, or illegal."""
         shape = self.shapes[axes].get(pp)
         if shape is None:
             return None
@@ -231,7 +232,7 @@ class Queue:
         return shape if self._legal(config, shape) else None
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:
-        """Return True if ``config`` breaks no rule on ``shape``; else count it in ``result.refused``."""
+        """Return True if ``config`` breaks no rule on ``shape``; else count the first one in ``result.refused``."""
         for key, broken, _, _ in mesh_rows(config, shape, self.device):
             if broken:
                 self.result.refused[key] += 1
@@ -338,7 +339,10 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _candidate(self, number: int, rung: int, family: Family) -> Candidate | None:
-        """Return a candidate by its numbers; None if its mesh breaks a rule, or has a result already."""
+        """Return the candidate of ``self.layouts[number]``, ``self.space.rungs[rung]`` (recomputation) and ``family``.
+
+        None if the mesh breaks a rule, or if ``result.found`` has a candidate on it.
+        """
         layout, _ = self.layouts[number]
         shape = self._mesh(family[:5], layout.pp)
         if not shape or any(candidate.mesh == shape for candidate in self.result.found):
@@ -349,7 +353,7 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate to ``result.missed`` if none was timed and it has the fewest bytes, about ``near``."""
+        """Add a legal candidate to ``result.missed`` if none was timed and all before need more than ``near`` bytes."""
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near
@@ -358,8 +362,8 @@ class Queue:
     def _found(self, waiting: Array) -> list[Array]:
         """Add timed candidates to ``result.found``, once per mesh, or to ``result.missed`` if they do not fit.
 
-        Those of ``waiting`` are equally fast: the plainest come first. Returns an array with those left when the
-        results are complete.
+        The candidates ``waiting`` are equally fast: the plainest come first. Returns [array of those left] if the
+        results are complete (10) before all are added, else [].
         """
         result = self.result
         order = sorted(
@@ -380,7 +384,7 @@ class Queue:
 
 
 def _sorted(*rows: Array) -> Array:
-    """Return all ``rows``, highest bound first; those of equal bounds keep their order."""
+    """Join arrays of records to one, highest bound first; those of equal bounds keep their order."""
     joined = np.concatenate(rows)
     return joined[np.argsort(-joined["bound"], kind="stable")]
 

@@ -45,7 +45,7 @@ class RankMemory:
     ``plan_rank`` sets them.
 
     Attributes:
-        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of the weights).
+        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of weights).
         layers, params: numbers of the rank's layers, and number of its parameters before sharding, without adapters.
         weights, moments, gradients: sharded weights, optimizer moments, and reduced gradients.
         averages: sharded float32 averages of the weights (``optim.ema_decay``).
@@ -99,7 +99,7 @@ class LayerKind(NamedTuple):
         window: sliding window in tokens; 0: full attention.
         recomputed: modules that the backward pass recomputes.
         indexed: it has an indexer for sparse attention.
-        ratio: positions that an entry of its attention stands for; 0: it has no entries.
+        ratio: positions that compressed attention pools into one key; 0: no pooling.
         mtp: it is a module for multi-token prediction.
     """
 
@@ -166,7 +166,7 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype (``ParamSpec.wide``: float32)."""
+        """Return the bytes of ``params`` that FSDP gathered, in the compute dtype (``ParamSpec.wide``: in float32)."""
         return sum(
             gathered_numel(param, self.mesh)
             * param.bytes_each(self.wide if param.spec.wide else self.compute)
@@ -185,7 +185,8 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
     """Return the number of elements of ``param`` that one FSDP rank stores.
 
     Args:
-        fsdp_rank: index of the rank within (dp_shard, cp); every rank of ep_shard stores equally much.
+        fsdp_rank: index of the rank within (dp_shard, cp), whose last ranks may store less. It has no effect for
+            routed experts: every rank of ep_shard stores equally much of them.
     """
     if param.expert:
         return gathered_numel(param, mesh) // mesh.ep_shard

@@ -238,19 +238,19 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
     return flops.mfu(speed, config.cluster.peak_flops * place.mesh.world_size)
 
 
-def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> float:
+def _work(place: Place, stages_of_ranks: list[list[Stage]], count: int, border: Cost) -> float:
     """Return GPU-seconds of a step: what all ranks compute and send, and their optimizer, summed.
 
     Waiting for other pipeline ranks is not included.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
-        held: stages of each pipeline rank.
+        stages_of_ranks: stages of each pipeline rank.
         count: number of micro-batches.
         border: cost of sending a hidden state to the next pipeline rank.
     """
     per_rank = 0.0
-    for stages in held:
+    for stages in stages_of_ranks:
         each = sum(stage.times.work + sum(stage.states) * border.seconds for stage in stages)
         once = sum(stage.once.seconds for stage in stages)
         per_rank += count * each + once + optimizer_time(place, stages)
@@ -377,7 +377,7 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
 def host_times(place: Place, layer: int) -> tuple[float, float]:
     """Return seconds in which the host launches the kernels of ``layer``'s forward and backward pass.
 
-    A GPU waits for what exceeds its own time. A CPU launches nothing: it is the fixed time of its operators.
+    A GPU idles as long as they exceed its own time. A CPU launches nothing: they are its operators' fixed time.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
@@ -421,7 +421,7 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
 def _fsdp(place: Place, stage: Stage) -> None:
     """Set the cost of FSDP's collectives that computation does not hide, in place.
 
-    It is ``stage.once`` per step, and ``stage.each`` (forward, backward) per micro-batch.
+    ``stage.once`` gets the cost per step, ``stage.each`` (forward, backward) that per micro-batch.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
@@ -465,7 +465,7 @@ def _fsdp(place: Place, stage: Stage) -> None:
 
 
 def optimizer_time(place: Place, stages: list[Stage]) -> float:
-    """Return seconds of the update of a rank with ``stages``; of no stages, the time of Muon's products alone."""
+    """Return seconds of the optimizer's update on a rank with ``stages``; if [], of Muon's iterations alone."""
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)

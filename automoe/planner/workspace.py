@@ -45,7 +45,7 @@ _WHOLE_ROWS = {"swiglu": 1, "clamped_swiglu": 5}
 
 @dataclass(frozen=True)
 class Workspace:
-    """How memory changes while the backward pass of one part of a layer, such as attention, runs.
+    """Changes of memory while the backward pass of one part of a layer, such as attention, runs.
 
     Attributes:
         done: bytes of the layer's kept activations that are freed before this part's backward pass.

@@ -53,10 +53,11 @@ class Answer:
 
     @classmethod
     def of_json(cls, tokens: list[int], log_probs: list[float], routes: Any) -> Answer:
-        """Return the answer with these token ids and log-probabilities [A each].
+        """Return the answer with A token ids, their A log-probabilities, and expert ids from JSON.
 
         Args:
-            routes: expert ids as [shape, base64 of little-endian int16] (``as_json``), or None."""
+            routes: expert ids as [shape, base64 of little-endian int16] (``as_json``), or None.
+        """
         if routes is not None:
             shape, text = routes
             lines = np.frombuffer(base64.b64decode(text), "<i2").reshape(shape)

@@ -1,4 +1,4 @@
-"""Opening of the inference engine, and the configuration of the teacher model, of an RL recipe.
+"""Functions that open an RL recipe's inference engine, and configure its teacher model.
 
 ``recipe_args.sampler`` and ``recipe_args.engine`` select the engine, ``recipe_args.teacher`` the
 teacher.

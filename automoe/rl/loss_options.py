@@ -1,6 +1,8 @@
-"""Check a loss's options, name the samples' values that it reads, and wrap it for a first update (``on_policy``).
+"""Functions of a reinforcement learning loss: check its options, name the samples' values that it
+reads, and wrap it for a first update.
 
-All of it is read from attributes that ``automoe.rl.losses.policy_loss`` gives a loss. B rows, S positions of this rank.
+They read the attributes that the decorator ``automoe.rl.losses.policy_loss`` sets on a loss. B
+rows, S positions of this rank.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from automoe.model.loss import LossInputs
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if the loss is no function, an option unknown or wrong, or a needed ``length`` missing."""
+    """Raise ``ConfigError`` if ``loss`` is not a function, an option is unknown or has a wrong
+    value, or ``length`` is required and missing.
+    """
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
     known: Mapping[str, Any] | None = getattr(loss, "options", None)
@@ -50,11 +54,13 @@ def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tupl
 
 
 def on_policy(loss: Callable[..., Tensor]) -> Any:
-    """Return ``loss`` with its own pass's log-probabilities as ``old_log_probs``, for the first update on answers.
+    """Return ``loss`` wrapped for the first update on new answers: ``old_log_probs`` are those of
+    the update's own forward pass.
 
-    It saves the pass of ``Session.log_probs`` and has the same result, unless dropout or jitter is on, which that pass
-    leaves out. Samples need no ``old_log_probs``, and any that they have are not read. For later updates
-    ``Outcome.log_probs`` has them.
+    The caller then needs no ``Session.log_probs``. The result is the same, unless dropout or
+    router jitter is on, which ``log_probs`` leaves out. Samples need no ``old_log_probs``, and any
+    that they have are not read. For later updates on the same answers, pass
+    this update's ``Outcome.log_probs`` as ``old_log_probs``.
     """
 
     if isinstance(loss, partial):  # the attributes are those of the function

@@ -42,7 +42,8 @@ class Correction:
     Attributes:
         kind: ``truncate``: min(w, high); ``mask``: w within [low, high], else 0 (IcePop, arXiv 2510.18855);
             ``reject``: 1 within [low, high], else 0. A ``low`` above ``high`` raises ``ConfigError``.
-        level: w of the ``token``, its product over the answer (``sequence``), or its geometric mean there (``mean``).
+        level: use w of each ``token``, the product of w over the answer (``sequence``), or the geometric mean
+            (``mean``).
     """
 
     kind: Literal["truncate", "mask", "reject"] = "truncate"
@@ -132,10 +133,11 @@ def _k3(d_BS: Tensor) -> Tensor:
 
 
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
-    """Return each token's weight [B, S], from w: its probability by the weights before the update / by the engine.
+    """Return each token's importance weight [B, S], from w = (probability before the update) / (that of the engine).
 
-    For level ``sequence`` w is its product over the answer, for ``mean`` its geometric mean. Kind ``truncate``:
-    min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; both report how many answers have a 0.
+    For level ``sequence`` w is the product over the answer's tokens, for ``mean`` the geometric mean. Kind
+    ``truncate``: min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; both report the number of
+    answers with a weight of 0.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
@@ -152,7 +154,7 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Add metrics by range of answer length: numbers of answers, and of those with a token that is True (dropped)."""
+    """Report, by range of answer length, the numbers of answers, and of answers with a dropped token (True)."""
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
@@ -179,9 +181,9 @@ def finish(
     """Apply the common options to token losses; return this rank's share (the loss is the shares' sum).
 
     Args:
-        loss_BS, nll_BS: loss of each token, multiplied here by the samples' ``weights`` if given; and -log pi.
-        mean: ``tokens``: over trained tokens of the global batch; ``samples``: over the tokens of a sample, then
-            over samples; ``length``: the sum divided by samples * ``length``; ``sum``: no division.
+        loss_BS: loss of each token, multiplied here by the samples' ``weights`` if given. nll_BS: -log pi.
+        mean: ``tokens``: over trained tokens of the global batch; ``samples``: over the tokens of a sample, then over
+            samples; ``length``: the sum divided by samples * ``length``; ``sum``: no division.
         correction: importance weight for the mismatch of trainer and inference engine.
         max_drift: answers with advantage < 0 and mean log mu - log pi above it have no policy loss; mu: the engine's
             probability, or if missing that by the weights before the update (arXiv 2512.02556, eq. 9).
@@ -242,7 +244,7 @@ def _clipped(
 
 
 def _with_rest(log_probs_BSK: Tensor) -> Tensor:
-    """Append the log of the probability that all other ids have together: [B, S, K] becomes [B, S, K + 1]."""
+    """Append, to the log-probabilities of K ids, that of all other ids together: [B, S, K] -> [B, S, K + 1]."""
     tiny = torch.finfo(log_probs_BSK.dtype).eps
     mass_BS1 = log_probs_BSK.exp().sum(-1, keepdim=True).clamp_max(1 - tiny)
     return torch.cat((log_probs_BSK, torch.log1p(-mass_BS1)), dim=-1)
@@ -274,8 +276,8 @@ def policy_loss(
 ) -> Callable[[Callable[..., Tensor]], Any]:
     """Return a decorator that turns a function for per-token losses into a loss for ``Session``.
 
-    The function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the options of
-    ``finish``; its attribute ``options`` maps the name of each option to its type. ``mean`` is the default of that
+    The decorated function takes (nll_BS, inputs, its own options) and returns [B, S]. The loss also takes the options
+    of ``finish``; its attribute ``options`` maps the name of each option to its type. ``mean`` is the default of that
     option (with ``fixed``, callers may not change it). ``reads`` names the samples' values that the loss needs,
     ``metrics`` those that the function reports besides the common ones (``METRICS``).
     """
@@ -380,7 +382,7 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share``.
+    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share`` (of tokens whose r is clipped).
 
     Each is -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, with r = pi / pi_old, advantage A,
     and stop-gradient sg. ``policy_loss`` averages over tokens.
@@ -416,7 +418,7 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share``.
+    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share`` (of tokens beyond the bounds).
 
     Each is -sg[min(r, high)] A log pi, with r = pi / pi_old, advantage A, and stop-gradient sg. It
     is 0 if pi - pi_old is above clip_high (A > 0) or below -clip_low (A <= 0). ``policy_loss``

@@ -85,7 +85,7 @@ class Rollouts:
         return rollouts
 
     def numbers(self, rollout: int) -> list[int]:
-        """Return the indices of the prompts of a rollout; each epoch has every prompt once.
+        """Return the indices of a rollout's prompts; every prompt occurs once per epoch.
 
         Args:
             rollout: number of the rollout, from 0.
@@ -147,8 +147,8 @@ class Rollouts:
     def judged(self, rewards: Sequence[float]) -> float:
         """Record the rewards of the rollout that was drawn last; return their mean.
 
-        Updates depend on rewards, so stored answers of later rollouts are used only if all rewards
-        before them are the same again.
+        Updates depend on rewards. A restarted run therefore uses the stored answers of later
+        rollouts only if it computed the same rewards for all rollouts before them.
         """
         here, after = str(self._rollout), str(self._rollout + 1)
         text = json.dumps([self._history.setdefault(here, ""), *rewards])

@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,7 @@ class _Recorded:
     entropies in ``LossInputs.entropy``; ``metrics`` names the metrics that the loss reports.
     """
 
+    skips_untrained: ClassVar = True
     loss: Callable[..., torch.Tensor] | None
     options: Mapping[str, Any]
     uses_entropy: bool
@@ -193,8 +194,7 @@ class Session:
                 raise ConfigError(f"moe.{name}", folder, rule, "Leave it out")
         timeout = timedelta(seconds=config.launch.init_timeout_s)
         meshes = build_meshes(shape, context.device, timeout)
-        # Of the settings as given: those are what a resumed run is compared with.
-        store = CheckpointStore(config, shape, context.run_dir)
+        store = CheckpointStore(config, shape, context.run_dir)  # a resumed run compares these
         store.check()  # before the weights are read
         if not auxiliary_losses:
             config = without_auxiliary_losses(config)
@@ -386,7 +386,7 @@ class Session:
         """Load weights, optimizer and counters from the run's newest checkpoint; clear gradients. Collective.
 
         Returns:
-            The ``extra`` of the ``save`` that wrote it; None if there is no checkpoint, and nothing is loaded.
+            The dictionary that ``save`` got as ``extra``; None if there is no checkpoint, and nothing is loaded.
         """
         newest = self.store.newest()
         if self.store.load_latest(self.state) is None:
@@ -462,7 +462,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum ``numbers``, one per token of the whole batch, over ranks; return a CPU tensor per sample."""
+        """Sum ``numbers`` [tokens of the batch] (0: another rank's) over ranks; return a CPU tensor per sample."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
@@ -471,7 +471,7 @@ class Session:
 
 
 def at_least(least: float, key: str, value: Any, kind: type[float] = float) -> Any:
-    """Return ``value`` converted to ``kind``; raise ``ConfigError``, which names ``key``, unless least <= it < inf."""
+    """Return ``kind(value)``; raise ``ConfigError``, which names ``key``, unless ``least`` <= value < infinity."""
     number = converted(kind, value, key)
     if not least <= number < math.inf:
         raise ConfigError(key, number, f"must be finite, and at least {least:g}", "Correct it")
@@ -488,6 +488,6 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss, expert token counts and replayed ids of ``first`` added."""
+    """Return ``second`` with loss, tokens per expert and counts of replayed choices increased by those of ``first``."""
     names = "loss", "expert_counts", "device_counts", "replayed"
     return replace(second, **{name: getattr(first, name) + getattr(second, name) for name in names})

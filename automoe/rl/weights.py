@@ -41,9 +41,10 @@ class WeightStream:
         bucket_bytes: peak memory of an iteration on a rank: the bucket, and the buffers to gather
             its tensors. A single tensor may exceed it.
         dtype: ``bfloat16``, ``float32``, or ``keep``: each tensor's dtype in the checkpoint at
-            ``model.hf_path`` (bfloat16 if it is quantized), or without one in the model.
-        encoding: ``plain``; ``fp8``: the matrices of layers in block-FP8; ``mxfp4`` or ``int4``: the
-            experts quantized.
+            ``model.hf_path`` (bfloat16 if quantized), or, without such a checkpoint, its dtype in
+            the model.
+        encoding: ``plain``; ``fp8``: the matrices of layers in block-FP8; ``mxfp4`` or ``int4``:
+            the experts quantized.
         layout: ``published`` (names of the published checkpoint), or ``fused`` (names and stacked
             experts of a transformers model).
 
@@ -129,10 +130,7 @@ class WeightStream:
             tensors.clear()
 
     def _plan(self) -> dict[str, WriteItem]:
-        """Return the tensors of this rank's pipeline stages to write, by name in the checkpoint.
-
-        Collective.
-        """
+        """Return {checkpoint name: how to make the tensor} for this rank's pipeline stages. Collective."""
         fused = self._layout == "fused"
         plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE

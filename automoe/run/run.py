@@ -136,8 +136,8 @@ class Run:
     def begin_step(self) -> None:
         """Start timing a step, and report a background save that has ended.
 
-        This also collects garbage, at the same steps on all ranks. If each rank chose its own
-        moment, all others would wait for it each time.
+        It also runs Python's garbage collection, at the same steps on all ranks. If each rank
+        chose its own moment, all others would wait for it each time.
         """
         self.store.poll()
         every = self.config.launch.gc_every
@@ -221,7 +221,7 @@ class Run:
     def report(self) -> dict[str, float]:
         """This rank's numbers by name, of which ``optimizer_step`` takes the maximum over ranks.
 
-        They are ``stop`` (1: this rank was asked to), ``save_due`` (1: rank 0, after
+        They are ``stop`` (1: this rank received a stop request), ``save_due`` (1: rank 0, after
         ``checkpoint.every_minutes``), ``peak_memory_bytes`` and ``probe_seconds.RANK`` (time of a
         matrix product in steps that measure it).
         """
@@ -236,8 +236,8 @@ class Run:
     def validates(self) -> bool:
         """Return True if the model should be validated after the step just taken.
 
-        It should every ``train.val_every`` steps, after the last step, and before a requested stop;
-        never if ``train.val_every`` is 0.
+        This is so every ``train.val_every`` steps, after the last step, and before a requested
+        stop; never if ``train.val_every`` is 0.
         """
         train = self.config.train
         step = self.state.step
@@ -284,15 +284,15 @@ class Run:
         return due
 
     def write_or_go_back(self, record: Mapping[str, Any], stats: StepStats) -> None:
-        """Print and write a step's record; return to an earlier checkpoint if no update succeeds.
+        """Print and write a step's record; load an earlier checkpoint if no update has succeeded since the resume.
 
-        The record gets the numbers of plugins. If all steps since the resume were skipped,
-        ``train.max_skipped`` of them or all remaining ones, the checkpoint before the resumed one
-        is loaded; ``state.step`` is then smaller than before.
+        The record gets the numbers of plugins. If the updates of all steps since the resume were
+        skipped, and these are ``train.max_skipped`` steps or all that remain of the run, the
+        checkpoint before the resumed one is loaded; ``state.step`` is then smaller than before.
 
         Raises:
-            AutomoeError: ``train.max_skipped`` steps in a row were skipped after another was taken;
-                or all since the start or resume were, and there is no earlier checkpoint.
+            AutomoeError: ``train.max_skipped`` steps in a row were skipped, and an earlier one was not;
+                or none since the start or resume had an update, and no earlier checkpoint exists.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)

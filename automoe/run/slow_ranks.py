@@ -86,7 +86,7 @@ class SlowRanks:
         return seconds
 
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
-        """Return metrics of a timing by name; {} in a step without one.
+        """Return the metrics of a timing by name; {} in a step without a timing.
 
         They are ``probe_seconds_min``, ``probe_seconds_median`` and ``probe_seconds_max`` over
         ranks, and ``slowest_rank`` and ``slowest_host``. If a rank is the slowest, above 1.2 times

@@ -83,7 +83,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
 
 
 def _written(entry: Path) -> int:
-    """Return the bytes that another process has written of a new ``entry``; -1 if a file vanishes."""
+    """Return how many bytes another process has written of a new ``entry``; -1 if a file vanishes."""
     with suppress(FileNotFoundError):
         return sum(path.stat().st_size for path in entry.parent.glob(f"{entry.name}.*/new/*"))
     return -1

@@ -48,7 +48,7 @@ def restore_folder(path: Path) -> None:
 
 
 def exchange(first: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False if the system or file system cannot.
+    """Exchange the names of two files or folders atomically; return False if the file system cannot.
 
     Raises:
         OSError: the exchange is supported, and it failed.

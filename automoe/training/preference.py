@@ -36,9 +36,10 @@ class PreferenceLoss:
     """Loss of preference pairs (DPO): -log sigmoid(beta * (gain of preferred - gain of other)).
 
     The gain of an answer is its log-probability minus its reference log-probability, which the
-    initial weights give it. ``LossInputs.given["reference"]`` [B, P, 2] holds the latter for the P
-    pairs of each packed sequence, each (preferred, other). Formulas and reported metrics are TRL's
-    (``DPOTrainer``). A call returns this rank's share of the mean over the global batch's pairs.
+    initial weights give it. ``LossInputs.given["reference"]`` [B, P, 2] holds reference
+    log-probabilities for the P pairs of each packed sequence, each (preferred, other). Formulas
+    and reported metrics are TRL's (``DPOTrainer``). A call returns this rank's share of the mean
+    over the global batch's pairs.
 
     Args:
         beta: strength of the tie to the reference; a larger value keeps the model closer.

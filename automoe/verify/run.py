@@ -205,7 +205,7 @@ def make_runnable(
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
     """Return a variant of ``config`` whose mesh this machine can verify in a short time.
 
-    It has random weights on ``device``; if the model or the mesh is too large, sizes are cut
+    The variant has random weights on ``device``; if the model or the mesh is too large, sizes are cut
     (``make_proxy``).
 
     Args:
@@ -349,9 +349,10 @@ def passes(config: Config) -> list[Config]:
     so that rounding cannot change an 8-bit number. The last is ``config`` itself, unless its dtype is
     float64.
 
-    A model that transformers computes has only the first. A model with sparse-attention indexers
-    has those in float64, because rounding would change which keys it selects, and one that norms
-    small outputs (``model.post_norm_eps``), because these norms multiply their rounding.
+    A model that transformers computes has only the first. Two kinds of models have only those in
+    float64: with sparse-attention indexers, as rounding would change the keys that they select,
+    and with norms of small outputs (``model.post_norm_eps``), as these norms multiply the
+    rounding.
     """
     on_cuda = config.launch.device == "cuda"
     plain = _in_plain_torch(config, keep_triton=False) if on_cuda else config

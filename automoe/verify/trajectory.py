@@ -116,7 +116,7 @@ def run_trajectory(
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function of the step's runner and the meshes, called after every step.
-        options: what differs from a pretraining step, in every step; None: nothing.
+        options: options of every step; None: those of pretraining.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)

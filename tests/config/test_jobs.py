@@ -46,6 +46,7 @@ def test_a_checkpoint_takes_the_defaults_of_its_job(overrides: list[str], expect
     assert taken("config", *FROM, *overrides) == expected
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in list_options() if not name.endswith("_g8t8")])
 def test_every_shipped_configuration_tunes_a_checkpoint_and_trains_another_as_before(name: str) -> None:
     """By ``data.kind``, as a choice of the group ``data`` sets it: each file is composed once."""

@@ -353,6 +353,7 @@ def test_our_experts_compute_on_a_mesh_what_one_process_computes(
 M3 = "minimax_m3_vl_text"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model_type", "more", "row", "apart"),
     [

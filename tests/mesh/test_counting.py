@@ -89,6 +89,7 @@ def check(found: dict[str, list[str]], *kinds: str) -> None:
 COVERED = ("one", "stages, modules")  # by "recomputed", and by "stages" and "modules"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED else ()) for name in CASES]
 )

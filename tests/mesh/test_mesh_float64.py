@@ -54,6 +54,7 @@ def test_every_native_family_has_a_model_and_a_mesh() -> None:
 PARTS = ("embed_tokens", "self_attn", "layernorm", "norm")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", MODELS)
 def test_the_reference_has_something_to_compare(reference, family: str) -> None:
     """Gradients that are zero, balance losses that vanish or counts that tie would compare equal for nothing."""

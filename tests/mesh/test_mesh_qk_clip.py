@@ -61,6 +61,7 @@ def test_the_largest_logit_of_each_head_in_any_chunks(masked: bool) -> None:
         assert qk_clip.largest_logits(q, k, mask, 0.3, valid).tolist() == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_scales_the_heads_over_the_limit_to_the_limit(name: str) -> None:
     model, limit = MODELS[name], CASES[name]

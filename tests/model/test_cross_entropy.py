@@ -44,8 +44,10 @@ def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: 
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("cap", [2.0, 30.0])
-def test_a_soft_cap_bounds_logits_before_temperature_and_choice(monkeypatch: pytest.MonkeyPatch, cap: float) -> None:
+@pytest.mark.parametrize(("cap", "skips"), [(2.0, True), (30.0, False)])
+def test_a_soft_cap_bounds_logits_before_temperature_and_choice(
+    monkeypatch: pytest.MonkeyPatch, cap: float, skips: bool
+) -> None:
     """Losses, single tokens' scores and their gradients are those of torch on cap * tanh(logits / cap)."""
     monkeypatch.setattr(automoe.config.rules_kernels, "CHUNK_TOKENS", 7)
     x, weight, labels = inputs(torch.float64, 11)
@@ -58,7 +60,8 @@ def test_a_soft_cap_bounds_logits_before_temperature_and_choice(monkeypatch: pyt
     trained = labels != IGNORE
     candidates[trained] = torch.stack([(labels + shift) % V for shift in range(3)], 1)[trained]
     sampler = temperature, candidates, torch.stack([labels.clamp_min(0), (labels.clamp_min(0) + 1) % V], 1)
-    scores = token_scores(x, weight, labels, 0, SINGLE_RANK, *sampler, wants_entropy=True, soft_cap=cap)
+    options = {"wants_entropy": True, "soft_cap": cap, "skips_untrained": skips}
+    scores = token_scores(x, weight, labels, 0, SINGLE_RANK, *sampler, **options)
     kept = torch.zeros(T, V, dtype=torch.bool).scatter_(1, candidates.clamp_min(0), trained[:, None].expand(T, 3))
     log_p = (logits / temperature[:, None]).masked_fill(~kept & trained[:, None], -1e300).log_softmax(-1)
     nll = -log_p.gather(1, labels.clamp_min(0)[:, None]).squeeze(1) * trained
@@ -175,13 +178,13 @@ def test_bfloat16_sums_in_float32() -> None:
 
 
 @pytest.mark.parametrize("ignored", [0, 11, T])
-@pytest.mark.parametrize("chunk", [7, 1024])
+@pytest.mark.parametrize(("chunk", "skips"), [(7, True), (7, False), (1024, True)])
 def test_losses_of_single_tokens_and_their_gradients_are_torchs(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int
+    monkeypatch: pytest.MonkeyPatch, chunk: int, skips: bool, ignored: int
 ) -> None:
     monkeypatch.setattr(automoe.config.rules_kernels, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
-    got = token_scores(x, weight, labels).nll_T
+    got = token_scores(x, weight, labels, skips_untrained=skips).nll_T
     expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="none")
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
     each = torch.linspace(-1, 2, T, dtype=torch.float64)  # every token's loss counts otherwise
@@ -192,7 +195,7 @@ def test_losses_of_single_tokens_and_their_gradients_are_torchs(
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
     weight.requires_grad_(False)
-    token_scores(x, weight, labels).nll_T.sum().backward()
+    token_scores(x, weight, labels, skips_untrained=skips).nll_T.sum().backward()
     assert weight.grad is None and x.grad is not None
 
 

@@ -47,6 +47,7 @@ def queue_of(words: list[str], world: int, device: str) -> Queue:
     return Queue(config, mesh_shapes(config, world), device, (), Search(world))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_no_candidate_is_faster_or_smaller_than_its_bounds(name: str) -> None:
     """Nor faster than those of its mesh, with and without recomputation; drawn from all that a search tries."""

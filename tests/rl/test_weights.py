@@ -87,6 +87,7 @@ def change(parts: Parts) -> None:
                     parameter.mul_(1.25)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "mesh", "options"),
     [

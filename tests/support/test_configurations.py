@@ -13,6 +13,7 @@ from tests.support import configurations
 from tests.support.configurations import quick_compose, quick_config, quick_model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("config_name", "overrides"),
     [

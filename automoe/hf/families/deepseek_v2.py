@@ -1,7 +1,7 @@
 """DeepSeek-V2, V2-Lite and Coder-V2 (arXiv 2405.04434): keys of ``config.json``, and tensor names.
 
-They have DeepSeek-V3's attention and experts, and choose by a softmax, without a bias. A group's
-score is that of its best expert.
+They have DeepSeek-V3's attention and experts. Their routers score experts by a softmax, without a
+bias, and the score of a group of experts is that of its best expert.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
 
 
 def _read_groups(count: int | None, hf: Any) -> int:
-    """Return ``count``, n_group or topk_group; 1 if ``hf.topk_method`` chooses among all experts."""
+    """Return ``count`` (n_group or topk_group); 1 if ``hf.topk_method`` says that tokens choose among all experts."""
     if hf.topk_method not in (_GREEDY, _GROUPED):
         rule = f"{hf.model_type} here computes only {_GREEDY} and {_GROUPED}"
         raise not_computed(hf.name_or_path, f"topk_method={hf.topk_method}, and {rule}")

@@ -42,9 +42,11 @@ def _read_tables(kinds: list[str], hf: Any) -> int:
 
 
 def rotation(hf: Any) -> dict[str, Any]:
-    """Return the rotary settings: scaling of layers with compressed keys, theta of the other layers.
+    """Return the rotary settings of layers with compressed keys, with ``rope_theta`` of the other layers.
 
-    ``truncate`` (of YaRN) is always True: transformers looks for it outside of the two settings.
+    ``hf.rope_parameters`` has both. The result has ``partial_rotary_factor`` 1. YaRN's ``truncate``
+    is always True, as in transformers, which looks for it outside of ``rope_parameters``. Raises
+    ``ConfigError`` if the other layers have scaling or another ``partial_rotary_factor``.
     """
     main, compress = hf.rope_parameters["main"], hf.rope_parameters["compress"]
     shares = [kind.get("partial_rotary_factor", 1.0) for kind in (main, compress)]
@@ -56,9 +58,10 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return the field of ``key``: ``read(settings, head_dim)`` if the settings are stated.
+    """Return a ``Field`` for ``key`` of config.json whose value is ``read(settings, head_dim)``.
 
-    The settings are those of ``rope_parameters`` for layers with compressed keys.
+    ``settings`` are the ``rope_parameters`` of layers with compressed keys. If transformers'
+    configuration object has no ``rope_parameters``, the value of ``key`` itself is taken.
     """
     return Field(
         key,

@@ -20,7 +20,9 @@ _BIAS, _STORED = "mlp.router.expert_bias", "moe_statics.e_score_correction_bias 
 
 
 def _read_start(first: int, hf: Any) -> int:
-    """Return the number of dense layers, ``first``; raise ``ConfigError`` if a dense one is last."""
+    """Return ``first``, the number of dense layers; raise ``ConfigError`` if dense layers follow
+    layers with experts.
+    """
     if hf.moe_layer_end_index is None or hf.moe_layer_end_index < hf.num_hidden_layers - 1:
         said = f"moe_layer_end_index={hf.moe_layer_end_index} of {hf.num_hidden_layers} layers"
         raise not_computed(

@@ -23,7 +23,8 @@ class AllGatherDispatcher:
 
     Args:
         num_experts: number of experts of all ranks.
-        ep: the P ranks that hold them, each an equal number of consecutive experts.
+        ep: the P ranks over which experts are sharded, each with an equal number of consecutive
+            experts.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:

@@ -24,7 +24,8 @@ class AllToAllDispatcher:
 
     Attributes:
         num_experts: number of experts of all ranks.
-        ep: the ranks that hold them, each an equal number of consecutive experts.
+        ep: the ranks over which experts are sharded, each with an equal number of consecutive
+            experts.
     """
 
     num_experts: int

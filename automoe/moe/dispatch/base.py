@@ -99,7 +99,7 @@ def regroup_by_expert(counts_PE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 class _SumToTokens(torch.autograd.Function):
     """Autograd function that sums rows [M, H] into their tokens [T, H]; it saves only the index [M].
 
-    A row whose index is no token's is left out of the sum; its gradient is arbitrary.
+    A row with the index T, which is no token's, is left out of the sum; its gradient is arbitrary.
     """
 
     @staticmethod

@@ -81,9 +81,9 @@ class HierarchicalDispatcher:
         return sum_to_tokens(out_BH, exchange.token_idx_B, num_tokens)
 
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the choices that send a copy of their token, and counts for each rank of the level.
+        """Return which (token, expert) choices send a copy of their token, and counts per rank of ``self.group``.
 
-        A token sends one copy to each rank of the level that holds any of its chosen experts
+        A token sends one copy to each of the group's P ranks that holds any of its chosen experts
         ``topk_ids_TK``.
 
         Returns:
@@ -105,8 +105,9 @@ class HierarchicalDispatcher:
         Args:
             copies_P: copies that this rank sends to each of the P ranks.
             choices_P: how often this rank's tokens chose an expert of each rank.
-            rows_per_expert: choices that every expert gets from every rank, if these are equal and a
-                token has one; None: the ranks exchange their numbers, which is collective.
+            rows_per_expert: number of choices that every expert gets from every rank, if it is the
+                same for all and each token has one choice; None: the ranks exchange their numbers
+                (collective).
 
         Returns:
             [2, P] copies sent to and copies received from each rank; on the host, a list of each of

@@ -127,9 +127,9 @@ class _SplitBuffer(torch.autograd.Function):
 
 
 class RowExchange:
-    """All-to-all of tokens' hidden states (rows) with metadata of each, started at once.
+    """Asynchronous all-to-all of tokens' hidden states (rows), each with its metadata.
 
-    The constructor starts it, ``wait`` returns the result.
+    The constructor starts the exchange, ``wait`` returns its result.
 
     Args:
         group: the ranks that exchange rows; it says whether rows are sent in 8 bits.

@@ -54,7 +54,7 @@ def decode_rows(lines_BW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(lines_BW: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return uint8 views of codes [B, H] and scales [B, 4 S] of B rows from ``encode_rows``.
+    """Return uint8 views of the codes [B, H] and of the scales' bytes [B, 4 S] in B rows from ``encode_rows``.
 
     A row encodes H = ``hidden`` columns; it has S float32 scales, of 4 bytes each.
     """
@@ -92,10 +92,10 @@ def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor],
 
 
 def keep_encoded(x_BH: Tensor, lines_BW: Tensor) -> Tensor:
-    """Return ``x_BH``, and let operations save ``lines_BW``, x encoded in 8 bits, in its place.
+    """Return ``x_BH``; operations that save it for their backward keep ``lines_BW`` instead.
 
-    Their backward decodes it again. This holds inside ``automoe.passes.discard_outputs.discard_scope``;
-    elsewhere operations save x itself.
+    These are x encoded in 8 bits (``encode_rows``), which the backward decodes. This holds inside
+    ``automoe.passes.discard_outputs.discard_scope``; elsewhere operations save x itself.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH
