@@ -133,7 +133,7 @@ class ServiceClient(_Client):
         return _done(client)
 
     def _opened(self, path: str) -> TrainingClient:
-        """Return a client for the state at ``path``, not loaded yet; ``ConfigError`` if overrides do not fit it."""
+        """Return a client for the state at ``path``, not loaded yet; ``ConfigError`` if its LoRA or model differs."""
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved).result()
@@ -426,7 +426,7 @@ def elementwise(
 
 
 def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-    """Loss for ``Session``: return the sum of each token's loss term (``elementwise``, which gets ``options``).
+    """Loss for ``Session``: return the sum over tokens of ``elementwise`` (a token's loss term) with ``options``.
 
     Untrained tokens add nothing, since their weights and advantages are 0.
     """

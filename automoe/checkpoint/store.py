@@ -210,16 +210,16 @@ class CheckpointStore:
         return None
 
     def poll(self, wait: bool = False) -> Path | None:
-        """Return the directory of a background save that has ended; call this method every step.
+        """Return the folder of a background save that is now complete, else None; call this every step. Collective.
 
         Args:
             wait: True to wait until the save has ended, for a loop that ends without a last save.
 
         Returns:
-            None while any rank's save is being written, if it failed, or if there is none.
+            None while a rank is writing, without a save, or if files could not be written (a warning, no error).
 
         Raises:
-            Exception: the error that ended the save, in the same call on every rank; a failed write only warns.
+            Exception: any other error that ended the save, in the same call on every rank.
         """
         if self._in_flight is None:
             return None
@@ -268,7 +268,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the block's time as waiting; a ``SaveError`` in it becomes a warning, or is raised if ``last``."""
+        """Count the ``with`` block's time as waiting; a ``SaveError`` becomes a warning, or is raised if ``last``."""
         started = time.perf_counter()
         try:
             yield
@@ -426,7 +426,7 @@ class CheckpointStore:
         folders of this run and renames damaged newer steps. Collective.
 
         Raises:
-            CheckpointError: no step is intact, or the step is of another model, optimizer or other fixed weights.
+            CheckpointError: no step is intact, or it has another model, optimizer, or frozen or reference weights.
         """
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":

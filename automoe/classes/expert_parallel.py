@@ -210,8 +210,9 @@ class RoutedCall(OwnCode):
 class RoutedRows(RoutedCall):
     """Replacement for the forward of ``GroupedExperts`` with expert parallelism.
 
-    The calling MoE layer passes (token, expert) rows as if all experts were local; this class
-    dispatches the rows to the ranks of their experts.
+    The calling MoE layer passes (token, expert) rows as if all experts were local. This class
+    dispatches the rows to the ranks of their experts, and returns the weighted outputs in the
+    order of the rows.
     """
 
     def route(self, x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:

@@ -248,13 +248,14 @@ class _View(Tensor):
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return how tensors of published checkpoint files map to parameters of the class at ``path``.
+    """Return how tensors of published checkpoint files map to parameters of a ``transformers`` class.
 
     The ``layouts`` of the result are all ways in which files may name tensors: as published, as
     transformers writes them, with the prefixes of a multimodal wrapper, or by the class's own
     parameter names.
 
     Args:
+        path: checkpoint folder or Hub id, whose config.json names the class.
         stated: content of config.json; not read, it makes the function's cache distinguish
             configurations.
     """
@@ -333,9 +334,10 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
 
 
 def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that a published tensor holds.
+    """Return the slices of the parameter ``tensor`` that a published tensor (one in files) holds.
 
-    None stands for a part of the published tensor that is no slice of ``tensor``.
+    A ``Piece`` says which slice, and where in the published tensor. There are several if their rows
+    alternate; None stands for a part of the published tensor that is no slice of ``tensor``.
 
     Args:
         key: key of the published tensor in the checkpoint.
@@ -362,7 +364,7 @@ def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
 
 
 def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:
-    """Return which slice of ``tensor`` a published tensor is; None if it is not a slice.
+    """Return which slice of ``tensor`` a published tensor (one in files) is; None if it is not a slice.
 
     Args:
         key: key of the published tensor in the checkpoint.

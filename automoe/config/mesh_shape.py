@@ -273,7 +273,7 @@ def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
 def exchanges_heads(config: Config, mesh: MeshShape) -> bool:
     """Return True if some layer exchanges positions for heads over cp.
 
-    Attention does so with ``parallel.context=ulysses``, and a gated delta net with any.
+    Attention does so with ``parallel.context=ulysses``, a gated delta net whatever that setting is.
     """
     linear = config.model.attention.linear_num_key_heads > 0 and mesh.cp > 1
     return linear or uses_ulysses(config, mesh)

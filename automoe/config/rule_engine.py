@@ -107,11 +107,13 @@ class Comparison(NamedTuple):
 
     Attributes:
         key: config key that an error names and a remedy sets.
-        number: expression on the left.
-        operator: word between the sides; ``not`` or '' if there is no right side.
-        choices: words on the right.
-        reader, values: functions that compute the left side, and the values of ``choices``.
-        holds: function that compares the two.
+        number: text of the expression on the left.
+        operator: ``==``, ``<``, ``has`` ... between the sides; without a right side ``not``, or ''
+            (the left side is true).
+        choices: texts of the values on the right, e.g. several for ``==``, of which one must match.
+        reader: function of a configuration's ``Scope`` that returns the value of the left side.
+        values: function of a ``Scope`` that returns the list of the values of ``choices``.
+        holds: function of these two results that returns whether the comparison is true.
     """
 
     key: str
@@ -279,7 +281,7 @@ def table(text: str, **words: object) -> Table:
 
 
 def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of ``tables`` whose two conditions (the first two cells) the settings ``see`` fulfil."""
+    """Yield the rows (rules) of ``tables`` whose two conditions, the first two cells, hold for the settings ``see``."""
     for rows in tables:
         for row in rows:
             for part in _parts(row):

@@ -435,9 +435,9 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 
 def has_blocks(attention: AttentionConfig, layer: int) -> bool:
-    """Return True unless a layer has compressed attention or is a gated delta net.
+    """Return True if layer number ``layer`` has softmax attention to single keys, computed in blocks of queries.
 
-    Such softmax attention works on blocks of queries, with masks made once for all layers.
+    Its masks are made once for all layers. Compressed attention and gated delta nets give False.
     """
     return not (attention.kind == "compressed" or is_linear(attention, layer))
 

@@ -70,7 +70,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the overlap of this box with a slice of our tensor, such as a rank's shard.
+        """Return the overlap of this piece's box in our model's tensor with a slice of it, such as a rank's shard.
 
         Args:
             start: index of the slice's first element in our tensor.
@@ -115,7 +115,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Permutation from our tensor's dims, of those in ``dims``, to the HuggingFace tensor's order."""
+        """Argument of ``permute`` that brings our tensor, without dims absent from ``dims``, to the stored order."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -125,8 +125,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         Dims that the HuggingFace tensor merges stay separate.
 
         Args:
-            tensor: torch tensor: a slice of our tensor, without the dims that the HuggingFace
-                tensor does not have.
+            tensor: slice of the model's tensor that this piece describes, without the dims that the
+                HuggingFace tensor does not have.
         """
         dims = [*chain.from_iterable(self.dims)]
         if dims == sorted(dims):
@@ -135,9 +135,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return ``tensor``, a slice of the HuggingFace tensor, viewed with our tensor's dims.
+        """Return a view of ``tensor``, a slice of the HuggingFace tensor, with our tensor's dims in their order.
 
-        Dims that the HuggingFace tensor does not have are left out.
+        Merged dims are split. The view lacks our dims that are in no entry of ``dims``, such as that of experts.
         """
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
@@ -149,8 +149,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def within(self, stored: Any) -> Any:
         """Return a view of the part of the HuggingFace tensor ``stored`` that this piece describes.
 
-        Its dims are in our tensor's order. Dims of ours that ``stored`` does not have, such as that
-        of experts, are left out.
+        The view has our tensor's dims in their order, without those that ``stored`` lacks: if each
+        expert has a HuggingFace tensor of its own, the dim of experts is missing.
         """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None
@@ -178,7 +178,7 @@ def one_by_one(
     Args:
         keys: stored names with ``{expert}``: those of gate and up (a matrix each), or that of down.
         shape: full shape of our stacked tensor, [E, 2, I, H] or [E, H, I].
-        experts: experts to yield.
+        experts: numbers of the experts to yield.
         parts: number of experts that a stored FFN is cut into, for a mixture made of a dense model:
             each has some rows of gate and up, and some columns of down.
     """
@@ -201,8 +201,8 @@ class KeyMap:
     Attributes:
         rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is not
             the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
-            names; an empty name means that files lack the tensor. Dims of the stored tensor may follow
-            in letters: ``[E 2*I L]`` has all gates before the ups, ``[E L I*2]`` alternates both.
+            names; an empty name means that files lack the tensor. Dims of the stored tensor may follow in letters
+            (E experts, I their width, L of their input): ``[E 2*I L]`` has gates before ups, ``[E L I*2]`` alternates.
             ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
@@ -233,7 +233,7 @@ class KeyMap:
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        The result may have two names (gate and up) and dims: ``mlp.experts.down_proj [E I L]``.
+        The result may have two names (gate and up), and dims as in ``rows``: ``mlp.experts.down_proj [E I L]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)

@@ -186,7 +186,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Return the number of NaN and infinite values in each slice that ``items`` filled, if it has any.
+    """Return the number of NaN and infinite values in each slice that ``items`` read, of slices that have any.
 
     A key is (key of the stored tensor, its half-open ranges of matrices, of rows, of columns).
     """
@@ -233,7 +233,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements stay whole."""
+        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements that pack several stay whole."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -241,7 +241,7 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> Span:
-        """Half-open range of the bytes to read from each stored row: ``wanted``, or the whole row.
+        """Half-open range of the bytes to read from each stored row: those of ``cols`` (``wanted``), or the whole row.
 
         Whole rows take fewer reads, so they are read if that costs few bytes.
         """
@@ -257,7 +257,7 @@ class ReadItem(NamedTuple):
         """Split the read into chunks of rows of one matrix, about ``max_bytes`` of the file each.
 
         Yields (index of the matrix in the stored tensor, first and end row in that matrix, slice of
-        ``place`` to fill: [rows / ``row_unit``, columns]).
+        ``place`` to fill: [rows / ``self.row_unit``, columns]).
         """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -329,7 +329,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` for packed FP8 not stored in FP8."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if an FP8 shard is not stored so."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
@@ -400,7 +400,7 @@ class Reader:
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows ``begin`` to ``end`` of matrix (expert) ``matrix``, dequantized: [rows, columns].
 
-        The columns are the item's. A packed FP8 shard gets codes and scale of each block: uint8 [rows, blocks, 132].
+        The columns are ``item.cols``. For a packed FP8 shard: each block's codes and scale, uint8 [rows, blocks, 132].
         """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
@@ -431,7 +431,7 @@ class Reader:
         return numbers[:, start : start + right - left]
 
     def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return rows ``begin`` to ``end`` of matrix number ``matrix`` as stored, numbers or codes: [rows, columns]."""
+        """Return rows [``begin``, ``end``) of matrix ``matrix`` of ``item.source``, undecoded: [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
         buffer = torch.empty(end - begin, last - first, dtype=torch.uint8)
@@ -439,10 +439,10 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
+        """Read the bytes ``item.fetched`` of stored rows ``begin`` to ``end`` into flat ``into`` (uint8), row by row.
 
-        One call reads all rows if ``item.fetched`` is the whole row. ``matrix`` is an index. Raises
-        ``CheckpointError``.
+        ``matrix`` is the rows' matrix, an index in the stored stack. Whole rows need one system call.
+        Raises ``CheckpointError`` if the file is unreadable or too short.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

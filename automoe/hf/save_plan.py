@@ -143,7 +143,7 @@ def plan_writes(
 
 
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
-    """Return a shard for each tensor of the model: the whole tensor, on the meta device.
+    """Return a shard for each tensor of the model, as if this rank had all: the whole tensor, on meta.
 
     The tensors' numbers will be read from files.
     """
@@ -332,7 +332,7 @@ def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[T
 
 
 def bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
-    """Return the bytes of one tensor of ``source`` as uint8."""
+    """Return the bytes of the tensor ``stored``, read from the files of ``source``, as uint8 [n]."""
     raw = bytearray().join(raw_bytes(source.folder, stored))
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
@@ -393,7 +393,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem, rank: int) -> Tensor | None:
-    """Return the whole checkpoint tensor of ``item``; None on ranks that are not its holders.
+    """Return the whole checkpoint tensor that ``item`` plans; None on ranks that hold no part of it.
 
     Collective over the ranks of the item's pipeline stage.
 

@@ -50,8 +50,8 @@ class LocalShard:
     """This rank's shard of one tensor of the model, and its position in the full tensor.
 
     The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
-    ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
-    hold bytes.
+    ``extent`` (shape of the shard), ``start`` and ``dtype`` describe the unpacked matrix, while
+    ``tensor`` and ``local`` hold bytes.
 
     Attributes:
         name: name in the full model.
@@ -79,7 +79,7 @@ class LocalShard:
 
     @cached_property
     def base(self) -> str:
-        """Format of a packed storage, ``fp8`` or ``nf4``; empty if it is not packed."""
+        """Format of the bytes in which the shard is packed, ``fp8`` or ``nf4``; "" if it is not packed."""
         return base_of(self.local) if self.columns else ""
 
     @property
@@ -99,14 +99,15 @@ class LocalShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the unpacked numbers."""
+        """dtype of the numbers: that of ``tensor``, or float32 if it is packed."""
         return torch.float32 if self.columns else self.tensor.dtype
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
-        """Return the numbers at ``index`` of this shard, unpacked, and with its adapter added.
+        """Return the numbers at ``index`` of this shard, dequantized if it is packed in 8 or 4 bits.
 
-        ``index`` must leave the columns of a packed matrix whole. Collective if there is an adapter.
+        If an export adds an adapter (``added``), its scale B A is included; the call is then collective.
+        ``index`` must leave the columns of a packed matrix whole.
         """
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
@@ -144,7 +145,7 @@ def as_parts(parts: Parts | CausalLM) -> Parts:
 
 
 def config_of(parts: Parts) -> ModelConfig:
-    """Return the full model's configuration, which every stage carries."""
+    """Return the full model's configuration, which each of this rank's stages (``parts``) carries."""
     return next(iter(parts.values())).config
 
 

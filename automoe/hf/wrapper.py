@@ -118,9 +118,9 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map between names in the files and names of the text model alone.
+    """Return the two-way map (``Names``) between names in the files and those of a text model alone.
 
-    The two differ by a prefix in multimodal checkpoints.
+    In multimodal checkpoints the names in the files have a prefix more.
 
     Args:
         hf: content of config.json.
@@ -155,12 +155,12 @@ def part_of(key: str) -> str:
 
 
 def is_of_layers(part: str) -> bool:
-    """Return True if a part of a checkpoint (``part_of``) has layers or modules for multi-token prediction."""
+    """Return True if ``part``, a prefix of names (``part_of``), is of layers or multi-token prediction modules."""
     return re.search(r"(^|\.)mtp[._]|layers\.", part) is not None
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
-    """Return a sentence that names the parts that an export copies unchanged; [] if there are none.
+    """Return one sentence, in a list: which parts (such as ``visual.``) an export copies; [] if none.
 
     Args:
         beside: size in bytes of each tensor outside the text model, by name in files.
@@ -223,9 +223,10 @@ def text_path(model: Any) -> str:
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the map between names of parameters in a model of transformers and in its text model.
+    """Return the map between a transformers model's parameter names and the plain ones of its text model.
 
-    The two differ by a prefix if the model is a wrapper with vision or audio parts.
+    ``stored`` of the map takes a plain name and returns the one in ``model``; ``plain`` goes back.
+    They differ by a prefix if ``model`` has vision or audio parts, else they are equal.
     """
     path = text_path(model)
     if not path:

@@ -131,7 +131,8 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
     Names are ``flight`` (gloo's) and ``flight_nccl`` (NCCL's, if torch has NCCL).
 
     Public functions write records to files only when a watchdog ends the process. Torch 2.11-2.15:
-    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace``, whose three arguments are whether to
+    include collectives, to include stack traces, and to leave out ended ones.
 
     Args:
         active: leave out collectives that have ended.

@@ -44,7 +44,8 @@ def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> W
 
     Args:
         positions_BS: index of each token in its document, from 0.
-        doc_ids_BS: document of each token; None: a query sees all complete windows of its row.
+        doc_ids_BS: document of each token: a query sees the windows of its document that have ended.
+            None: those of its whole row.
     """
     size = positions_BS.shape[1]
     count = size // width
@@ -195,7 +196,14 @@ class _Attention(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of queries, and the positions (``near``) and entries (``far``) that they may see."""
+    """A chunk of a row's queries, and the ranges of keys that they may see.
+
+    Attributes:
+        queries: positions of the queries.
+        near: positions within the sliding window of any of them.
+        far: the first entries (keys pooled from windows of positions); later ones end after all of
+            the queries.
+    """
 
     queries: slice
     near: slice
@@ -224,7 +232,8 @@ def _scores(
 ) -> Tensor:
     """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key.
 
-    Keys are the chunk's positions, then its entries; other arguments are as in ``attend_entries``.
+    Keys are the chunk's positions (``near``), then its entries (``far``, keys pooled from windows of
+    positions). Other arguments are as in ``attend_entries``.
     """
     queries, near, far = chunk
     back_cK = torch.arange(queries.start, queries.stop, device=q_BcND.device).unsqueeze(1)
@@ -247,10 +256,12 @@ def _chunk_gradients(
     chunk: _Chunk,
     settings: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a chunk's queries [B, r = c N, D] and keys [B, K, D], in at least float32.
+    """Return the gradients of a chunk's c queries [B, c N, D] and keys [B, K, D], in at least float32.
 
-    ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
-    gradient, summed; ``settings`` are (seen_BSE, doc_ids_BS, window, scale).
+    The K keys, which are values too, are the positions ``chunk.near``, then the entries (pooled keys)
+    ``chunk.far``. ``lse_BcN`` is log(sum(exp(scores))) of a query and head, ``delta_BcN`` the sum of
+    its output times the output's gradient, ``grad_BcND`` this gradient. ``settings`` are the last
+    arguments of ``_scores``: (seen_BSE, doc_ids_BS, window, scale).
     """
     dtype, scale = q_BcND.dtype, settings[-1]
     shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()

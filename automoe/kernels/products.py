@@ -112,7 +112,9 @@ def _block(at, rows, columns):
 
 @triton.jit
 def _activate(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr):
-    """Triton function: return SwiGLU (CLAMPED: by alpha, limit and offset) and its derivatives by gate and up."""
+    """Triton function: return (a, its derivative by gate, by up), a = gate * sigmoid(gate) * up.
+
+    CLAMPED: a = g * sigmoid(alpha * g) * (u + offset), g = min(gate, limit), u = up within +-limit."""
     if CLAMPED:
         low = tl.minimum(gate, limit)
         raised = tl.minimum(tl.maximum(up, -limit), limit) + offset
@@ -387,13 +389,12 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: run the backward pass of SwiGLU (CLAMPED: by alpha, limit and offset) for COLUMNS columns.
+    """Triton function: run the backward pass of SwiGLU (``_activate``) for COLUMNS of ``width`` columns.
 
     ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns, from ``first_col``
-    on; ``row`` are the rows' numbers and ``real`` is the mask of those that exist. The function reads gate and up from
-    ``pre`` [rows, 2 ``width``], and stores their gradients in ``grad_pre`` and the activation times the routing weight
-    (``probs``) in ``act``. It returns each row's sum over these columns of gradient times activation, a term of the
-    gradient of ``probs``.
+    on; ``row`` are the rows' numbers, ``real`` masks those that exist. Gate and up are read from ``pre`` [rows, 2
+    ``width``], their gradients stored in ``grad_pre``, activation times routing weight (``probs``) in ``act``. Returns
+    each row's sum over these columns of gradient times activation, a term of the gradient of ``probs``.
 
     Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all columns would not fit the
     registers together with the accumulator.

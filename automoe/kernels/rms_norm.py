@@ -18,9 +18,10 @@ from automoe.kernels.activation import row_blocks
 class _RMSNorm(torch.autograd.Function):
     """Autograd function: RMSNorm in plain torch operations, for the CPU and float64.
 
-    x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
-    and saves x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
-    = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
+    Inputs are x [T, D] of any dtype, weight [D] and eps; the result r x * weight has the dtype of x,
+    with r = 1 / sqrt(mean(x^2) + eps). The caller must give a weight of float32 or wider, since all
+    is computed in the weight's dtype; x is saved in its own. With g the incoming gradient and
+    p = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
     """
 
     @staticmethod
@@ -147,7 +148,7 @@ def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor
 def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight_D`` over the last dim, in the dtype of ``x``.
 
-    The weight is at least float32; None stands for ones.
+    The weight must have at least float32, in which the norm is computed; None stands for ones.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if weight_D is None:

@@ -135,6 +135,7 @@ def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
     """Compare a check's losses with those that it must reproduce, and return the outcome.
 
     Args:
+        check: run that was trained; it names the check whose losses to reproduce, and a tolerance.
         records: name of a check -> its records of training steps; this check's are among them.
 
     Returns:

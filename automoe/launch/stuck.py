@@ -87,9 +87,10 @@ class Standing:
     saving: str | None = None
 
     def of_thread(self, saves: bool) -> Standing:
-        """Return a copy with the place and collectives of one thread only.
+        """Return a copy with the place in the code and the unfinished collectives of one thread only.
 
-        It is the thread that saves in the background if ``saves``, else the main thread.
+        It is the thread that saves in the background if ``saves``, else the main thread. If no
+        thread saves, return this object.
         """
         if self.saving is None:
             return self
@@ -99,7 +100,7 @@ class Standing:
 
     @property
     def waits_in(self) -> str | None:
-        """Collective, or ``a send or receive``, in which the rank waits, as text; None if it does not wait."""
+        """Text that names the collective in which the rank waits, or ``a send or receive``; None: it does not wait."""
         if self.pending:
             return str(self.pending[0])
         return "a send or receive" if self.communicates else None

@@ -184,8 +184,8 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
 def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
     """Send this rank's output to ``logs/rankN.log``; warn if there can be no such file.
 
-    Rank 0's stdout also goes to the terminal. File descriptor 2 is redirected, not only
-    ``sys.stderr``, so that warnings from C++ do not break the progress line.
+    Rank 0's stdout also stays on the terminal; warnings go to ``terminal``. File descriptor 2 is
+    redirected, not only ``sys.stderr``, so that warnings from C++ do not break the progress line.
     """
     path = run_dir / runs.LOG_FOLDER / f"rank{rank}.log"
     try:
@@ -212,7 +212,7 @@ def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
 
 
 def _watch(watch: stuck.StuckWatch, report: bool) -> None:
-    """Call ``watch.look`` until any rank has failed, then end this process 5 s later with status 1.
+    """Check for stuck ranks (``watch.look``) until any rank has failed; 5 s later end this process with status 1.
 
     This runs in a thread, so it also ends a rank whose collective its peers will never join.
 

@@ -135,7 +135,9 @@ class Block(nn.Module):
     def forward(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
     ) -> Tensor:
-        """Return the layer's output: ``run`` with the layer's recomputation or compilation, if any.
+        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
+
+        This is ``run`` with the layer's recomputation or compilation, if any.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank; with hyper-connections all

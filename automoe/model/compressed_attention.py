@@ -91,7 +91,10 @@ class Pooling(nn.Module):
         self.kv_norm = backend.norm(dim, config.norm_eps)
 
     def entries(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the rotated entries [B, E, D], one per window of the whole row, for hidden states at s positions."""
+        """Return the rotated entries (pooled keys) [B, E, D], one per window of the whole row.
+
+        ``x_BsH`` are hidden states at the s positions of this tp rank, which are gathered.
+        """
         projections = self.kv_proj, self.gate_proj
         kv, gate = (self.tp.all_gather(project(x_BsH)) for project in projections)
         shared, bias = setup.compression, local_shard(self.position_bias)
@@ -123,7 +126,11 @@ class EntryIndexer(KeyChooser, Pooling):
 
 
 class Compressor(Pooling):
-    """Pooling of a layer's windows into entries, and the indexer that chooses a query's entries, if any."""
+    """Pooling of a layer's positions into entries (one pooled key per window), with an optional indexer.
+
+    The indexer chooses the entries that a query attends to; without one (None) it attends to all
+    that it may see.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         attention = config.attention
@@ -210,7 +217,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features // groups))
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """Return [B, S, G O] for x [B, S, I]."""
+        """Project each group's features, x [B, S, I] of this rank's G groups, to O features: [B, S, G O]."""
         weight_GOI = local_shard(self.weight).unflatten(0, (-1, self.out_features))
         x_BSGI = x_BSI.unflatten(-1, weight_GOI.shape[::2])
         return torch.einsum("bsgi,goi->bsgo", x_BSGI, weight_GOI).flatten(2)

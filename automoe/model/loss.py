@@ -105,7 +105,10 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _trained_chunks(x_TH: Tensor, labels_T: Tensor, skips: bool) -> Sequence[slice | Tensor]:
-    """Return indices of the trained tokens, in chunks; slices of all if not ``skips``, or on a GPU, which would sync."""
+    """Return chunks of the tokens to compute: indices of trained tokens only, or slices of all tokens.
+
+    All are computed if ``skips`` is False, and on a GPU, where the host would wait for the indices.
+    """
     if x_TH.is_cuda or not skips:
         return [*_chunks(x_TH)]
     trained = (labels_T != IGNORE).nonzero().squeeze(1)
@@ -127,7 +130,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _new_gradients(ctx, x_TH, weight_VH, wide: torch.dtype, new=torch.empty_like):
-    """Return buffers for the gradients of x, made by ``new``, and weight, zeros of dtype ``wide``; None: not needed."""
+    """Return ``new(x)`` and zeros like the weight of dtype ``wide``, to hold their gradients; None: not needed."""
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = new(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
@@ -159,7 +162,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return ``chunk_loss`` for ``kernel``, torch or triton: it computes the loss of a chunk of tokens.
+    """Return a function with the arguments of ``chunk_loss``, computed by ``kernel``: ``torch`` or ``triton``.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.
@@ -447,8 +450,8 @@ class LossInputs:
         doc_ids: [B, S] index of the document within its packed sequence, -1: padding; None: each sequence is one document.
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained token.
         context: the ranks that hold the other positions of these sequences.
-        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head itself reads three:
-            ``temperature`` [B, S], ``candidates`` [B, S, N], ``scored_ids`` [B, S, K] (as ``token_scores`` does).
+        given: [B, ...] tensors by name, which the recipe adds to a step's inputs. The head reads ``temperature``
+            [B, S], ``candidates`` [B, S, N] (ids left by sampling, to normalise over; filler -1), ``scored_ids`` [B, S, K].
         reported: dict to which ``report`` adds this rank's sums of metrics, by name.
         entropy: [B, S] entropy of predictions if the loss sets ``uses_entropy``, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.
@@ -466,8 +469,8 @@ class LossInputs:
     def sum_by_document(self, x_BS: Tensor, num_documents: int | None = None) -> Tensor:
         """Sum x over each document, also over the ranks of ``context``: [B, D], differentiable.
 
-        Every rank of ``context`` has the same sums. A loss computed from them is equal on these ranks, so pass it
-        through ``share``, else it counts once per rank.
+        Every rank of ``context`` has the same sums. A loss computed from them is equal on these ranks, so divide it
+        by their number (``share``), else it counts once per rank.
 
         Args:
             num_documents: D, more than every document id; default: the positions of a whole sequence.

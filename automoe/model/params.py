@@ -319,7 +319,7 @@ EXPERT_SPECS = {  # rows of routed experts by their names within ``GroupedExpert
 
 
 def find_spec(name: str) -> ParamSpec | None:
-    """Return the spec of the parameter ``name`` of a model; None if the table does not list it."""
+    """Return the row of ``SPECS`` for a parameter's name, with or without ``layers.N.``; None if it has none."""
     return SPECS.get(_LAYER.sub("", name, count=1))
 
 

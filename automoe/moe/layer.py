@@ -75,7 +75,10 @@ class MoE(nn.Module):
         self.num_experts = config.num_experts
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H] for hidden states [B, s, H] of ``tokens``."""
+        """Return the layer's output [B, s, H], without residual, for hidden states [B, s, H].
+
+        ``tokens`` has per-token tensors of the same positions, such as the mask of padding.
+        """
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
         # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.
@@ -93,8 +96,8 @@ class MoE(nn.Module):
         Args:
             x_BsH: the routed experts' input, of width ``moe_latent_size`` if that is set.
             routing: the experts that each token chose, and its routing weights.
-            tokens: per-token tensors; their shape gives the slots per expert if choices are padded
-                to the experts' capacity.
+            tokens: per-token tensors; with ``moe.pad_to_capacity`` their shape decides how many rows
+                each expert computes, padding included.
         """
         x_TH, ids_TK, probs_TK = (
             x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)

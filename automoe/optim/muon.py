@@ -197,7 +197,8 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of ``matrices``: exchange blocks, orthogonalise, exchange back.
+        """Update the parameters of ``matrices`` (``_owners``): send blocks to the owner of each matrix,
+        which orthogonalises it and sends them back.
 
         A parameter without a gradient stays as it is; no rank has a gradient for it then.
         """
@@ -278,7 +279,7 @@ class Muon(torch.optim.AdamW):
         return matrix.owner if rank == self._rank else rank
 
     def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Allocate a send or receive buffer of ``_exchange`` for the blocks of ``pairs``.
+        """Allocate a send or receive buffer of ``_exchange`` for the blocks of ``pairs`` (matrix, rank that holds the block).
 
         Returns:
             The buffer, flat; a view of it for each pair, in the shape of the pair's block; for each

@@ -172,7 +172,7 @@ class Dispatchers:
 
 
 def configured_dispatchers(meshes: Meshes, config: Config) -> Dispatchers:
-    """Return the maker of the configured dispatcher; one object serves all of a rank's stages.
+    """Return the object that makes dispatchers of kind ``moe.dispatcher``, for all pipeline stages of a rank.
 
     Raises:
         BackendError: the dispatcher is missing or cannot run here; or ``moe.dispatch_dtype`` is fp8,
@@ -197,7 +197,7 @@ def configured_dispatchers(meshes: Meshes, config: Config) -> Dispatchers:
 def expert_dispatcher(
     dispatchers: Dispatchers, meshes: Meshes, config: Config
 ) -> Dispatcher | None:
-    """Return the dispatcher that ``dispatchers`` makes to this run's experts; None: ep and etp have one rank.
+    """Return this run's dispatcher, made by ``dispatchers``; None if ep and etp have one rank each.
 
     Collective over the world, since NCCL makes groups by splitting the world's: ranks of a pipeline
     stage without experts take part, too.

@@ -1,9 +1,9 @@
 """Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
-What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
-settings. A column is a record of a numpy array, for a family with one value of
-``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank, for all columns at
-once.
+What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family``, a
+combination of mesh axes and settings. A column is a record of a numpy array: the times and bytes
+of each kind of layer, for one family and one value of ``parallel.recompute``. ``Layout``, a pipeline
+with its schedule, adds up the layers of each pipeline rank, for all columns at once.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """These settings with ep=1, etp=1 and the default dispatcher, dispatch_dtype and expert_wgrad.
+        """Copy with ep=1, etp=1 and the default dispatcher, dispatch_dtype and expert_wgrad.
 
-        Only routed experts depend on these, so settings with an equal result have equal times of a
-        layer without its routed experts.
+        Only routed experts depend on these. Families with an equal copy have equal times of a layer
+        without its routed experts.
         """
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
@@ -91,10 +91,10 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family with context="gather", and cp and micro-batch size divided by their greatest
-        common divisor.
+        """Copy with context="gather", and cp and micro-batch size divided by their greatest common
+        divisor.
 
-        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal
+        The tokens of a rank in a micro-batch stay the same. Families with an equal copy have equal
         times of routed experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
@@ -102,9 +102,9 @@ class Family(NamedTuple):
         return self._replace(cp=self.cp // both, micro_batch_size=micro, context="gather")
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings but its axes (tp, cp, ep, etp).
+        """Return ``config`` with all settings of this family except its axes (tp, cp, ep, etp).
 
-        The mesh of ``config`` stays.
+        The section ``mesh`` of ``config`` stays as it is.
 
         Args:
             parallel: values of further keys of ``parallel``, such as ``recompute``.
@@ -118,7 +118,7 @@ class Family(NamedTuple):
 
 
 class Space:
-    """Times and bytes of a model's layers, computed once for each family of settings of a search.
+    """Times and bytes of a model's layers, computed once for each ``Family`` (mesh axes and settings) of a search.
 
     Args:
         config: configuration that the search varies.
@@ -196,12 +196,14 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return times and bytes of layers without routed experts: [choices of recomputation, kinds
-        of layers, values], values in the order of ``VALUES``.
+        """Return times and bytes of layers without their routed experts: [rungs, kinds of layers, values].
+
+        After the kinds come embedding, head and a stage's output. ``VALUES`` names the values, in order,
+        such as the seconds of ``forward``.
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
-            rungs: number of choices of recomputation; None: all.
+            rungs: number of choices of recomputation, least memory freed first; None: all.
         """
         place = self._place(family)
         load = TokenLoad.of(place.config, place.mesh, place.batch)
@@ -220,9 +222,9 @@ class Space:
         return np.array(made).swapaxes(0, 1)
 
     def _ends(self, place: Place) -> Array:
-        """Return [3, values], the times and bytes of the embedding, the head and a stage's output.
+        """Return [3, values]: the times and bytes of the embedding, the head and a stage's output, one in each row.
 
-        The output is the hidden states sent to the next stage; ``VALUES`` names the values, and
+        The columns are in the order of ``VALUES``. The output is the hidden states sent to the next stage, and
         ``place`` has the mesh and the machine.
         """
         config, tp = self.config, place.mesh.tp
@@ -242,7 +244,8 @@ class Space:
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
         """Return times and bytes of routed experts, and of the host's kernel launches for whole layers.
 
-        The array is [choices of recomputation, kinds of layers, values in the order of ``VALUES``].
+        The array is [choices of recomputation, kinds of layers (those of equal cost), values in the
+        order of ``VALUES``].
 
         Args:
             family: mesh axes and settings.
@@ -297,10 +300,10 @@ class Space:
 
 
 def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
-    """Return seconds of: the forward pass, the backward pass, recomputation, and the all-to-alls in these three.
+    """Return seconds of: the forward pass, the backward pass, recomputation, and the ep all-to-alls in these three.
 
     Args:
-        passes: both passes of a layer or a part of it, without repetitions.
+        passes: forward and backward pass of a layer or a part of it, recomputation not included.
         again: modules that are recomputed.
     """
     more, costs = time_again(passes.forward, again)
@@ -352,10 +355,9 @@ class Layout:
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 if ``ranks`` is not divisible by the record's mesh axes times ``pp``, or the global
-        batch by the rows that all data-parallel ranks take in a micro-batch. With
-        ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if there is no
-        all-to-all.
+        It is 0 if ``ranks`` is not divisible by both pp cp tp and pp ep etp, or the global batch by the
+        rows that all data-parallel ranks take in a micro-batch. With ``parallel.overlap_all_to_all`` it
+        is also 0 for a single micro-batch, and if there is no all-to-all.
 
         Args:
             columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
@@ -375,8 +377,8 @@ class Layout:
 
         Args:
             columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
-            indices: integers, in the order of the result.
-            count: micro-batches of the step.
+            indices: [n] indices into ``columns``; the result is [n] in their order.
+            count: micro-batches of the step on each data-parallel rank.
         """
         parallel = self.parallel
         forward = columns["forward"][indices].T
@@ -397,13 +399,15 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each of the records ``columns[indices]``.
+        """Return a lower bound of the bytes on the fullest rank for each of ``indices``: one number each.
 
-        Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
+        It is the larger of the bytes at two moments of the step: the end of the forward pass after
+        which a rank holds the most activations, and the optimizer's update.
 
         Args:
-            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
-            indices: integers, in the order of the result.
+            columns: result of ``Space.columns``: an array of records, each with the times and bytes
+                of one choice of mesh axes, settings and recomputation.
+            indices: which records to take.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """

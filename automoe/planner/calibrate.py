@@ -119,7 +119,7 @@ class Bench:
         return median(self.once(work, number) for _ in range(rounds)) / number
 
     def once(self, work: Callable[[], object], number: int = 1) -> float:
-        """Return the seconds of ``number`` calls of ``work``: by CUDA events, or mean CPU time of the threads."""
+        """Return the seconds of all ``number`` calls of ``work``: GPU time, or CPU time divided by the threads."""
         if self.device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -70,7 +70,7 @@ class Candidate:
 
     @cached_property
     def _uneven(self) -> Callable[[int], RankMemory]:
-        """Function from a pp rank to its memory at twice the even expert load, with a cache."""
+        """Cached function: pp rank -> its memory (``RankMemory``) at twice the even expert load."""
         batch = at_load(plan_batch(self.config, self.mesh), UNEVEN, self.config, self.mesh)
         return cache(partial(plan_rank, self.config, self.mesh, batch))
 

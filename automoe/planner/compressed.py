@@ -27,9 +27,10 @@ CHUNK, INDEX_CHUNK = 256, 128
 
 
 def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: bool) -> float:
-    """Return the bytes that a layer's attention keeps for its backward pass.
+    """Return the bytes that a layer's compressed attention keeps for its backward pass.
 
     Args:
+        load: sizes of one micro-batch on the rank.
         again: True if the backward pass computes the softmax attention again.
     """
     size, wide = load.number_bytes, max(4, load.number_bytes)
@@ -67,12 +68,14 @@ def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: 
 def shared_bytes(
     attention: AttentionConfig, layers: Iterable[int], load: TokenLoad, again: bool
 ) -> float:
-    """Return the bytes that a stage's layers keep once for all of them, for one micro-batch.
+    """Return the bytes of tensors that a stage's layers share in one micro-batch, kept until its backward pass.
 
-    They are rotary angles, the positions of pooling windows, and masks of the entries that queries see.
+    They are rotary angles, the positions of pooling windows, and masks [queries, entries] of the entries (keys
+    pooled from windows) that each query sees.
 
     Args:
-        again: True if a layer is recomputed, and so reads all of these again.
+        again: True if a layer is recomputed, and so reads all of these again; False leaves out those that no
+            backward pass reads.
     """
     size, row, dims = load.number_bytes, load.tokens * load.tp, attention.qk_rope_head_dim
     ratios = {ratio_of(attention, layer) for layer in layers}
@@ -112,9 +115,9 @@ def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> 
 
 
 def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
-    """Return the FLOPs per position of the attention scores and outputs of all heads.
+    """Return the FLOPs per position, in the forward pass, of the attention scores and outputs of all heads.
 
-    Each chunk of queries multiplies all keys that some of its queries may see.
+    Each chunk of queries multiplies all keys that some of its queries may see. A row has ``seq_len`` positions.
     """
     ratio, queries = ratio_of(attention, layer), min(CHUNK, seq_len)
     keys = min(seq_len, queries + window_of(attention, layer))
@@ -123,10 +126,10 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 
 
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
-    """Return how many elements per token tp ranks gather.
+    """Return how many elements per token tp ranks all-gather in a layer with compressed attention.
 
-    They belong to latents of queries, to keys, and to the projections from which entries are
-    pooled.
+    They belong to latents of queries, to keys, and to the projections from which entries (a pooled
+    key per window) are made.
     """
     widths = attention.head_dim + attention.index_head_dim * has_indexer(attention, layer)
     ratio = ratio_of(attention, layer)

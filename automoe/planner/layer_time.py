@@ -267,7 +267,7 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
-    """Add to ``passes`` two all-to-alls over cp, from positions to heads (Ulysses) and back.
+    """Add to ``passes`` (costs of a layer's forward and backward) two all-to-alls over cp, to heads and back (Ulysses).
 
     Forward and backward pass have equal all-to-alls. The bytes sent are copied into the order of ranks, those received
     into the order of positions.
@@ -325,7 +325,7 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
 
 
 def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
-    """Add to ``passes`` the tp collectives of sequence parallelism.
+    """Add to ``passes`` (costs of a layer's forward and backward) the tp collectives of sequence parallelism.
 
     Each sharded block needs an all-gather before it and a reduce-scatter after it, in both passes.
 
@@ -357,7 +357,8 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
-        run_again: True if the backward pass dispatches tokens again (not added here), and decodes no kept 8-bit rows.
+        run_again: True if the backward pass dispatches tokens again. That time is not added here; the time
+            to decode 8-bit rows, which are not kept then, is left out.
     """
     config = place.config
     mesh = place.mesh

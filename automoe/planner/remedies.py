@@ -167,7 +167,7 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
 
 
 def _combined(candidate: Candidate) -> list[Candidate]:
-    """Return variants of ``candidate``: unchanged, and with each combination of ``_settings``."""
+    """Return ``candidate`` and all its variants: at most one change of each list of ``_settings`` (alternatives)."""
     made = [candidate]
     for alternatives in _settings(candidate):
         made += [each.changed(**settings) for each in made for settings in alternatives]

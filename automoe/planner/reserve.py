@@ -52,7 +52,10 @@ class Reserve:
 
 
 def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
-    """Return the memory to leave free on a GPU, besides the peak of ``rank``; zeros on a CPU."""
+    """Return the bytes to leave free on a GPU beyond ``rank``'s peak: context, communicators, fragmentation.
+
+    They are zeros on a CPU.
+    """
     if config.cluster.on_cpu:
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)
@@ -65,7 +68,7 @@ def standing_reserve(config: Config, mesh: MeshShape) -> float:
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
-    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve.
+    """Return the bytes of GPU memory that the fullest rank needs: the largest sum of peak and ``reserve``.
 
     Args:
         ranks: memory of pipeline ranks, each at its fullest moment.
@@ -105,7 +108,7 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
-    """Return the bytes of NCCL's channels for all-to-alls of ``axis`` between GPUs of a node.
+    """Return the bytes on one GPU of NCCL's channels to its node's other GPUs for all-to-alls of ``axis``.
 
     Args:
         view: mesh with the axis: 'default' or 'moe'.

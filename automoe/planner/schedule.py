@@ -131,8 +131,9 @@ def _steps(
 ) -> list[tuple[int, Entry, Input, Input | None]]:
     """Return the entries of all pipeline ranks, each listed after those that compute its inputs.
 
-    An entry is one action, or two that run at the same time: with ``overlap``, a forward and a
-    backward pass.
+    An entry is one action (kind of pass, stage, micro-batch), or two that run at the same time: with
+    ``overlap``, a forward and a backward pass. Kinds: F forward, B backward, I and W backward for
+    inputs or weights alone.
 
     Returns:
         A tuple per entry: rank, entry, input of its first action, input of its second one or None.

@@ -166,7 +166,10 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` that FSDP gathered, in the compute dtype (``ParamSpec.wide``: in float32)."""
+        """Return the bytes of ``params`` once FSDP has gathered them.
+
+        They are in the compute dtype, those with ``ParamSpec.wide`` in at least float32.
+        """
         return sum(
             gathered_numel(param, self.mesh)
             * param.bytes_each(self.wide if param.spec.wide else self.compute)
@@ -260,7 +263,7 @@ class StagePlan:
 
     @cached_property
     def kept(self) -> float:
-        """Bytes of activations that one micro-batch keeps after its forward pass."""
+        """Bytes of activations that one micro-batch keeps on this stage from its forward to its backward pass."""
         return (
             self.shared
             + (self.head_kept * (1 + self.deeper) if self.last else self.border)
@@ -294,7 +297,7 @@ class StagePlan:
         return self.rest_sharded + sum(layer.sharded for layer in self.layers)
 
     def grown(self, num_layers: int) -> float:
-        """Return the bytes of activations that a micro-batch keeps after ``num_layers`` layers."""
+        """Return the bytes of activations that a micro-batch keeps after the stage's first ``num_layers`` layers."""
         return self.shared + sum(layer.kept for layer in self.layers[:num_layers])
 
     def backward(
@@ -302,8 +305,9 @@ class StagePlan:
     ) -> Iterator[RankMemory]:
         """Yield this rank's memory at each moment of a backward pass that may be its peak.
 
-        These are, for each layer from last to first, each of its workspaces, then with ``reduces`` the reduction of
-        its experts' gradients. A stage without layers yields one. Other micro-batches' activations are excluded.
+        These are, for each layer from last to first, each part of its backward (``LayerPlan.workspaces``), then with
+        ``reduces`` the reduction of its experts' gradients. A stage without layers yields a single moment.
+        Activations of other micro-batches are excluded.
 
         Args:
             adds: True if gradients are added to existing unsharded gradients of earlier micro-batches.

@@ -1,5 +1,5 @@
-"""Functions of a reinforcement learning loss: check its options, name the samples' values that it
-reads, and wrap it for a first update.
+"""Helpers for a reinforcement learning loss: check its options, name the values of samples that it
+needs (such as ``advantages``), and wrap it for the first update on new answers.
 
 They read the attributes that the decorator ``automoe.rl.losses.policy_loss`` sets on a loss. B
 rows, S positions of this rank.
@@ -20,8 +20,9 @@ from automoe.model.loss import LossInputs
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if ``loss`` is not a function, an option is unknown or has a wrong
-    value, or ``length`` is required and missing.
+    """Raise ``ConfigError`` if ``loss`` is not a function, or an option is unknown or has a wrong value.
+
+    The option ``length``, the divisor of some losses, must be at least 1, and they require it.
     """
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")

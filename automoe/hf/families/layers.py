@@ -36,9 +36,10 @@ def _attention(kinds: list[str], hf: Any) -> AttentionConfig:
 
 
 def window_layers(key: str) -> Field:
-    """Return the field that converts ``layer_types``, the kind of each layer, to ``key`` and back.
+    """Return the ``Field`` (a key of config.json) that reads ``layer_types``, each layer's kind, into ``key``.
 
-    ``key`` is ``full_attention_interval`` or ``full_attention_offset`` of ``AttentionConfig``.
+    ``key`` is ``full_attention_interval`` or ``full_attention_offset`` of ``AttentionConfig``. An
+    export writes ``layer_types`` anew from the configuration.
     """
     return Field(
         "layer_types",

@@ -93,7 +93,7 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family ``config.family``, adapted to the checkpoint of ``config`` (``Family.of``)."""
+    """Return the family ``config.family``, after its method ``of``, which may adapt it to ``config``'s checkpoint."""
     family = known_families().get(config.family) or look_up("model.family", config.family)
     return family.of(config)
 

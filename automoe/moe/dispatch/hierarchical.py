@@ -102,6 +102,8 @@ class HierarchicalDispatcher:
     ) -> tuple[Tensor, list[int], list[int], int]:
         """Return how many copies of tokens this rank sends to and receives from each rank of its group.
 
+        A token is sent once, as one copy, to each rank that has any of its experts.
+
         Args:
             copies_P: copies that this rank sends to each of the P ranks.
             choices_P: how often this rank's tokens chose an expert of each rank.

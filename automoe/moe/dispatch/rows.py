@@ -68,19 +68,23 @@ class Layout:
         self._index_MC = start_M.unsqueeze(1) + torch.arange(num_meta, device=device)
 
     def metadata_index(self, width: int) -> Tensor:
-        """Return the positions [M, C] of all metadata in the flat view of a buffer [B, ``width``].
+        """Return where the metadata of M rows, C numbers each, stands in a buffer's flat view: [M, C].
 
-        Lines that are wider than ``meta_per_line`` hold metadata only in their first
-        ``meta_per_line`` numbers. Positions and ``width`` count numbers of the metadata's dtype.
+        The buffer has lines of ``width`` numbers. If ``width`` is above ``meta_per_line``, a line of
+        metadata is filled only to that number. ``width`` and positions count numbers of the
+        metadata's dtype, not of the rows'.
         """
         if width == self.meta_per_line:
             return self._index_MC
         return self._index_MC // self.meta_per_line * width + self._index_MC % self.meta_per_line
 
     def metadata(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Read the metadata of the M rows, C numbers per row, out of a buffer: [M, C] of ``dtype``.
+        """Return the metadata [M, C] of a buffer's M rows (hidden states): C numbers each, of ``dtype``.
 
-        The bytes of ``lines_BW``, B lines of any dtype, are reinterpreted as ``dtype``.
+        They are read from the buffer's lines that hold metadata.
+
+        Args:
+            lines_BW: all B lines of the buffer, of any dtype; their bytes are viewed as ``dtype``.
         """
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _flat(lines_BW, dtype)[self.metadata_index(width)]
