@@ -62,8 +62,12 @@ cluster.gpus_per_node: facts.uneven | moe.dispatcher == hierarchical and mesh.ep
     multiple, or moe.dispatcher=alltoall
 """)
 _ROUTING = table("""
-model.num_experts_per_token > model.num_experts |
-    | a token cannot choose more than all {model.num_experts} experts (model.num_experts)
+model.num_experts_per_token > model.num_scored_experts |
+    | a token cannot choose more than all {model.num_scored_experts} experts (model.num_experts, with zero experts)
+model.router.zero_expert != default | model.router.num_zero_experts == 0 | there are no zero experts
+model.router.num_zero_experts > 0 | model.router.num_groups > 1 | zero experts are in no group
+model.router.num_zero_experts > 0 | model.post_norm_eps != null | a zero expert's output has no norm
+model.router.num_zero_experts > 0 | model.router.num_hash_layers > 0 | a table of token ids names experts that compute
 model.router.num_groups: model.num_experts % model.router.num_groups | | groups hold equal numbers of experts
 model.router.topk_groups > model.router.num_groups |
     | there are only {model.router.num_groups} groups (model.router.num_groups)
@@ -244,7 +248,7 @@ model.expert_hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher 
     | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
     | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
 moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose
-moe.gate == empty | model.num_experts_per_token >= model.num_experts
+moe.gate == empty | model.num_experts_per_token >= model.num_scored_experts
     | it leaves one expert out, and a token chooses model.num_experts_per_token={model.num_experts_per_token} of
     {facts.others}
     | Set moe.gate=balanced, or choose fewer experts
@@ -334,7 +338,7 @@ def moe_rows(config: Config) -> Iterator[Row]:
         for folder in (config.moe.replay_routing, config.moe.record_routing)
     )
     see = Scope(config, config.mesh).knowing(
-        others=config.model.num_experts - 1,
+        others=config.model.num_scored_experts - 1,
         foreign=config.moe.dispatcher in registered_names("moe.dispatcher"),
         replays=replayed,
         same=replayed == recorded,

@@ -48,7 +48,7 @@ class RouterConfig:
     sums of their ``group_score_topk`` best scores. ``expert_bias`` adds to the scores, for the
     selection alone, a bias that balances the load; ``logit_bias`` is a trained one. Of equal scores
     ``exact_ties`` selects the expert with the lowest index. In the first ``num_hash_layers`` a
-    table of token ids selects.
+    table of token ids selects. Zero experts follow the others and compute nothing.
     """
 
     # function that turns the router's logits into scores (docs/routing.md)
@@ -72,6 +72,11 @@ class RouterConfig:
     # (DeepSeek-V4); scores weight them
     num_hash_layers: int = 0
     logit_scale: float = 1.0  # factor of the router's logits (Muse-Spark)
+    # experts beyond model.num_experts that have no weights (LongCat-Flash, arXiv 2509.01322): a token
+    # that chooses them has fewer experts that compute
+    num_zero_experts: int = 0
+    # what a zero expert gives: its input (identity), times the weight of the choice, or nothing (zero)
+    zero_expert: Literal["identity", "zero"] = "identity"
 
 
 @dataclass
@@ -186,6 +191,11 @@ class ModelConfig:
         Modules for multi-token prediction are counted too.
         """
         return len(self.all_layers) - self.first_k_dense
+
+    @property
+    def num_scored_experts(self) -> int:
+        """Number of experts that a router scores: those with weights, then zero experts."""
+        return self.num_experts + self.router.num_zero_experts
 
     @property
     def all_layers(self) -> range:

@@ -19,6 +19,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     K  delta net: width of its convolution
     Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
     U  streams of hyper-connections                Ek  experts that a token chooses
+    Z  zero experts, which have a router's column alone
 """
 
 from __future__ import annotations
@@ -132,11 +133,11 @@ up_proj.weight   | F H | 7 | colwise
 down_proj.weight | H F | 8 | rowwise
 """)
 _ROUTER = parse_rows("""
-weight | E H | 7 | matrix hf=mlp.gate.weight
-bias   | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
+weight | E+Z H | 7 | matrix hf=mlp.gate.weight
+bias   | E+Z   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
 """)
 _BY_SCORES = parse_rows("""
-expert_bias | E | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
+expert_bias | E+Z | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
 """)
 _BY_TABLE = parse_rows("""
 tid2eid | V Ek | 7 | buffer hf=mlp.gate.tid2eid
@@ -339,6 +340,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "H": model.hidden_size,
         "V": model.vocab_size,
         "E": model.num_experts,
+        "Z": model.router.num_zero_experts,
         "F": model.intermediate_size,
         "S": model.shared_width,
         "I": model.moe_intermediate_size,
@@ -490,5 +492,5 @@ def count_params(model: ModelConfig) -> ParamCount:
         by_part[param.part] += param.numel
     total = sum(by_part.values())
     routed = by_part["routed_experts"]
-    idle = routed - routed * model.num_experts_per_token // model.num_experts
+    idle = routed - routed * model.num_experts_per_token // model.num_scored_experts
     return ParamCount(total=total, active=total - idle, by_part=by_part)

@@ -42,6 +42,8 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
     if model.shared_intermediate_size:
         shared = f" + one shared of width {model.shared_intermediate_size}"
+    if zeros := model.router.num_zero_experts:
+        shared += f" + {zeros} {model.router.zero_expert}"
     layers = ((model.first_k_dense, "dense"), (model.num_layers - model.first_k_dense, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     modules = f", {model.num_mtp_layers} MTP" * bool(model.num_mtp_layers)

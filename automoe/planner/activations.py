@@ -260,7 +260,7 @@ def layer_activation_bytes(
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
     # softmax_after_topk gathers chosen logits, which keeps all logits besides the scores.
     scored = 1 + model.router.softmax_after_topk
-    parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
+    parts["router"] = float(wide * tokens * scored * model.num_scored_experts + per_choice)
     return parts
 
 

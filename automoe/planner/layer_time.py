@@ -366,7 +366,7 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
     forward = passes.forward
     size = machine.number_bytes
     chosen = place.rows / mesh.etp  # number of rows that this rank receives over ep
-    scores = machine.pass_over(24.0 * place.tokens * model.num_experts)
+    scores = machine.pass_over(24.0 * place.tokens * model.num_scored_experts)
     passes.add("router", scores, scores)
     # Rows are permuted by rank before they are sent, by expert after they arrive, and back. DeepEP
     # sends unpermuted rows.

@@ -106,7 +106,7 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
             layer, where the router chooses.
         start: index in the sample of the first token of ``routes_TLK``, for the message.
     """
-    dense, num_experts = model.first_k_dense, model.num_experts
+    dense, num_experts = model.first_k_dense, model.num_scored_experts
     expected = [model.num_layers - dense, model.num_experts_per_token]
     if list(routes_TLK.shape[1:]) != expected:
         return (

@@ -312,6 +312,12 @@ MODELS["deepseek-v4"] = ModelConfig(
     router=RouterConfig(score="sqrt_softplus", expert_bias=True, routed_scaling_factor=1.5, num_hash_layers=1),
     **SIZES,
 )
+# A third of the choices are of experts that pass their token on.
+MODELS["longcat"] = replace(
+    MODELS["deepseek"],
+    num_shared_experts=0,
+    router=RouterConfig(norm_topk_prob=False, routed_scaling_factor=2.5, expert_bias=True, num_zero_experts=4),
+)
 # No experts at all.
 MODELS["llama"] = ModelConfig(
     family="llama",
