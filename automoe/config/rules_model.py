@@ -202,6 +202,15 @@ checkpoint.export_hf | model.family == muse_spark_text and model.hf_path == null
     | transformers loads its text model only in a wrapper with vision and audio, which a checkpoint has
     | Set checkpoint.export_hf=false, or model.hf_path=DIR
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
+model.moe_shortcut: model.num_layers % 2 | model.moe_shortcut | layers are pairs, and there are {model.num_layers}
+    | Set an even model.num_layers, or model.moe_shortcut=false
+model.moe_shortcut | model.shared_width == 0 | the first layer of a pair has a dense FFN beside its experts
+    | Set model.shared_intermediate_size={model.intermediate_size}
+model.moe_shortcut | model.first_k_dense > 0; model.num_mtp_layers > 0; model.hc_mult > 0; model.post_norm_eps != null;
+    model.router.num_hash_layers > 0 | layers are pairs of one stream: the second adds what the first's experts give
+not model.moe_shortcut | model.family == longcat_flash | its layers are pairs | Set model.moe_shortcut=true
+model.attention.scale_latents | model.attention.kind != mla; model.attention.q_lora_rank == null
+    | both factors are of the width of a latent
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
     | there are {model.num_moe_layers} layers with experts
 model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn
@@ -212,7 +221,7 @@ model.final_logit_softcapping != null and model.final_logit_softcapping <= 0 | |
 _TENSOR = table("""
 model.attention.num_heads % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of attention heads
 model.vocab_size % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of rows of the embedding
-model.intermediate_size % mesh.tp | model.first_k_dense > 0
+model.intermediate_size % mesh.tp | model.num_dense_layers > 0
     | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the dense FFN
 model.shared_intermediate_size % mesh.tp |
     | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the shared experts

@@ -108,6 +108,7 @@ class ModelConfig:
         "ernie4_5_moe",
         "deepseek_v4",
         "muse_spark_text",
+        "longcat_flash",
         "llama",
         "qwen3",
         "transformers",
@@ -144,6 +145,9 @@ class ModelConfig:
     num_shared_experts: int = 0
     # width of the shared FFN if it is no such multiple; 0: num_shared_experts determines it
     shared_intermediate_size: int = 0
+    # layers are pairs: the shared experts of the first are its dense FFN, and what its routed experts
+    # give is added after the second, which has none (LongCat-Flash, arXiv 2404.05019)
+    moe_shortcut: bool = False
     # multiply the shared FFN's output by sigmoid(x @ w), one number per token
     shared_expert_gate: bool = False
     biased_experts: bool = False  # trained biases in both projections of routed experts
@@ -186,11 +190,16 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with experts: all after the dense ones; 0 for a dense model.
+        """Number of layers with experts: all after the dense ones, or one of each pair; 0 for a dense model.
 
         Modules for multi-token prediction are counted too.
         """
-        return len(self.all_layers) - self.first_k_dense
+        return (len(self.all_layers) - self.first_k_dense) // (1 + self.moe_shortcut)
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Number of layers without experts."""
+        return len(self.all_layers) - self.num_moe_layers
 
     @property
     def num_scored_experts(self) -> int:
@@ -427,6 +436,11 @@ def export_name(config: Config) -> str | None:
 def window_of(attention: AttentionConfig, layer: int) -> int:
     """Return a layer's sliding window in tokens, including the query's own; 0: full attention."""
     return 0 if _full(attention, layer) else attention.sliding_window
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Return True if layer number ``layer`` has routed experts."""
+    return layer >= model.first_k_dense and not (model.moe_shortcut and layer % 2)
 
 
 def has_token_table(model: ModelConfig, layer: int) -> bool:

@@ -34,6 +34,7 @@ SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of 
 ROUTER, SHARED_GATE = "mlp.router.weight", "mlp.shared_experts.output_gate.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _LAYER = re.compile(r"(layers\.\d+\.)(.+)")
+_NUMBER = re.compile(r"(?<=^model\.layers\.)\d+")
 # Block-FP8 does not quantize these matrices of an indexer and of a multi-token prediction module.
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
@@ -214,6 +215,7 @@ class KeyMap:
         unread: regular expressions of stored tensors to skip.
         integers: ends of the names of stored tensors of int64, such as tables of token ids.
         renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
+        pairs: True if two of our layers are one of the files'; {half} in a new part is then 0 or 1.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -225,10 +227,15 @@ class KeyMap:
     unread: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    pairs: bool = False
 
     def renamed(self, key: str) -> str:
         """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
-        return reduce(lambda key, pair: key.replace(*pair), self.renames, key)
+        key = reduce(lambda key, pair: key.replace(*pair), self.renames, key)
+        if self.pairs and (layer := _NUMBER.search(key)):
+            pair, half = divmod(int(layer[0]), 2)
+            key = key.replace(layer[0], str(pair), 1).replace("{half}", str(half))
+        return key
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
@@ -385,13 +392,14 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     for name, shape in our_tensors(config):
         layer = None if keys.table else _LAYER.fullmatch(name)
         prefix, kind = ("", name) if layer is None else (f"model.{layer[1]}", (layer[2], shape))
+        half = keys.pairs and layer is not None and int(layer[1][7:-1]) % 2
         prefix = keys.renamed(prefix)
-        if kind not in alike:
+        if (kind, half) not in alike:
             pieces = keys.pieces(name, shape)
-            alike[kind] = [
+            alike[kind, half] = [
                 (piece.key.removeprefix(prefix), piece.file or piece.shape) for piece in pieces
             ]
-        tensors |= {prefix + key: full for key, full in alike[kind]}
+        tensors |= {prefix + key: full for key, full in alike[kind, half]}
     return tensors
 
 

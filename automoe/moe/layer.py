@@ -31,8 +31,7 @@ class MoE(nn.Module):
     """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
-        layer: number of this layer in the model, counted from 0; the first ``first_k_dense`` layers
-            have no experts.
+        layer: number of this layer in the model, counted from 0.
         shared_experts: dense FFN that every token passes, or None.
         backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
         latent: projections around the routed experts, and the norm of their outputs.
@@ -53,7 +52,7 @@ class MoE(nn.Module):
         self.router = Router(
             config,
             moe,
-            moe_index=layer - config.first_k_dense,
+            moe_index=(layer - config.first_k_dense) // (1 + config.moe_shortcut),
             pg_collection=self.pg_collection,
             seed=backend.seed,
             dtype=backend.router_dtype,
@@ -73,11 +72,15 @@ class MoE(nn.Module):
         self.call_shared_experts = calls.shared_experts(call_module)
         self.side_stream = moe.overlap_shared_experts and calls.side_stream
         self.moe = moe
+        self.shortcut = config.moe_shortcut
         self.num_experts = config.num_experts
         self.num_scored = config.num_scored_experts
 
-    def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
-        """Return the layer's output [B, s, H] for hidden states [B, s, H]."""
+    def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the layer's output [B, s, H] for hidden states [B, s, H].
+
+        With ``moe_shortcut`` return two outputs: of the shared experts, and of the routed ones.
+        """
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
         # the sizes of the dispatch. Elsewhere they run last, when ``shared`` is called.
@@ -87,7 +90,9 @@ class MoE(nn.Module):
             shared = start(partial(self.call_shared_experts, self.shared_experts), x_BsH)
         y_BsL = self.wrapped_run_experts(self.latent(x_BsH), routing, tokens)
         y_BsH = self.latent.post_expert_proj(y_BsL)
-        return y_BsH if shared is None else y_BsH + shared()
+        if shared is None:
+            return y_BsH
+        return (shared(), y_BsH) if self.shortcut else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, s, H].

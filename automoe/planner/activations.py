@@ -55,6 +55,7 @@ from automoe.config.schema import (
     AttentionConfig,
     Config,
     ModelConfig,
+    has_experts,
     has_indexer,
     is_linear,
     ratio_of,
@@ -211,7 +212,7 @@ def layer_activation_bytes(
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
-    routed = layer >= model.first_k_dense
+    routed = has_experts(model, layer)
     top_k = model.num_experts_per_token
     mtp = layer >= model.num_layers
     if FULL in recompute:

@@ -32,7 +32,7 @@ _OPTIONAL = (
     "logits_scaling final_logit_softcapping hc_mult router.num_hash_layers router.logit_scale moe_latent_size "
     "post_norm_eps plain_final_norm embedding_norm residual_gate_temperature attention.qk_scale_factor "
     "attention.split_output_gate attention.output_norm attention.full_attention_offset attention.nope_full_attention "
-    "router.num_zero_experts"
+    "router.num_zero_experts moe_shortcut attention.scale_latents"
 ).split()
 # Keys of a source's config.json that are dropped, since they could contradict the written ones:
 # other spellings, and the source's own modelling code.
