@@ -217,7 +217,8 @@ def layer_activation_bytes(
     mtp = layer >= model.num_layers
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
-        by_part = {"norms": float(size * tokens * (model.residual_width + hidden * mtp))}
+        more = mtp or (routed and model.moe_shortcut)  # a second input, of this layer or the next
+        by_part = {"norms": float(size * tokens * (model.residual_width + hidden * more))}
         if has_indexer(model.attention, layer):
             # the chosen keys or entries, a byte each
             by_part["attention"] = load.window_numbers / (ratio_of(model.attention, layer) or 1.0)

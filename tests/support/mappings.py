@@ -133,6 +133,8 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     starts = {sum(given[:stage]) for stage, size in enumerate(given) if size}
     if starts & set(model.attention.index_shared_layers):  # whose choice another stage makes
         return False
+    if model.moe_shortcut and any(start % 2 for start in starts):
+        return False
     if (sizes is None and layers < stages) or (
         sizes is not None
         and (
