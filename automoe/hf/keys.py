@@ -479,9 +479,7 @@ def quantization_config(
 def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     keys = keys.per_expert
     if keys.fused or keys.renames:
-        form = (
-            "all experts of a layer in one tensor" if keys.fused else "codes in a form of its own"
-        )
+        form = "all experts of a layer in one tensor" if keys.fused else "codes or names of its own"
         raise ConfigError(
             "model.family",
             config.family,

@@ -138,7 +138,8 @@ def _active(model: ModelConfig, param: Param) -> int:
     """Return how many elements of weight ``param`` a layer multiplies with one token.
 
     Of the routed experts' weights, these are the weights of the K experts that a token chooses, less
-    those that are zero experts under an even load. It is 0 for weights that are not counted (norms, router) and for embedding and output head.
+    the share of zero experts under an even load. It is 0 for weights that are not counted (norms,
+    router) and for embedding and output head.
     """
     if not param.multiplies:
         return 0

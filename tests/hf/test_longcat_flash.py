@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, LongcatFlashConfig
 from transformers.models.longcat_flash import modeling_longcat_flash as theirs
 
 import automoe
+from automoe.config.batch import plan_batch
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.wrapper import loading_class
+from automoe.model.params import count_params
+from automoe.observe.flops import train_flops_per_token
 from tests.support.configurations import quick_config, quick_model
 from tests.support.hf_models import save_small_hf
 
@@ -46,6 +49,31 @@ def test_files_have_experts_that_compute_alone_and_transformers_needs_gates_of_t
     monkeypatch.setattr(theirs.LongcatFlashExperts, "__init__", theirs.LongcatFlashExperts.__init__.__wrapped__)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         theirs.LongcatFlashForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+
+
+def test_the_published_sizes_have_the_published_numbers_of_parameters(tmp_path: Path) -> None:
+    """560 B in all and 27 B for an average token, the embedding apart (arXiv 2509.01322): 8 experts of 12 compute."""
+    published = LongcatFlashConfig().to_dict() | {"architectures": ["LongcatFlashForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model = model_config_from_hf(tmp_path)
+    count = count_params(model)
+    embedding = count.by_part["embedding"]
+    assert count.total / 1e9 == pytest.approx(560.7, abs=0.05)
+    assert (count.active - embedding) / 1e9 == pytest.approx(27.1, abs=0.06)
+    assert count.total - count.active == count.by_part["routed_experts"] * (512 - 8) // 512
+    scores = 6 * model.num_layers * 64 * (192 + 128) * 4096 / 2
+    matrices = 6 * (count.active - embedding - count.by_part["router"] - count.by_part["norms"])
+    assert train_flops_per_token(model, 4096).causal == pytest.approx(matrices + scores, rel=1e-12)
+
+
+@pytest.mark.parametrize(("capacity", "rows"), [(0.0, 512 * 4 * 16 // 24), (1.0, 16 * -(-512 * 4 // 24))])
+def test_an_average_token_fills_rows_of_experts_that_compute(capacity: float, rows: int) -> None:
+    """Two thirds of four choices of 512 tokens; with padding as many, rounded up for each expert."""
+    config = config_with("small_longcat", f"moe.capacity_factor={capacity}", f"moe.pad_to_capacity={capacity > 0}")
+    shape = validate(config, 1, "cpu")
+    batch = plan_batch(config, shape)
+    assert batch.tokens_per_micro_batch == 512 and batch.expert_rows_per_rank == rows
+    assert batch.rows_per_expert * 16 == rows
 
 
 def test_modules_for_multi_token_prediction_are_passed_over(tmp_path: Path) -> None:

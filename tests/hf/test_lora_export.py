@@ -62,6 +62,7 @@ FAMILIES = [
     "dsv2",
     "ernie4_5_moe",
     "dsv4",
+    "longcat",
 ]
 ALWAYS = FAMILIES[:5]
 FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe", "granitemoeshared", "dsv4")

@@ -5,13 +5,13 @@ A layer of its files is a pair of ours: each has attention and a dense FFN, and 
 
 from __future__ import annotations
 
-from automoe.hf.families import deepseek_v3
+from automoe.hf.families import deepseek_v2, deepseek_v3
 from automoe.hf.families.family import COMMON_FIELDS, Family, Field, named
 from automoe.hf.keys import KeyMap
 
 _V3 = deepseek_v3.FAMILY
 _SAME = (
-    "attention.num_kv_heads attention.q_lora_rank attention.kv_lora_rank attention.qk_nope_head_dim "
+    "attention.q_lora_rank attention.kv_lora_rank attention.qk_nope_head_dim "
     "attention.qk_rope_head_dim attention.v_head_dim router.routed_scaling_factor"
 ).split()
 _NAMES = (
@@ -32,6 +32,8 @@ FAMILY = Family(
     | named("num_experts=n_routed_experts num_experts_per_token=moe_topk")
     | named("moe_intermediate_size=expert_ffn_hidden_size")
     | {
+        # whatever the file says: its class has no key heads
+        "attention.num_kv_heads": deepseek_v2.FAMILY.fields["attention.num_kv_heads"],
         "num_layers": Field(
             "num_layers", read=lambda pairs, hf: 2 * pairs, write=lambda count, config: count // 2
         ),

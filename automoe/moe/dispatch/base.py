@@ -156,9 +156,9 @@ class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
     If ``moe`` drops choices without padding, or there are zero experts, choices may be of no expert
-    (id ``num_experts`` or more), and leaving them out costs one host sync per call. With ``moe.dispatch_dtype=fp8`` tokens are
-    rounded to 8 bits, as if they were sent to other ranks, so that results do not depend on the
-    mesh.
+    (id ``num_experts`` or more), and leaving them out costs one host sync per call. With
+    ``moe.dispatch_dtype=fp8`` tokens are rounded to 8 bits, as if they were sent to other ranks, so
+    that results do not depend on the mesh.
 
     Attributes:
         num_experts: number of experts of the layer.
