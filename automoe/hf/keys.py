@@ -1,9 +1,8 @@
 """Map between tensors of a HuggingFace checkpoint and tensors of the model. Needs no torch.
 
-Both are cut into boxes (rectangular slices), and each box of one has an equal box in the other.
-Checkpoints of the families differ from our model only in the names of the feed-forward and in the
-split of routed experts: published files have one tensor per expert and projection, transformers 5
-keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hidden size.
+Both are cut into boxes (rectangular slices), and each box of one has an equal box in the other. Checkpoints of the
+families differ from our model in names, above all of the feed-forward, and in the split of routed experts: published
+files have one tensor per expert and projection, transformers 5 keeps a layer's experts in two tensors.
 """
 
 from __future__ import annotations
@@ -207,11 +206,9 @@ class KeyMap:
             ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
-        router_std, router_seed: standard deviation and seed of the routers' random weights in such
-            a mixture.
+        router_std, router_seed: standard deviation and seed of the routers' random weights in it.
         table: slices by our name, which replace ``rows`` for a class without a native family.
-        layouts: layouts that files may have, if they do not follow from ``rows``; the last one is
-            that of transformers' parameters in memory.
+        layouts: layouts that files may have, if not as ``rows`` says; the last is transformers' in memory.
         unread: regular expressions of stored tensors to skip.
         integers: ends of the names of stored tensors of int64, such as tables of token ids.
         renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
@@ -279,8 +276,7 @@ class KeyMap:
     def stacked(self) -> KeyMap:
         """Layout of the same family as mlx-lm 0.32 saves it.
 
-        The gate projections of all experts are one tensor, and so are the up and the down
-        projections.
+        The gate projections of all experts are one tensor, and so are the up and the down projections.
         """
         stack = self.per_expert.row(DOWN).partition(".")[0] + ".switch_mlp"
         rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I L]"}
