@@ -29,7 +29,7 @@ from tests.support.hf_models import save_small_hf
 def test_files_have_experts_that_compute_alone_and_transformers_needs_gates_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf = save_small_hf("longcat", tmp_path / "in")
+    hf = save_small_hf("longcat", tmp_path / "in", other_sizes={"vocab_size": 264})
     automoe.to_hf(automoe.from_hf(tmp_path / "in", dtype=torch.float32), tmp_path / "out", tokenizer="byte")
     written = load_file(tmp_path / "out" / "model.safetensors")
     count, zeros, pairs = hf.config.n_routed_experts, hf.config.zero_expert_num, hf.config.num_layers
