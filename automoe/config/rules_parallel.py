@@ -55,7 +55,7 @@ model.attention.index_shared_layers: facts.orphans | model.attention.index_topk 
     | layers {facts.orphans} begin a pipeline stage, and the layers whose choice they use are in another
     | Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1
 parallel.layers_per_stage: facts.halves | model.moe_shortcut
-    | layers {facts.halves} begin a pipeline stage, and are the second ones of pairs (model.moe_shortcut)
+    | layers {facts.halves} begin a pipeline stage, and are the second ones of pairs
     | Set parallel.layers_per_stage to even numbers, or mesh.pp=1
 MERGED | mesh.ep == 1 | with mesh.ep=1 there is no all-to-all to hide
     | Set mesh.ep=2 or more, or MERGED=false
@@ -191,12 +191,13 @@ def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
     """
     parallel, num_layers, sizes = config.parallel, config.model.num_layers, config.parallel.layers_per_stage
     num_stages = shape.pp * parallel.stages_per_rank
-    rule, remedy = too_many_stages(num_stages)
-    yield "model.num_layers", sizes is None and num_layers < num_stages, rule, remedy
+    together = config.model.layers_together
+    rule, remedy = too_many_stages(num_stages, together)
+    yield "model.num_layers", sizes is None and num_layers < num_stages * together, rule, remedy
     if sizes is None:
         return
-    if num_layers >= num_stages:
-        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+    if num_layers >= num_stages * together:
+        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages, None, together))
         remedy = f"Set parallel.layers_per_stage=[{even}] or null"
     held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
     if parallel.layout is not None:

@@ -194,7 +194,12 @@ class ModelConfig:
 
         Modules for multi-token prediction are counted too.
         """
-        return (len(self.all_layers) - self.first_k_dense) // (1 + self.moe_shortcut)
+        return (len(self.all_layers) - self.first_k_dense) // self.layers_together
+
+    @property
+    def layers_together(self) -> int:
+        """Number of consecutive layers that a pipeline stage holds together: 2 with ``moe_shortcut``."""
+        return 1 + self.moe_shortcut
 
     @property
     def num_dense_layers(self) -> int:

@@ -52,7 +52,7 @@ class MoE(nn.Module):
         self.router = Router(
             config,
             moe,
-            moe_index=(layer - config.first_k_dense) // (1 + config.moe_shortcut),
+            moe_index=(layer - config.first_k_dense) // config.layers_together,
             pg_collection=self.pg_collection,
             seed=backend.seed,
             dtype=backend.router_dtype,

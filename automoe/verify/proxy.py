@@ -102,7 +102,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         apart = model.num_mtp_layers * any(module_sizes(config, full)[:-1])
         parallel.layout = None
         later = max(0, num_stages - 1 - apart)  # stages with a layer, besides the first
-        unit = 1 + model.moe_shortcut  # pairs stay together
+        unit = model.layers_together
         sizes = [model.num_layers - unit * later] + [unit] * later
         sizes += [0] * (num_stages - 1 - later)
         if apart and num_stages > 1:
@@ -155,7 +155,7 @@ def _cut_model(
     model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool
 ) -> ModelConfig:
     widest = MAX_BLOCKED if blocked else 32
-    unit = 1 + model.moe_shortcut
+    unit = model.layers_together
     num_layers = min(model.num_layers, unit * max(MAX_LAYERS // unit, num_stages + 2 - unit))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = model.router

@@ -15,6 +15,7 @@ from transformers.models.longcat_flash import modeling_longcat_flash as theirs
 
 import automoe
 from automoe.config.batch import plan_batch
+from automoe.config.mesh_shape import stage_layers
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -135,12 +136,19 @@ def test_what_no_model_has_is_refused_by_name(preset: str, model: dict[str, Any]
     assert caught.value.key == key
 
 
-def test_a_stage_begins_with_a_pair() -> None:
-    halves = dict(mesh=["mesh.pp=2", "launch.num_ranks=2"])["mesh"]
-    validate(quick_config(overrides=["model=small_longcat", "mesh.ep=1", "mesh.dp_shard=1", *halves]), 2, "cpu")
-    cut = [*halves, "parallel.layers_per_stage=[3,1]"]
+def test_a_stage_has_whole_pairs() -> None:
+    def config(*overrides: str) -> Config:
+        parts = ["model=small_longcat", "mesh.ep=1", "mesh.dp_shard=1", "mesh.pp=4", "launch.num_ranks=4"]
+        return quick_config(overrides=[*parts, *overrides])
+
+    six = config("model.num_layers=12")
+    assert [len(stage) for stage in stage_layers(six, validate(six, 4, "cpu"))] == [4, 4, 2, 2]
+    with pytest.raises(ConfigError, match=r"holds at least 2 layers, and there are 4 stages.*num_layers to 8 or more"):
+        validate(config("model.num_layers=6"), 4, "cpu")
     with pytest.raises(ConfigError, match=r"layers \[3\] begin a pipeline stage, and are the second ones of pairs"):
-        validate(quick_config(overrides=["model=small_longcat", "mesh.ep=1", "mesh.dp_shard=1", *cut]), 2, "cpu")
+        validate(config("model.num_layers=8", "parallel.layers_per_stage=[3,1,2,2]"), 4, "cpu")
+    with pytest.raises(ConfigError, match=r"Set parallel.layers_per_stage=\[2,2,2,2\] or null"):
+        validate(config("model.num_layers=8", "parallel.layers_per_stage=[2,2,2]"), 4, "cpu")
 
 
 def test_other_families_have_no_zero_experts_and_their_files_neither() -> None:
