@@ -344,7 +344,7 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
         names += ["original_seq_len", "mscale_all_dim", *scaling[ours.rope.scaling]]
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
-    if ours.first_k_dense == 0:
+    if not ours.num_dense_layers:
         keys.pop("intermediate_size", None)
     if ours.attention.kind == "mla":  # each query head has a key head
         keys.pop("attention.num_kv_heads", None)
