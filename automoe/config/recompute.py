@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from automoe.config.pipeline import IN_HALVES, V_SHAPED
 from automoe.config.rule_engine import Row, Scope, refused, table
-from automoe.config.schema import Config, ParallelConfig
+from automoe.config.schema import Config, ParallelConfig, has_experts
 
 # ``full`` recomputes the whole layer and stands alone. Modules in ``RERUN`` are checkpointed: their
 # forward runs again. For ``DISCARDED_OUTPUTS`` only the outputs are recomputed, for the operations
@@ -58,7 +58,7 @@ parallel.recompute: facts.once != parallel.recompute | facts.listed | names a mo
 parallel.recompute has FULL | facts.others | FULL covers all modules by itself | Set parallel.recompute=FULL
 """, MODULES=", ".join(MODULES), FULL=FULL, FIRST=MODULES[2], HALVED="|".join((*IN_HALVES, *V_SHAPED)))
 _NO_EFFECT = table("""
-SELECTED mlp | model.first_k_dense == 0 | mlp: no layer has a dense FFN
+SELECTED mlp | model.num_dense_layers == 0 | mlp: no layer has a dense FFN
 SELECTED moe | model.num_moe_layers == 0
     | moe: no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers
 SELECTED moe; SELECTED full | parallel.overlap_all_to_all
@@ -98,7 +98,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     layers = chosen if isinstance(chosen, list) else []
     interval = _EVERY.fullmatch(chosen) if isinstance(chosen, str) else None
     repeated = set(layers or all_layers[:: int(interval[1]) if interval else 1])
-    dense = set(range(config.model.first_k_dense))
+    dense = {layer for layer in all_layers if not has_experts(config.model, layer)}
     lacking = {"mlp": repeated - dense}
     lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), repeated & dense)
     see = Scope(config, config.mesh).knowing(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
-from automoe.config.schema import ModelConfig, MoEConfig, is_linear
+from automoe.config.schema import ModelConfig, MoEConfig, has_experts, is_linear
 from automoe.kernels.activation import SWIGLU, Activation, activation_of
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
@@ -93,7 +93,7 @@ class Latent(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer number ``layer``, from 0: attention and a feed-forward with residuals.
 
-    The feed-forward of the first ``first_k_dense`` layers is an ``MLP``, of the others an ``MoE``.
+    The feed-forward is an ``MoE`` in layers with experts (``has_experts``), and an ``MLP`` in others.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Block(nn.Module):
             residual_of(config, backend.router_dtype) for _ in range(2)
         )
         self.attention_out_norm = OutputNorm(config.post_norm_eps)
+        self.shortcut = config.moe_shortcut
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
         self.input_layernorm = norm()
@@ -119,7 +120,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.post_feedforward_layernorm = OutputNorm(config.post_norm_eps, hidden)
         self.mlp: nn.Module
-        if layer < config.first_k_dense:
+        if not has_experts(config, layer):
             self.mlp = MLP(hidden, config.intermediate_size, False, *mlp_args)
             self.call_mlp = calls.mlp(call_module)
         else:
@@ -133,8 +134,8 @@ class Block(nn.Module):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(
-        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
-    ) -> Tensor:
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *more_BsH: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the layer's output: ``run`` with the layer's recomputation or compilation, if any.
 
         Args:
@@ -142,22 +143,32 @@ class Block(nn.Module):
                 streams, side by side.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
-            embedded_BsH: in a module for multi-token prediction, embeddings of the later tokens
-                that it reads; nothing in other layers.
+            more_BsH: in a module for multi-token prediction, embeddings of the later tokens that it
+                reads; in the second layer of a pair, what the experts of the first give; nothing in
+                other layers.
         """
-        return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
+        return self.wrapped_run(x_BsH, setup, tokens, *more_BsH)
 
-    def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
+    def run(
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *routed_BsH: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
+
+        With ``moe_shortcut`` the first layer of a pair also returns what its routed experts give.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
+            routed_BsH: in the second layer of a pair, what the routed experts of the first give.
         """
         x_BsH, h_BsH, *weights = self.wrapped_run_attention(x_BsH, setup)
         moe = isinstance(self.mlp, MoE)
         out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
+        if self.shortcut and moe:
+            out_BsH, later_BsH = out_BsH
+            return self.ffn_residual.join(x_BsH, out_BsH, *weights), later_BsH
+        out_BsH = sum(routed_BsH, out_BsH)
         return self.ffn_residual.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:

@@ -95,8 +95,10 @@ class Decoder(CausalLM):
             return x
         setup = self._setup(tokens, x.dtype)
         local_tokens = tokens.local_shard(self.tp)
+        later: tuple[Tensor, ...] = ()  # what the second layer of a pair adds
         for block in blocks:
-            x = block(x, setup, local_tokens)
+            out = block(x, setup, local_tokens, *later)
+            x, *later = out if isinstance(out, tuple) else (out,)
         return x
 
     def mtp_states(

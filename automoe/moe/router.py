@@ -43,7 +43,7 @@ class Routing(NamedTuple):
     """Experts that serve each token, and their routing weights (``probs``, as in Megatron-Core).
 
     Attributes:
-        topk_expert_ids: [B, s, K] int64, the experts that compute.
+        topk_expert_ids: [B, s, K] int64, the chosen experts; zero experts have the last ids.
         topk_probs: [B, s, K] in at least float32, routing weights: they multiply experts' outputs.
         plain_ids: [B, s, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, s, K] bool, choices within their expert's capacity; None: no expert has a limit.
@@ -166,7 +166,7 @@ class BalancedRouter(nn.Module):
 
     The buffer ``expert_bias`` [E] float32 is added to scores when experts are chosen (None: no bias), and
     ``load_fractions`` [E] float64 are each expert's share of the choices of the previous step, for the global balance
-    loss. Checkpoints have both. ``moe_index`` is the layer's number among MoE layers, from 0. ``wrap`` is a wrapper of
+    loss. Checkpoints have both. Zero experts are among the E. ``moe_index`` is the layer's number among MoE layers, from 0. ``wrap`` is a wrapper of
     the router's methods, such as recomputation (``LayerCalls.router``).
     """
 
@@ -187,7 +187,7 @@ class BalancedRouter(nn.Module):
         self.wrapped_load_and_losses = bind(wrap, self.load_and_losses)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        self.num_experts = config.num_experts
+        self.num_experts = config.num_scored_experts
         self.top_k = config.num_experts_per_token
         self.moe_index = moe_index
         self.register_buffer("expert_bias", expert_bias)
@@ -304,7 +304,7 @@ class Router(BalancedRouter):
         dtype: torch.dtype | None = None,
         wrap: Wrap = as_it_is,
     ) -> None:
-        num_experts = config.num_experts
+        num_experts = config.num_scored_experts
         bias = table = None
         if moe_index < config.router.num_hash_layers:
             table = torch.empty(config.vocab_size, config.num_experts_per_token, dtype=torch.int64)

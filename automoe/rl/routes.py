@@ -106,8 +106,8 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
             layer, where the router chooses.
         start: index in the sample of the first token of ``routes_TLK``, for the message.
     """
-    dense, num_experts = model.first_k_dense, model.num_experts
-    expected = [model.num_layers - dense, model.num_experts_per_token]
+    dense, num_experts = model.first_k_dense, model.num_scored_experts
+    expected = [model.num_moe_layers - model.num_mtp_layers, model.num_experts_per_token]
     if list(routes_TLK.shape[1:]) != expected:
         return (
             f"{routes_TLK.shape[1]} layers and K={routes_TLK.shape[2]}, and the model has {expected[0]} MoE layers and "

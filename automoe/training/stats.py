@@ -79,7 +79,7 @@ def gather_stats(
     num_layers = model.num_moe_layers
     device = loss_share.device
     # from the configuration, since a dense model has no router to ask
-    size = LoadCounter.size(model.num_experts)
+    size = LoadCounter.size(model.num_scored_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
     for place, share in enumerate((loss_share, *reported.values()), start=end):

@@ -102,7 +102,9 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         apart = model.num_mtp_layers * any(module_sizes(config, full)[:-1])
         parallel.layout = None
         later = max(0, num_stages - 1 - apart)  # stages with a layer, besides the first
-        sizes = [model.num_layers - later] + [1] * later + [0] * (num_stages - 1 - later)
+        unit = model.layers_together
+        sizes = [model.num_layers - unit * later] + [unit] * later
+        sizes += [0] * (num_stages - 1 - later)
         if apart and num_stages > 1:
             texts = ["t" * size for size in sizes]
             for module in range(apart):
@@ -153,7 +155,8 @@ def _cut_model(
     model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool
 ) -> ModelConfig:
     widest = MAX_BLOCKED if blocked else 32
-    num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
+    unit = model.layers_together
+    num_layers = min(model.num_layers, unit * max(MAX_LAYERS // unit, num_stages + 2 - unit))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = model.router
     groups = largest_divisor(num_experts, min(router.num_groups, MAX_GROUPS))
@@ -164,6 +167,7 @@ def _cut_model(
         topk_groups=max(1, groups // 2) if limits else groups,
         group_score_topk=min(router.group_score_topk, num_experts // groups),
         num_hash_layers=min(router.num_hash_layers, 1),
+        num_zero_experts=-(-router.num_zero_experts * num_experts // model.num_experts),
     )
     allowed = num_experts // router.num_groups * router.topk_groups
     attention = (

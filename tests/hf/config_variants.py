@@ -135,6 +135,9 @@ BASES: dict[str, Variant] = {
         "post_norm_eps": 1e-3,
         "residual_gate_temperature": 3.0,
     },
+    "longcat_flash": _MLA
+    | {"n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 16}
+    | {"routed_scaling_factor": 1.5, "head_dim": 8},
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }
@@ -253,7 +256,7 @@ def _field_changes(start: Variant) -> Iterator[tuple[str, Variant]]:
 
 
 def _others(key: str, value: Any, start: Variant) -> list[Any]:
-    layers = start["num_hidden_layers"]
+    layers = start.get("num_hidden_layers")  # LongCat-Flash counts pairs
     if key == "hidden_act":
         return [ABSENT, None, "swish", "gelu", "relu", "nothing"]
     if key == "indexer_types":

@@ -34,6 +34,7 @@ KNOWN = [
     ("glm4_moe_lite", "num_shared_experts", 0),
     ("glm_moe_dsa", "num_experts", 1),
     ("deepseek_v2", "num_shared_experts", 0),
+    ("longcat_flash", "num_experts_per_token", 1),
 ]
 
 
@@ -116,6 +117,7 @@ def test_sizes_that_deepseek_v2_cannot_have_are_refused(key: str, value: int, fi
         ("olmoe", "attention.o_bias", True, True),
         ("granitemoeshared", "attention.multiplier", None, 8**-0.5),
         ("qwen3_next", "attention.full_attention_interval", 4, 3),  # of two layers
+        ("longcat_flash", "intermediate_size", 12, 24),  # one key for both layers of a pair
     ],
 )
 def test_what_config_json_cannot_say_is_refused(family: str, key: str, value: Any, other: Any) -> None:

@@ -130,7 +130,10 @@ def token_load(config: Config, documents: bool, dtype: torch.dtype) -> TokenLoad
     return TokenLoad(
         tokens=TOKENS,
         kv_tokens=TOKENS,
-        expert_rows=TOKENS * config.model.num_experts_per_token,
+        expert_rows=TOKENS
+        * config.model.num_experts_per_token
+        * config.model.num_experts
+        // config.model.num_scored_experts,
         mask_numbers=TOKENS * SEQ_LEN if documents else 0,
         window_numbers=TOKENS * SEQ_LEN,
         number_bytes=dtype.itemsize,
@@ -169,6 +172,14 @@ def test_a_layer_of_streams_keeps_what_the_plan_says(
     """Its attention without, with few and with many compressed keys, and experts by token id and by scores."""
     overrides = ("model=small_dsv4", f"model.attention.compress_ratios={[ratio] * 4}")
     assert_kept_as_planned(overrides, layer, dtype, recompute, shrinks=0.03)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("recompute", [[], ["full"], ["layernorm"], ["core_attn", "moe", "shared_experts"]])
+@DTYPES
+def test_the_first_layer_of_a_pair_keeps_what_the_plan_says(dtype: torch.dtype, recompute: list[str]) -> None:
+    """Beside it the second one, which reads what its experts give; a third of the choices is of identities."""
+    assert_kept_as_planned(("model=small_longcat", "moe.gate=balanced"), 0, dtype, recompute)
 
 
 @pytest.mark.exhaustive

@@ -30,6 +30,7 @@ from automoe.hf.families import (
     gpt_oss,
     granite,
     llama,
+    longcat_flash,
     minimax_m2,
     mixtral,
     muse_spark,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         ernie4_5_moe.FAMILY,
         deepseek_v4.FAMILY,
         muse_spark.FAMILY,
+        longcat_flash.FAMILY,
         llama.FAMILY,
         qwen.QWEN3,
     )
