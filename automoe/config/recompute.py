@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from automoe.config.pipeline import IN_HALVES, V_SHAPED
 from automoe.config.rule_engine import Row, Scope, refused, table
-from automoe.config.schema import Config, ParallelConfig, has_experts
+from automoe.config.schema import Config, ParallelConfig
 
 # ``full`` recomputes the whole layer and stands alone. Modules in ``RERUN`` are checkpointed: their
 # forward runs again. For ``DISCARDED_OUTPUTS`` only the outputs are recomputed, for the operations
@@ -81,7 +81,7 @@ parallel.recompute_layers: facts.outside != null |
     | layer {facts.outside} is outside 0..{facts.last} (model.num_layers={model.num_layers} and
     num_mtp_layers={model.num_mtp_layers}) | Set parallel.recompute_layers={facts.inside}
 parallel.recompute_layers: facts.twice | | names a layer twice | Set parallel.recompute_layers={facts.inside}
-parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}' (model.first_k_dense={model.first_k_dense})
+parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}', which layer {facts.having} has
     | Leave it out of parallel.recompute, or name layers that have it
 """)
 # fmt: on
@@ -98,9 +98,9 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     layers = chosen if isinstance(chosen, list) else []
     interval = _EVERY.fullmatch(chosen) if isinstance(chosen, str) else None
     repeated = set(layers or all_layers[:: int(interval[1]) if interval else 1])
-    dense = {layer for layer in all_layers if not has_experts(config.model, layer)}
-    lacking = {"mlp": repeated - dense}
-    lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), repeated & dense)
+    lacking = {"mlp": {*config.model.moe_layers}}
+    lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), {*all_layers} - lacking["mlp"])
+    idle = next((name for name in names if chosen and repeated <= lacking.get(name, set())), "")
     see = Scope(config, config.mesh).knowing(
         unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
         rerun=", ".join(name for name in names if name in (*RERUN, FULL)),
@@ -113,6 +113,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         last=len(all_layers) - 1,
         inside=sorted(set(layers).intersection(all_layers)),
         twice=len(set(layers)) < len(layers),
-        idle=next((name for name in names if chosen and lacking.get(name) == repeated), ""),
+        idle=idle,
+        having=next((layer for layer in all_layers if layer not in lacking.get(idle, ())), None),
     )
     yield from refused(see, _NAMES, _NO_EFFECT, _LAYERS)

@@ -54,8 +54,8 @@ _OVERLAP = table("""
 model.attention.index_shared_layers: facts.orphans | model.attention.index_topk > 0
     | layers {facts.orphans} begin a pipeline stage, and the layers whose choice they use are in another
     | Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1
-parallel.layers_per_stage: facts.halves | model.moe_shortcut
-    | layers {facts.halves} begin a pipeline stage, and are the second ones of pairs
+parallel.layers_per_stage: facts.seconds |
+    | layers {facts.seconds} begin a pipeline stage, and are the second ones of pairs
     | Set parallel.layers_per_stage to even numbers, or mesh.pp=1
 MERGED | mesh.ep == 1 | with mesh.ep=1 there is no all-to-all to hide
     | Set mesh.ep=2 or more, or MERGED=false
@@ -164,7 +164,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     tied = modules[-1:] > [0] and config.model.tie_embeddings
     see = see.knowing(
         orphans=[stage.start for stage in held if stage and stage.start in shared],
-        halves=[stage.start for stage in held if stage and stage.start % 2],
+        seconds=[stage.start for stage in held if stage and stage.start % config.model.layers_together],
         micro_batches=train.global_batch_size // (shape.dp * train.micro_batch_size),
         more=more_micro_batches(config, shape),
         least=least,

@@ -76,7 +76,7 @@ class RouterConfig:
     # that chooses them has fewer experts that compute
     num_zero_experts: int = 0
     # what a zero expert gives: its input (identity), times the weight of the choice, or nothing (zero)
-    zero_expert: Literal["identity", "zero"] = "identity"
+    zero_expert_type: Literal["identity", "zero"] = "identity"
 
 
 @dataclass
@@ -189,12 +189,17 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     @property
-    def num_moe_layers(self) -> int:
-        """Number of layers with experts: all after the dense ones, or one of each pair; 0 for a dense model.
+    def moe_layers(self) -> range:
+        """Numbers of the layers with routed experts: all after the dense ones, or the first of each pair.
 
         Modules for multi-token prediction are counted too.
         """
-        return (len(self.all_layers) - self.first_k_dense) // self.layers_together
+        return self.all_layers[self.first_k_dense :: self.layers_together]
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of layers with routed experts; 0 for a dense model."""
+        return len(self.moe_layers)
 
     @property
     def layers_together(self) -> int:
@@ -445,7 +450,7 @@ def window_of(attention: AttentionConfig, layer: int) -> int:
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
     """Return True if layer number ``layer`` has routed experts."""
-    return layer >= model.first_k_dense and not (model.moe_shortcut and layer % 2)
+    return layer in model.moe_layers
 
 
 def has_token_table(model: ModelConfig, layer: int) -> bool:

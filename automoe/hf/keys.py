@@ -1,8 +1,8 @@
 """Map between tensors of a HuggingFace checkpoint and tensors of the model. Needs no torch.
 
 Both are cut into boxes (rectangular slices), and each box of one has an equal box in the other. Checkpoints of the
-families differ from our model in names, above all of the feed-forward, and in the split of routed experts: published
-files have one tensor per expert and projection, transformers 5 keeps a layer's experts in two tensors.
+families differ from our model in names, above all of the feed-forward, and in the split of routed experts: published files
+have one tensor per expert and projection, transformers 5 two. Shapes: E experts, I their width, L that of their input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ Encoding = WrittenEncoding | Literal["float8", "int8", "int8_packed", "mxfp4_row
 SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of its scales
 ROUTER, SHARED_GATE = "mlp.router.weight", "mlp.shared_experts.output_gate.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-_LAYER = re.compile(r"(layers\.\d+\.)(.+)")
-_NUMBER = re.compile(r"(?<=^model\.layers\.)\d+")
+_LAYER = re.compile(r"(layers\.(\d+)\.)(.+)")
 # Block-FP8 does not quantize these matrices of an indexer and of a multi-token prediction module.
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
@@ -212,7 +211,7 @@ class KeyMap:
         unread: regular expressions of stored tensors to skip.
         integers: ends of the names of stored tensors of int64, such as tables of token ids.
         renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
-        pairs: True if two of our layers are one of the files'; {half} in a new part is then 0 or 1.
+        layers_together: how many of our layers are one of the files'; {half} is the place among them.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -224,13 +223,13 @@ class KeyMap:
     unread: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
-    pairs: bool = False
+    layers_together: int = 1
 
     def renamed(self, key: str) -> str:
         """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
         key = reduce(lambda key, pair: key.replace(*pair), self.renames, key)
-        if self.pairs and (layer := _NUMBER.search(key)):
-            pair, half = divmod(int(layer[0]), 2)
+        if self.layers_together > 1 and (layer := re.search(r"\d+", key)):
+            pair, half = divmod(int(layer[0]), self.layers_together)
             key = key.replace(layer[0], str(pair), 1).replace("{half}", str(half))
         return key
 
@@ -320,7 +319,7 @@ class KeyMap:
         match = _LAYER.fullmatch(name)
         if match is None:
             return [whole(name if name.startswith("lm_head.") else f"model.{name}", shape)]
-        layer, name = match.groups()
+        layer, _, name = match.groups()
         row, _, dims = self.row(name).partition(" [")
         keys = [f"model.{layer}{key}" for key in row.split()]
         if "{" in row or (self.ffn_parts and keys and name in (GATE_UP, DOWN)):
@@ -387,15 +386,16 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     alike = {}  # names below a layer and shapes, which are made once for equal layers
     for name, shape in our_tensors(config):
         layer = None if keys.table else _LAYER.fullmatch(name)
-        prefix, kind = ("", name) if layer is None else (f"model.{layer[1]}", (layer[2], shape))
-        half = keys.pairs and layer is not None and int(layer[1][7:-1]) % 2
-        prefix = keys.renamed(prefix)
-        if (kind, half) not in alike:
+        prefix, kind = "", (name, shape)
+        if layer is not None:
+            half = int(layer[2]) % keys.layers_together
+            prefix, kind = keys.renamed(f"model.{layer[1]}"), (layer[3], shape, half)
+        if kind not in alike:
             pieces = keys.pieces(name, shape)
-            alike[kind, half] = [
+            alike[kind] = [
                 (piece.key.removeprefix(prefix), piece.file or piece.shape) for piece in pieces
             ]
-        tensors |= {prefix + key: full for key, full in alike[kind, half]}
+        tensors |= {prefix + key: full for key, full in alike[kind]}
     return tensors
 
 

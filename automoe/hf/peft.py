@@ -359,7 +359,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
                 parameters |= {*matrices}
             continue
         matrices = [key.split(".", 3)[3] for key in matrices]
-        in_ffn_of_moe = "mlp" in matrices[0] and not family_of(config).dense
+        in_ffn_of_moe = matrices[0].startswith("mlp") and not family_of(config).dense
         if keys.fused if suffix else in_ffn_of_moe and apart:
             parameters.add(matrices[0])
         else:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from functools import wraps
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,31 +185,14 @@ def loading_class(config: Any, whole: bool = False) -> Any:
     """
     import transformers
 
-    if config.model_type == "longcat_flash":
-        _without_gates_of_identities()
+    from automoe.hf.families.registry import known_families
+
+    if family := known_families().get(config.model_type):
+        family.mend()
     wrapper = config.get_text_config(decoder=True) is not config
     if (wrapper and whole) or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
-
-
-def _without_gates_of_identities() -> None:
-    """Give identity experts of transformers' LongCat-Flash no gates, in this process.
-
-    transformers 5.24 makes gates that nothing reads, and so cannot load published files, which lack them.
-    """
-    from torch.nn import Parameter
-    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
-
-    make = LongcatFlashExperts.__init__
-
-    @wraps(make)
-    def make_without(self: Any, config: Any) -> None:
-        make(self, config)
-        self.gate_up_proj = Parameter(self.gate_up_proj[: self.num_routed_experts].detach())
-
-    if not hasattr(make, "__wrapped__"):
-        LongcatFlashExperts.__init__ = make_without
 
 
 def weightless(config: Any, whole: bool = False) -> Any:

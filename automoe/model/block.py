@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
-from automoe.config.schema import ModelConfig, MoEConfig, has_experts, is_linear
+from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.kernels.activation import SWIGLU, Activation, activation_of
 from automoe.model.attention import AttentionSetup, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
@@ -93,7 +93,7 @@ class Latent(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer number ``layer``, from 0: attention and a feed-forward with residuals.
 
-    The feed-forward is an ``MoE`` in layers with experts (``has_experts``), and an ``MLP`` in others.
+    The feed-forward is an ``MoE`` in ``ModelConfig.moe_layers``, and an ``MLP`` in others.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.post_feedforward_layernorm = OutputNorm(config.post_norm_eps, hidden)
         self.mlp: nn.Module
-        if not has_experts(config, layer):
+        if layer not in config.moe_layers:
             self.mlp = MLP(hidden, config.intermediate_size, False, *mlp_args)
             self.call_mlp = calls.mlp(call_module)
         else:
@@ -134,8 +134,8 @@ class Block(nn.Module):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(
-        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *more_BsH: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, other_BsH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output: ``run`` with the layer's recomputation or compilation, if any.
 
         Args:
@@ -143,18 +143,18 @@ class Block(nn.Module):
                 streams, side by side.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
-            more_BsH: in a module for multi-token prediction, embeddings of the later tokens that it
-                reads; in the second layer of a pair, what the experts of the first give; nothing in
+            other_BsH: in a module for multi-token prediction, embeddings of the later tokens that it
+                reads; in the second layer of a pair, what the experts of the first give; None in
                 other layers.
         """
-        return self.wrapped_run(x_BsH, setup, tokens, *more_BsH)
+        return self.wrapped_run(x_BsH, setup, tokens, other_BsH)
 
     def run(
-        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *routed_BsH: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, routed_BsH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``, and None.
 
-        With ``moe_shortcut`` the first layer of a pair also returns what its routed experts give.
+        In the first layer of a pair (``moe_shortcut``) what its routed experts give replaces None.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
@@ -165,11 +165,13 @@ class Block(nn.Module):
         x_BsH, h_BsH, *weights = self.wrapped_run_attention(x_BsH, setup)
         moe = isinstance(self.mlp, MoE)
         out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
+        later_BsH = None
         if self.shortcut and moe:
             out_BsH, later_BsH = out_BsH
-            return self.ffn_residual.join(x_BsH, out_BsH, *weights), later_BsH
-        out_BsH = sum(routed_BsH, out_BsH)
-        return self.ffn_residual.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
+        if routed_BsH is not None:
+            out_BsH = out_BsH + routed_BsH
+        out_BsH = self.post_feedforward_layernorm(out_BsH)
+        return self.ffn_residual.join(x_BsH, out_BsH, *weights), later_BsH
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:
         """Return the residual after attention, the input of the feed-forward, and weights for ``join``.

@@ -95,10 +95,9 @@ class Decoder(CausalLM):
             return x
         setup = self._setup(tokens, x.dtype)
         local_tokens = tokens.local_shard(self.tp)
-        later: tuple[Tensor, ...] = ()  # what the second layer of a pair adds
+        routed = None  # what the second layer of a pair adds
         for block in blocks:
-            out = block(x, setup, local_tokens, *later)
-            x, *later = out if isinstance(out, tuple) else (out,)
+            x, routed = block(x, setup, local_tokens, routed)
         return x
 
     def mtp_states(

@@ -63,7 +63,7 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(config, make_backend)
         zeros = config.router.num_zero_experts
         self.dispatcher = backend.dispatcher or LocalDispatcher(config.num_experts, moe, zeros > 0)
-        self.passes_on = zeros > 0 and config.router.zero_expert == "identity"
+        self.identities = zeros > 0 and config.router.zero_expert_type == "identity"
         fp8 = moe.dispatch_dtype == "fp8"
         scope = partial(discard_scope, outermost=True) if fp8 else as_it_is
         self.wrapped_run_experts = bind(chain(scope, calls.run_experts), self.run_experts)
@@ -75,7 +75,7 @@ class MoE(nn.Module):
         self.moe = moe
         self.shortcut = config.moe_shortcut
         self.num_experts = config.num_experts
-        self.num_scored = config.num_scored_experts
+        self.num_scored_experts = config.num_scored_experts
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor | tuple[Tensor, Tensor]:
         """Return the layer's output [B, s, H] for hidden states [B, s, H]; ``tokens`` has their documents, padding and forced ids.
@@ -107,19 +107,20 @@ class MoE(nn.Module):
             x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)
         )
         if routing.kept is not None:
-            ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_scored)
+            ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_scored_experts)
         run: Dispatcher = self.dispatcher
         if routing.kept is not None and self.moe.pad_to_capacity:
-            sizes = ids_TK.shape[1], self.num_scored
+            sizes = ids_TK.shape[1], self.num_scored_experts
             slots = slots_per_expert(self.moe, tokens, self.pg_collection, *sizes)
             run = partial(dispatch_padded, run, self.num_experts, slots)
         # Rows travel to the ranks of their experts, these run on them, and their sums come back.
         experts = self._normed_experts if self.norms_outputs else self.experts
         y_TH = run(x_TH, ids_TK, probs_TK, experts)
-        if self.passes_on:
-            passed_TK = (ids_TK >= self.num_experts) & (ids_TK < self.num_scored)
+        if self.identities:
+            passed_TK = (ids_TK >= self.num_experts) & (ids_TK < self.num_scored_experts)
             share_T1 = (probs_TK * passed_TK).sum(-1, keepdim=True)
-            y_TH = y_TH.addcmul(x_TH, share_T1.to(x_TH.dtype))
+            # The sum is in the weights' float32, and so is their gradient.
+            y_TH = (y_TH + x_TH * share_T1).to(x_TH.dtype)
         return y_TH.view(x_BsH.shape)
 
     def _normed_experts(

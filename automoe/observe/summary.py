@@ -43,7 +43,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     if model.shared_intermediate_size:
         shared = f" + one shared of width {model.shared_intermediate_size}"
     if zeros := model.router.num_zero_experts:
-        shared += f" + {zeros} {model.router.zero_expert}"
+        shared += f" + {zeros} {model.router.zero_expert_type}"
     layers = ((model.num_dense_layers, "dense"), (model.num_layers - model.num_dense_layers, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     modules = f", {model.num_mtp_layers} MTP" * bool(model.num_mtp_layers)

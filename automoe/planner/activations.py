@@ -55,7 +55,6 @@ from automoe.config.schema import (
     AttentionConfig,
     Config,
     ModelConfig,
-    has_experts,
     has_indexer,
     is_linear,
     ratio_of,
@@ -212,12 +211,12 @@ def layer_activation_bytes(
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
-    routed = has_experts(model, layer)
+    routed = layer in model.moe_layers
     top_k = model.num_experts_per_token
     mtp = layer >= model.num_layers
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
-        more = mtp or (routed and model.moe_shortcut)  # a second input, of this layer or the next
+        more = mtp or (model.moe_shortcut and not routed)  # a second input
         by_part = {"norms": float(size * tokens * (model.residual_width + hidden * more))}
         if has_indexer(model.attention, layer):
             # the chosen keys or entries, a byte each

@@ -14,7 +14,7 @@ from math import ceil, inf, lcm
 
 from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.pipeline import stages_of_ranks
-from automoe.config.schema import Config, has_experts, has_token_table
+from automoe.config.schema import Config, has_token_table
 from automoe.model.params import Param, stage_params
 from automoe.model.trainable import as_stored, with_adapters
 from automoe.planner.step_memory import Sizes, gathered_numel, local_numel, rows_of
@@ -203,7 +203,7 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
         if config.train.fp8 == "delayed" and param.spec.fp8:
             yield _Tensor(f"model.{param.name}.history", HISTORY_BYTES, HISTORY_BYTES, 1, ranks)
     for layer in layers[stage]:
-        if has_experts(model, layer):
+        if layer in model.moe_layers:
             buffers = {"load_fractions": 8 * model.num_scored_experts}
             if has_token_table(model, layer):
                 buffers["tid2eid"] = 8 * model.vocab_size * model.num_experts_per_token

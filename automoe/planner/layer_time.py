@@ -27,7 +27,7 @@ from automoe.config.context import exchange_widths, expanded_width, mean_keys
 from automoe.config.mesh_shape import uses_ulysses
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import head_dims, score_dims, wire_row_bytes
-from automoe.config.schema import has_experts, has_indexer, is_linear, ratio_of, window_of
+from automoe.config.schema import has_indexer, is_linear, ratio_of, window_of
 from automoe.planner import compressed
 from automoe.planner.communication import (
     NOTHING,
@@ -69,7 +69,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
         again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
     """
     passes = local_time(place, layer)
-    if has_experts(place.config.model, layer):
+    if layer in place.config.model.moe_layers:
         add_experts(place, layer, passes, arrives_again=bool(again & {FULL, "moe"}))
     seconds, sent = time_again(passes.forward, again)
     passes.backward.add("again", seconds)
@@ -85,7 +85,7 @@ def local_time(place: Place, layer: int) -> Passes:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
     """
     model = place.config.model
-    routed = has_experts(model, layer)
+    routed = layer in model.moe_layers
     passes = Passes(Pass(), Pass())
     _products(place, layer, passes, experts=False)
     _attention(place, layer, passes)
@@ -345,7 +345,7 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
     elif attention.kind == "compressed":
         inwards = compressed.gathered_width(attention, layer)
     widths = [inwards, model.hidden_size]
-    if not has_experts(model, layer) or model.shared_width:
+    if layer not in model.moe_layers or model.shared_width:
         widths += [model.hidden_size] * 2
     for width in widths:
         cost = gather(place.machine, group, row * width)

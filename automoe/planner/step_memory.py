@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
-from automoe.config.schema import Config, has_experts, has_indexer, is_linear, ratio_of, window_of
+from automoe.config.schema import Config, has_indexer, is_linear, ratio_of, window_of
 from automoe.config.tier import tier_of
 from automoe.model.params import Param, layer_params
 from automoe.model.trainable import is_target
@@ -115,7 +115,7 @@ class LayerKind(NamedTuple):
 def layer_kind(config: Config, layer: int) -> LayerKind:
     model = config.model
     return LayerKind(
-        has_experts(model, layer),
+        layer in model.moe_layers,
         is_linear(model.attention, layer),
         window_of(model.attention, layer),
         recomputed_modules(config.parallel, layer),

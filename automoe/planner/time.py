@@ -17,7 +17,7 @@ from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.facts import MUON_STEPS
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.pipeline import IN_HALVES, stages_of_ranks
-from automoe.config.schema import Config, has_experts
+from automoe.config.schema import Config
 from automoe.model.params import embedding_stages, model_params, num_states
 from automoe.model.trainable import is_trained
 from automoe.observe.flops import step_flops_per_token
@@ -383,7 +383,7 @@ def host_times(place: Place, layer: int) -> tuple[float, float]:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
     """
     config, constants = place.config, place.machine.constants
-    cpu, routed = config.cluster.on_cpu, has_experts(config.model, layer)
+    cpu, routed = config.cluster.on_cpu, layer in config.model.moe_layers
     # A dense layer launches half as many kernels. A CPU's time counts if host_layer was measured.
     share = float(not cpu or "host_layer" in config.cluster.constants) * (1 if routed else 0.5)
     forward = backward = share * constants.host_layer

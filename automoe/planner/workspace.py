@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
 from automoe.config.rules_kernels import chunk_tokens, score_dims
-from automoe.config.schema import ModelConfig, has_experts
+from automoe.config.schema import ModelConfig
 from automoe.planner import compressed
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
@@ -88,7 +88,7 @@ def layer_workspaces(
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     all_again = dropped.get(FULL, 0.0)
     kept_now = nothing if all_again else now
-    routed = has_experts(model, layer)
+    routed = layer in model.moe_layers
     residual = load.number_bytes * load.tokens * model.residual_width
     # bytes freed by now, computed again, and temporary
     parts: list[tuple[float, float, float]] = []

@@ -16,7 +16,7 @@ from transformers.models.longcat_flash import modeling_longcat_flash as theirs
 import automoe
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import stage_layers
-from automoe.config.schema import Config
+from automoe.config.schema import Config, ModelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
@@ -52,11 +52,81 @@ def test_files_have_experts_that_compute_alone_and_transformers_needs_gates_of_t
         theirs.LongcatFlashForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
 
 
+# As published: without model_type, and with keys of its own class.
+RAW: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_longcat_flash.LongcatFlashConfig"},
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_method": "MLA",
+    "vocab_size": 131072,
+    "hidden_size": 6144,
+    "ffn_hidden_size": 12288,
+    "expert_ffn_hidden_size": 2048,
+    "num_layers": 28,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "routed_scaling_factor": 6.0,
+    "n_routed_experts": 512,
+    "zero_expert_num": 256,
+    "zero_expert_type": "identity",
+    "moe_topk": 12,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e7,
+    "max_position_embeddings": 131072,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def read(folder: Path, **keys: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(RAW | keys))
+    return replace(model_config_from_hf(folder), hf_path=None)
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"num_hidden_layers": 28}, {"num_hidden_layers": 56}, {"model_type": "longcat_flash"}]
+)
+def test_a_published_config_is_read_with_either_count_of_layers(keys: dict[str, Any], tmp_path: Path) -> None:
+    model = read(tmp_path, **keys)
+    assert (model.num_layers, model.num_experts, model.router.num_zero_experts) == (56, 512, 256)
+    theirs = LongcatFlashConfig().to_dict() | {"model_type": "longcat_flash"}
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    assert replace(model_config_from_hf(tmp_path), hf_path=None) == model
+    written = family_of(model).write_config(model, RAW | keys)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert AutoConfig.from_pretrained(tmp_path).num_layers == 28
+    assert "auto_map" not in written and family_of(model).write_config(model)["attention_method"] == "MLA"
+
+
+def test_counts_of_layers_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers=30 beside num_layers=28, which are pairs"):
+        read(tmp_path, num_hidden_layers=30)
+
+
+@pytest.mark.parametrize("name", ["longcat", "qwen3_moe", "dsv3"])
+def test_a_file_that_names_its_class_alone_is_of_the_class_s_family(name: str, tmp_path: Path) -> None:
+    save_small_hf(name, tmp_path)
+    expected = model_config_from_hf(tmp_path)
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text())
+    del stated["model_type"]
+    path.write_text(json.dumps(stated))
+    assert model_config_from_hf(tmp_path) == expected
+    path.write_text(json.dumps(stated | {"architectures": ["NobodysModel"]}))
+    with pytest.raises(ConfigError, match="model_type"):
+        model_config_from_hf(tmp_path)
+
+
 def test_the_published_sizes_have_the_published_numbers_of_parameters(tmp_path: Path) -> None:
     """560 B in all and 27 B for an average token, the embedding apart (arXiv 2509.01322): 8 experts of 12 compute."""
-    published = LongcatFlashConfig().to_dict() | {"architectures": ["LongcatFlashForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    model = model_config_from_hf(tmp_path)
+    model = read(tmp_path)
     count = count_params(model)
     embedding = count.by_part["embedding"]
     assert count.total / 1e9 == pytest.approx(560.7, abs=0.05)
@@ -116,13 +186,14 @@ def config_with(preset: str = "small_longcat", *overrides: str, **model: Any) ->
     [
         ("longcat", dict(num_layers=5), "model.moe_shortcut", "layers are pairs, and there are 5"),
         ("longcat", dict(shared_intermediate_size=0), "model.moe_shortcut", "a dense FFN beside its experts"),
+        ("longcat", dict(intermediate_size=128), "model.shared_intermediate_size", "one width for the dense FFNs"),
         ("longcat", dict(first_k_dense=2), "model.moe_shortcut", "layers are pairs of one stream"),
         ("longcat", dict(moe_shortcut=False), "model.moe_shortcut", "its layers are pairs"),
         ("dsv3", dict(scale_latents=True, q_lora_rank=None), "model.attention.scale_latents", "width of a latent"),
         ("qwen3_moe", dict(scale_latents=True), "model.attention.scale_latents", "width of a latent"),
         ("longcat", dict(num_zero_experts=-1), "model.router.num_zero_experts", "at least 0"),
         ("longcat", dict(num_experts_per_token=25), "model.num_experts_per_token", "more than all 24 experts"),
-        ("qwen3_moe", dict(zero_expert="zero"), "model.router.zero_expert", "there are no zero experts"),
+        ("qwen3_moe", dict(zero_expert_type="zero"), "model.router.zero_expert_type", "there are no zero experts"),
         ("dsv3", dict(num_zero_experts=4), "model.router.num_zero_experts", "in no group"),
         ("muse", dict(num_zero_experts=4), "model.router.num_zero_experts", "has no norm"),
         ("dsv4", dict(num_zero_experts=4), "model.router.num_zero_experts", "a table of token ids"),
@@ -134,6 +205,12 @@ def test_what_no_model_has_is_refused_by_name(preset: str, model: dict[str, Any]
     with pytest.raises(ConfigError, match=rule) as caught:
         validate(config_with(f"small_{preset}", export, **model), 1, "cpu")
     assert caught.value.key == key
+
+
+def test_a_gate_that_leaves_the_last_expert_out_needs_one_that_computes() -> None:
+    validate(config_with("small_longcat", "moe.gate=balanced"), 1, "cpu")
+    with pytest.raises(ConfigError, match="a zero expert without rows"):
+        validate(config_with("small_longcat", "moe.gate=empty"), 1, "cpu")
 
 
 def test_a_stage_has_whole_pairs() -> None:

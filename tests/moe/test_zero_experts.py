@@ -12,8 +12,11 @@ from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.block import Latent
+from automoe.model.decoder import Decoder
 from automoe.moe.layer import MoE
+from automoe.moe.router import Router
 from automoe.passes.trace import training_pass
+from automoe.training.stats import StepStats, update_balance_state
 from tests.support.class_models import AllInFloat64
 
 pytestmark = pytest.mark.usefixtures("trains")
@@ -83,11 +86,11 @@ def test_output_and_gradients_are_those_of_longcat_flash_in_transformers() -> No
     assert set(zeros.flatten().tolist()) == {1, 2}, "tokens with fewer experts, each another number"
 
 
-@pytest.mark.parametrize("zero_expert", ["identity", "zero"])
+@pytest.mark.parametrize("zero_expert_type", ["identity", "zero"])
 @pytest.mark.parametrize("latent", [0, 5])
-def test_a_token_gets_its_experts_and_its_share_of_itself(zero_expert: Any, latent: int) -> None:
+def test_a_token_gets_its_experts_and_its_share_of_itself(zero_expert_type: Any, latent: int) -> None:
     """One token and one choice at a time; experts on a latent pass on what they read of it."""
-    layer = make_layer(replace(LONGCAT, zero_expert=zero_expert), latent)
+    layer = make_layer(replace(LONGCAT, zero_expert_type=zero_expert_type), latent)
     x = hidden_states()
     routing = layer.router(x, make_rows())
     read = layer.latent(x)
@@ -100,7 +103,7 @@ def test_a_token_gets_its_experts_and_its_share_of_itself(zero_expert: Any, late
             if expert < E:
                 gate, up = layer.experts.gate_up_proj[expert] @ token
                 row = row + weight * (layer.experts.down_proj[expert] @ (gate * gate.sigmoid() * up))
-            elif zero_expert == "identity":
+            elif zero_expert_type == "identity":
                 row = row + weight * token
         rows.append(row)
     expected = layer.latent.post_expert_proj(torch.stack(rows).view_as(read))
@@ -114,7 +117,7 @@ def test_a_token_gets_its_experts_and_its_share_of_itself(zero_expert: Any, late
 
 @pytest.mark.parametrize("experts", ["loop", "grouped_mm"])
 def test_tokens_that_choose_zero_experts_alone_train_the_router_and_leave_no_gradient_out(experts: str) -> None:
-    layer = make_layer(replace(LONGCAT, num_zero_experts=Z), experts=experts).to(torch.float32)
+    layer = make_layer(experts=experts).to(torch.float32)
     layer.router.expert_bias[E:] = 10.0
     x = hidden_states().to(torch.float32)
     routing = layer.router(x, make_rows())
@@ -124,15 +127,59 @@ def test_tokens_that_choose_zero_experts_alone_train_the_router_and_leave_no_gra
     assert router.any() and gate_up.shape == layer.experts.gate_up_proj.shape and not gate_up.any() and not down.any()
 
 
-def test_losses_and_counts_are_over_all_experts() -> None:
-    """Zero experts balance like others: the losses of a router with as many experts that compute."""
+@pytest.mark.parametrize("gradient", ["input", "router"])
+def test_gradients_of_a_share_are_those_of_float32_in_bfloat16(gradient: str) -> None:
+    """Of tokens that choose identities alone, with all numbers rounded to bfloat16: only the share has a gradient."""
+    wide = make_layer().to(torch.bfloat16).to(torch.float64)
+    wide.router.expert_bias[E:] = 10.0
+    narrow = make_layer().to(torch.bfloat16)
+    narrow.router.weight.data = wide.router.weight.data.float()
+    narrow.router.expert_bias = wide.router.expert_bias.float()
+    x = hidden_states().detach().to(torch.bfloat16)
+    weights = torch.linspace(-1, 1, x.numel()).view_as(x).to(torch.bfloat16)
+    found = []
+    for layer in (wide, narrow):
+        start = x.to(layer.experts.down_proj.dtype).requires_grad_()
+        y = layer(start, make_rows())
+        wanted = start if gradient == "input" else layer.router.weight
+        found.append(torch.autograd.grad((y.double() * weights.double()).sum(), wanted)[0].double())
+    exact, got = found
+    assert (got - exact).norm() < (4e-3 if gradient == "input" else 1e-5) * exact.norm()
+
+
+def test_biases_move_towards_the_share_of_an_even_load_and_those_of_zero_experts_stay() -> None:
+    """b_i += rate * sign(K_e / (K E) - share_i), K_e = K E / (E + Z) experts a token on average (arXiv 2509.01322)."""
+    sizes = dict(num_layers=2, intermediate_size=24, shared_intermediate_size=24, vocab_size=32, moe_shortcut=True)
+    experts = dict(num_experts=E, num_experts_per_token=K, moe_intermediate_size=WIDTH, hidden_size=H, first_k_dense=0)
+    part = Decoder(ModelConfig(family="longcat_flash", router=LONGCAT, **sizes, **experts), MoEConfig())
+    router = part.layers["0"].mlp.router
+    before = torch.linspace(-1, 1, E + Z)
+    router.expert_bias.copy_(before)
+    counts = torch.tensor([[12.0, 8, 9, 11, 10, 0, 25, 5, 10, 10]], dtype=torch.float64)
+    update_balance_state(StepStats(0.0, {}, counts, [0.0], torch.stack((counts, counts), 1)), [part], 0.25)
+    target = (K * E / (E + Z)) / (K * E)
+    expected = before.clone()
+    expected[:E] += 0.25 * torch.sign(target - counts[0, :E] / counts.sum()).float()
+    assert torch.equal(router.expert_bias, expected) and (expected[:E] != before[:E]).sum() == 5
+
+
+def test_losses_and_counts_are_those_of_as_many_experts_that_compute() -> None:
     coefs = dict(seq_balance_coef=0.3, micro_batch_balance_coef=0.2, z_loss_coef=0.1)
     router, rows = make_layer(**coefs).router, make_rows(padding=5)
+    model = ModelConfig(
+        hidden_size=H, num_experts=E + Z, num_experts_per_token=K, router=replace(LONGCAT, num_zero_experts=0)
+    )
+    other = Router(model, MoEConfig(**coefs), 0)
+    other.load_state_dict(router.state_dict())
+    other.weight.data = router.weight.data
+    with training_pass():
+        other(hidden_states(), rows)
     with training_pass():
         routing = router(hidden_states(), rows)
     counts = torch.zeros(E + Z, dtype=torch.float64)
     for ids in routing.topk_expert_ids[rows.valid].tolist():
         counts[ids] += 1
+    assert torch.equal(router.load.totals, other.load.totals)
     loads = router.load.views(router.load.totals)
     assert torch.equal(loads.experts[0], counts) and counts[E:].sum() > 0
     assert router.load_fractions.shape == (E + Z,) and router.weight.shape == (E + Z, H)

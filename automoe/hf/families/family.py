@@ -117,6 +117,10 @@ class Family(Tier):
         """Return this family; a subclass may adapt it to the checkpoint of ``model``."""
         return self
 
+    @staticmethod
+    def mend() -> None:
+        """Mend transformers' class in this process, before a model is built; a subclass may."""
+
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Return our configuration of the model that a ``config.json`` describes.
 

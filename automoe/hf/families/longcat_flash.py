@@ -5,8 +5,11 @@ A layer of its files is a pair of ours: each has attention and a dense FFN, and 
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from automoe.hf.families import deepseek_v2, deepseek_v3
-from automoe.hf.families.family import COMMON_FIELDS, Family, Field, named
+from automoe.hf.families.family import COMMON_FIELDS, Field, named
+from automoe.hf.families.longcat_flash_pairs import Pairs
 from automoe.hf.keys import KeyMap
 
 _V3 = deepseek_v3.FAMILY
@@ -23,7 +26,7 @@ _NAMES = (
     ("mlp.gate.weight", "mlp.router.classifier.weight"),
     ("mlp.gate.", "mlp.router."),
 )
-FAMILY = Family(
+FAMILY = Pairs(
     model_type="longcat_flash",
     architecture="LongcatFlashForCausalLM",
     fields=COMMON_FIELDS
@@ -41,13 +44,15 @@ FAMILY = Family(
     },
     fixed={"attention.kind": "mla", "attention.scale_latents": True, "rope.interleaved": True}
     | {"router.score": "softmax", "router.expert_bias": True, "router.norm_topk_prob": False}
-    | {"router.num_groups": 1, "router.zero_expert": "identity", "moe_shortcut": True}
+    | {"router.num_groups": 1, "router.zero_expert_type": "identity", "moe_shortcut": True}
     | {"first_k_dense": 0, "num_shared_experts": 0},
     only={"hidden_act": "silu", "attention_bias": False, "router_bias": False}
     | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
     | {"norm_topk_prob": False},
-    written={"head_dim": lambda config: config.attention.qk_rope_head_dim},
+    written={"head_dim": lambda config: config.attention.qk_rope_head_dim}
+    | {"num_hidden_layers": attrgetter("num_layers")},
+    unread={"attention_method": "MLA"},
     mscale=True,
     least={"num_experts_per_token": 2},  # its class squeezes one choice away
-    keys=KeyMap(renames=_NAMES, pairs=True, unread=(r"model\.mtp.*",)),
+    keys=KeyMap(renames=_NAMES, layers_together=2, unread=(r"model\.mtp.*",)),
 )
