@@ -58,7 +58,7 @@ parallel.recompute: facts.once != parallel.recompute | facts.listed | names a mo
 parallel.recompute has FULL | facts.others | FULL covers all modules by itself | Set parallel.recompute=FULL
 """, MODULES=", ".join(MODULES), FULL=FULL, FIRST=MODULES[2], HALVED="|".join((*IN_HALVES, *V_SHAPED)))
 _NO_EFFECT = table("""
-SELECTED mlp | model.num_dense_layers == 0 | mlp: no layer has a dense FFN
+SELECTED mlp | model.num_dense_layers == 0 | mlp: no layer has a dense FFN (model.first_k_dense=0)
 SELECTED moe | model.num_moe_layers == 0
     | moe: no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers
 SELECTED moe; SELECTED full | parallel.overlap_all_to_all
