@@ -36,7 +36,7 @@ _HERE = {
 def main(argv: list[str] | None = None) -> int:
     """Run the subcommand that ``argv[0]`` names, with the rest of ``argv``.
 
-    Returns the subcommand's exit status, or 2 if no subcommand has that name.
+    Returns the subcommand's exit status, or 2 if ``argv`` (None: ``sys.argv[1:]``) names none.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):

@@ -360,14 +360,14 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
 
 
 def listed(names: Iterable[object], shown: int = 4) -> str:
-    """Return sorted names as text, at most ``shown`` of them: ``a, b, c, d and 12 more``."""
+    """Sort names and return at most ``shown`` of them as text: ``a, b, c, d and 12 more``."""
     texts = sorted(map(str, names))
     more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
     return ", ".join(texts[:shown]) + more
 
 
 def one_line(text: object) -> str:
-    """Return ``text`` on one line, cut after 400 characters."""
+    """Return ``text`` on one line, its runs of whitespace as single spaces, cut after 400 characters."""
     return " ".join(str(text).split())[:400]
 
 

@@ -88,7 +88,8 @@ def export_run(
     Raises:
         ConfigError: ``run_dir`` is no run directory; ``out`` is the run's ``model.hf_path``; the family
             has no checkpoints in ``encoding``; ``adapter`` is given with a dtype or encoding, or the
-            run trained other weights or none; or ``ema`` is given, and the run kept no averages.
+            run trained no adapter, or changed the model in other ways too; or ``ema`` is given, and
+            the run kept no averages.
         CheckpointError: the run has no weights, they are damaged, or the written checkpoint differs
             from them.
     """

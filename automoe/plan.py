@@ -58,8 +58,9 @@ cluster=h200, ...
 def main(argv: list[str] | None = None) -> int:
     """Plan a configuration, or search for a mesh, as the arguments of ``automoe plan`` say.
 
-    Returns the exit status: 1 if a search found no mesh that fits, or ``--build`` measured other sizes
-    than planned; 2 if an argument or the configuration is invalid; else 0.
+    ``argv`` None: this process's arguments. Returns the exit status: 1 if a search found no mesh
+    that fits, or ``--build`` measured other sizes than planned; 2 if an argument or the
+    configuration is invalid; else 0.
     """
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv

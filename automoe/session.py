@@ -129,7 +129,7 @@ def resolved(
 def store_at(session: Session, folder: Path) -> CheckpointStore:
     """Return a copy of the session's checkpoint store whose run directory is ``folder``.
 
-    It waits until a background save of the session has ended.
+    This function first waits until a background save of the session has ended.
     """
     session.store.poll(wait=True)  # the copy would report the same background save again
     store = copy(session.store)

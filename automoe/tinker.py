@@ -133,7 +133,7 @@ class ServiceClient(_Client):
         return _done(client)
 
     def _opened(self, path: str) -> TrainingClient:
-        """Return a client for the state at ``path``, not loaded yet; ``ConfigError`` if overrides do not fit it."""
+        """Return a client for the state at ``path``, not loaded yet; ``ConfigError`` if its LoRA or model differs."""
         config = load_config(path)
         saved = config.model.hf_path, config.lora.rank, config.train.seed
         client = self.create_lora_training_client(*saved).result()

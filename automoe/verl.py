@@ -61,7 +61,7 @@ def by_derivatives(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 
     ``of_log_probs`` and ``of_entropy``, values in ``inputs.given``, are the verl loss's derivatives
     with respect to each token's log-probability and entropy. The result is the sum over tokens of
-    derivative * log-probability + derivative * entropy.
+    ``of_log_probs`` * log-probability + ``of_entropy`` * entropy.
     """
     loss = -(inputs.given["of_log_probs"] * nll_BS).sum()
     if "of_entropy" in inputs.given and inputs.entropy is not None:

@@ -56,10 +56,10 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def is_saved(step_dir: Path) -> bool:
-    """Return True if the checkpoint folder ``step_dir`` exists, unless its intact manifest states another step.
+    """Return True if the checkpoint folder ``step_dir`` exists and holds the step of its name.
 
-    A folder of another step (a copy under a wrong name) is renamed, so that this step can be
-    saved.
+    If its intact manifest states another step (a copy under a wrong name), it is renamed to
+    ``misnamed-step-N.1``, so that step N can be saved, and the result is False.
     """
     if step_dir.exists() and is_misnamed(step_dir):
         set_aside(step_dir, f"misnamed-{step_dir.name}")
@@ -67,7 +67,7 @@ def is_saved(step_dir: Path) -> bool:
 
 
 def clean(folder: Path) -> None:
-    """Remove the half-written and half-deleted folders of a killed run.
+    """Remove what a killed run half wrote or half deleted: ``.tmp-*`` in a checkpoint folder.
 
     The caller holds the run directory's lock.
     """
@@ -146,9 +146,9 @@ def superfluous(
     a multiple of ``keep_every``.
 
     Args:
-        names: committed steps, oldest first; the last one always stays.
-        val_losses: validation loss of each validated step; of equal losses the newer step is
-            better.
+        names: folder names of the committed steps, oldest first; the last one always stays.
+        val_losses: folder name -> validation loss, for each validated step; of equal losses the
+            newer step is better.
     """
     staying = set(names[-max(checkpoint.keep, 1) :])
     best = sorted(val_losses, key=lambda name: (val_losses[name], -step_number(name)))

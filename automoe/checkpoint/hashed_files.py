@@ -74,7 +74,7 @@ class HashingFileSystem(FileSystem):
     """File system for torch.distributed.checkpoint whose new files are flushed and hashed.
 
     Args:
-        step: optimizer step that is being saved.
+        step: number of the optimizer step that is saved, which traces show beside each write.
 
     Attributes:
         facts: by file name, size (``bytes``) and XXH3 digest (``xxh128``) of every file written so

@@ -121,7 +121,7 @@ def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
 def verify_step(
     step_dir: Path, ranks: Ranks, content: bool = True
 ) -> tuple[dict[str, Any], str | None]:
-    """Return a checkpoint's manifest, and a description of the checkpoint's damage or None.
+    """Return a checkpoint's manifest ({} if damaged), and a description of the checkpoint's damage or None.
 
     Every listed file must exist, complete and unchanged. Collective: ranks divide the files.
 

@@ -17,8 +17,8 @@ def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor
 
     The names are ``model.NAME`` and ``optimizer.KEY.NAME``, with NAME that of a parameter in the
     full model. The tensors are parameters, saved buffers, and the optimizer's state of each
-    parameter: moments or momentum, step counts, and weight averages. If two stages of this rank
-    hold a copy of a parameter, the first copy is returned.
+    parameter: moments or momentum, step counts, and weight averages. If two pipeline stages
+    of this rank hold a copy of a parameter, the first copy is returned.
 
     Args:
         frozen: True to include frozen parameters.
@@ -31,7 +31,7 @@ def tensors_of(state: TrainState, frozen: bool = True) -> dict[str, torch.Tensor
 
 @torch.no_grad()
 def fill_copies(state: TrainState) -> None:
-    """Copy each tensor's values to the copies that later stages of this rank hold.
+    """Copy each tensor's values to its copies in later pipeline stages of this rank.
 
     V-shaped schedules put the embedding and a tied head on one rank.
     """

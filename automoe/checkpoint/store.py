@@ -155,8 +155,8 @@ class CheckpointStore:
         """Save ``state``; in the background with ``checkpoint.async_save`` unless ``stopping``.
 
         A checkpoint is committed in full or not at all, and an existing step is left as it is. The method waits for a
-        save in flight. A failed write (a full disk) is a warning and training continues, except for the last save of a
-        run, whose failure is an error because no later save can replace it.
+        save in flight. If a write fails (a full disk) or a tensor is not finite, the user is warned and training
+        continues; in the last save of a run it is an error, because no later save can replace it.
 
         Args:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
@@ -210,16 +210,16 @@ class CheckpointStore:
         return None
 
     def poll(self, wait: bool = False) -> Path | None:
-        """Return the directory of a background save that has ended; call this method every step.
+        """Return the folder of a background save that is now complete, else None; call this every step. Collective.
 
         Args:
             wait: True to wait until the save has ended, for a loop that ends without a last save.
 
         Returns:
-            None while any rank's save is being written, if it failed, or if there is none.
+            None while a rank is writing, without a save, or if files could not be written (a warning, no error).
 
         Raises:
-            Exception: the error that ended the save, in the same call on every rank, unless it was a write error.
+            Exception: any other error that ended the save, in the same call on every rank.
         """
         if self._in_flight is None:
             return None
@@ -268,7 +268,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the block's time as waiting; a ``SaveError`` in it becomes a warning, or is raised if ``last``."""
+        """Count the ``with`` block's time as waiting; a ``SaveError`` becomes a warning, or is raised if ``last``."""
         started = time.perf_counter()
         try:
             yield

@@ -34,7 +34,8 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
 
     Args:
         ep: ranks that hold equal parts of the experts.
-        expert_rows: (token, expert) pairs that a rank's experts compute; read if ep is above 1.
+        expert_rows: number of (token, expert) pairs that a rank's experts compute; read if ep is
+            above 1.
 
     Returns:
         (bytes stored once per micro-batch, such as masks; a pair for each layer: bytes it stores
@@ -159,8 +160,8 @@ def _kind(layer: nn.Module) -> Any:
 def _run_once(layer: Any, like: Any) -> None:
     """Make ``layer`` return its input instead of computing, if it is not the first of its kind.
 
-    Memory is measured once per kind of layer. If ``like`` did not return a single tensor,
-    ``layer`` computes as usual.
+    Memory is measured once per kind of layer. If ``like``, when it ran, returned anything but
+    a single tensor, ``layer`` computes as usual.
 
     Args:
         like: first layer of the model with equal shapes and settings; it may be ``layer`` itself.

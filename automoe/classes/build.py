@@ -272,9 +272,9 @@ def inner_model(model: Any, path: str) -> tuple[str, nn.Module]:
 
 
 def head_of(model: Any, path: str) -> Head:
-    """Find out how the model's class computes logits, by running its code with a small head.
+    """Return how the model's class computes logits: scale, soft cap and number of rows of the head.
 
-    Very small hidden states give the scale, very large ones the soft cap.
+    The class's code is run with a small head: tiny hidden states give the scale, huge ones the cap.
 
     Args:
         path: checkpoint folder, for messages.

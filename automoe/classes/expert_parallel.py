@@ -39,18 +39,19 @@ class ExpertParallel(ExpertStyle):
 
     Args:
         dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
-            deepep, the name of a plugin, or the maker of dispatchers that other styles use, too.
-            The other arguments are for a name.
+            deepep, the name of a plugin, or a ``Dispatchers`` (``automoe.parallel.dispatchers``),
+            which several styles may share. The other arguments apply to a name alone.
         gpus_per_node: consecutive ranks that the hierarchical dispatcher counts as one node.
         timeout: timeout of the process groups that the hierarchical dispatcher makes.
-        overlap: run another micro-batch's pass while all-to-alls travel.
-        in_8_bits: send tokens to their experts in 8 bits.
+        overlap: run another micro-batch's pass while all-to-alls travel
+            (``parallel.overlap_all_to_all``).
+        in_8_bits: send tokens to their experts in FP8 (``moe.dispatch_dtype=fp8``).
 
     Raises:
         BackendError: the dispatcher does not exist, is not available on this machine, or is a
             plugin's and gets ``in_8_bits``.
-        ConfigError: ``gpus_per_node`` is below 1; a maker comes with other arguments; or, when the
-            style is applied, the module or the mesh cannot be sharded.
+        ConfigError: ``gpus_per_node`` is below 1; a ``Dispatchers`` comes with other arguments;
+            or, when the style is applied, the module or the mesh cannot be sharded.
     """
 
     def __init__(
@@ -209,8 +210,9 @@ class RoutedCall(OwnCode):
 class RoutedRows(RoutedCall):
     """Replacement for the forward of ``GroupedExperts`` with expert parallelism.
 
-    The calling MoE layer passes (token, expert) rows as if all experts were local; this class
-    dispatches the rows to the ranks of their experts.
+    The calling MoE layer passes (token, expert) rows as if all experts were local. This class
+    dispatches the rows to the ranks of their experts, and returns the weighted outputs in the
+    order of the rows.
     """
 
     def route(self, x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:

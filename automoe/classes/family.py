@@ -333,9 +333,10 @@ def _published(model: nn.Module, tensors: dict[str, Tensor]) -> _Pieces | None:
 
 
 def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
-    """Return the slices of ``tensor`` that a published tensor holds.
+    """Return the slices of the parameter ``tensor`` that a published tensor (one in files) holds.
 
-    None stands for a part of the published tensor that is no slice of ``tensor``.
+    A ``Piece`` says which slice, and where in the published tensor. There are several if their rows
+    alternate; None stands for a part of the published tensor that is no slice of ``tensor``.
 
     Args:
         key: key of the published tensor in the checkpoint.
@@ -362,7 +363,7 @@ def _pieces(key: str, view: Tensor, tensor: Tensor) -> list[Piece | None]:
 
 
 def _piece(key: str, view: Tensor, tensor: Tensor) -> Piece | None:
-    """Return which slice of ``tensor`` a published tensor is; None if it is not a slice.
+    """Return which slice of ``tensor`` a published tensor (one in files) is; None if it is not a slice.
 
     Args:
         key: key of the published tensor in the checkpoint.

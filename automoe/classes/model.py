@@ -113,7 +113,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 
 
 def _is_expert_table(model: Any, module: nn.Module, kind: str, key: str) -> bool:
-    """Return whether ``vars(module)[kind][key]`` maps token ids to experts by hash: a saved int64 buffer [V, K]."""
+    """Return whether ``vars(module)[kind][key]`` is a saved buffer with a row of expert ids for each token id."""
     table = vars(module)[kind][key]
     saved = kind == "_buffers" and table.dtype == torch.int64 and key in module.state_dict()
     by_token = table.dim() == 2 and len(table) == len(model.get_input_embeddings().weight)
@@ -229,18 +229,18 @@ class _Probe(NamedTuple):
     states: list[Tensor]
 
     def choose(self, experts: nn.Module, ids_TK: Tensor) -> Tensor:
-        """Return the expert ids [T, K] that ``experts`` is to use, from the router's ``ids_TK``.
+        """Return the expert ids [T, K] that ``experts`` is to use, given the router's ``ids_TK``.
 
-        The first call of each ``experts`` stores these ids. Later ones repeat them for the ``first`` tokens, so that loads stay.
+        The first pass stores them. The second repeats them for the first document, whose tokens keep their experts.
         """
         kept_TK = self.choices.setdefault(experts, ids_TK)
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
 def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (key, number) of each whole number in ``config`` with a key that names a size in positions (``_SPANS``).
+    """Yield (key, number) for each integer in nested ``config`` under a key that names a size in positions.
 
-    The key contains block, chunk, compress, index_topk, kernel, stride or window. ``name`` is the key of ``config``.
+    Such a key contains block, chunk, compress, index_topk, kernel, stride or window. ``name`` is that of ``config``.
     """
     if isinstance(config, dict):
         for key, value in config.items():
@@ -482,7 +482,7 @@ class TransformersModel(CausalLM):
         return repeating
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of an experts module: count choices; return (tokens, ids, weights with losses attached)."""
+        """Forward pre-hook of experts: count choices; return (tokens, ids, weights with balance losses attached)."""
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, probs_TK = args

@@ -136,16 +136,16 @@ class _Group:
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate all ranks' x, of one size, in rank order; reduce-scatter gradients."""
+        """Concatenate the x of all ranks, equal in shape, in rank order along ``dim``; reduce-scatter gradients."""
         return all_gather(x, self.dim, self.group)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's shard; gradients are all-gathered."""
+        """Sum x over the ranks and return this rank's equal part of ``self.dim``; gradients are all-gathered."""
         return reduce_scatter(x, self.dim, self.group)
 
 
 class GroupCommunicator(_Group, Communicator):
-    """Communicator over a ``torch.distributed`` group; rank r holds the r-th slice of positions."""
+    """Communicator over a ``torch.distributed`` group; rank r holds the r-th slice of positions (dim 1)."""
 
     dim = 1
 

@@ -40,10 +40,10 @@ class TokenCounts:
 
 
 def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Return the number of documents with a label, in whole sequences: an int64 scalar.
+    """Return the number of documents with a label: an int64 scalar.
 
     Args:
-        labels: [B, S] labels.
+        labels: [B, S] labels of whole sequences, not of a cp rank's part; below 0 is none.
         doc_ids: [B, S] index of the document within its sequence; None: a sequence is one document.
     """
     trained = (labels >= 0).long()
@@ -69,14 +69,16 @@ class Tokens:
 
     Attributes:
         positions: [B, S] index within the document, for rotary embeddings.
-        index: [B, S] index within the sequence, for causality and for deterministic gates.
+        index: [B, S] index within the sequence, for causal masks, and for ``moe.gate`` settings
+            that choose experts by it.
         doc_ids: [B, S] document within the sequence, to which attention is confined; None:
             attention spans the whole sequence.
         num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance
             losses.
         forced_ids: [B, S, L, n, K] routing to repeat in L MoE layers: expert ids, -1 where the
-            router itself chooses. A recorded run has n = 2: chosen experts and plain top-k; an
-            inference engine has n = 1: chosen experts. None: routers choose.
+            router itself chooses. A recorded run has n = 2: chosen experts, and the top-k of
+            scores without expert bias and groups; an inference engine has n = 1: chosen experts.
+            None: routers choose.
         row_ids: [B, S] number of the sequence in the whole training stream, for the router's jitter
             and recorded routing.
         not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is

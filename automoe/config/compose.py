@@ -65,7 +65,7 @@ _VALUES = {
 
 @dataclass
 class Arguments:
-    """Parsed command line: primary configuration, second folder of configurations, Hydra overrides, and flags."""
+    """Parsed command line: values of ``--config-name`` and ``--config-dir``, flags that are set, Hydra overrides."""
 
     config_name: str = DEFAULT_PRIMARY
     config_dir: str | None = None
@@ -484,7 +484,7 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """Return ``overrides`` as sorted (key, last value); ``mesh.ep`` is ``ep`` if no other key has that ending."""
+    """Return ``overrides`` as sorted (key, last value); ``mesh.ep`` is ``ep`` unless another of them ends so."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     last = {key: key.rpartition(".")[2] for key in typed}

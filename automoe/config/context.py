@@ -102,7 +102,7 @@ def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) 
 
 
 def expanded_width(attention: AttentionConfig, tp: int) -> int:
-    """Return the elements of a token's keys and values on one tp rank after MLA's up-projection."""
+    """Return the number of elements of a token's keys and values on a tp rank, expanded by MLA."""
     return attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim) // tp
 
 

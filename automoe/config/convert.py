@@ -102,7 +102,7 @@ class FromEnvironment(str):
 
 
 def written(text: str) -> str:
-    """Return ``text``; if it is a ``FromEnvironment``, with ``${oc.env:NAME}`` for variables' content."""
+    """Return ``text``; of a ``FromEnvironment`` the text with ``${oc.env:NAME}`` in place of contents."""
     return text.written if isinstance(text, FromEnvironment) else text
 
 
@@ -112,10 +112,10 @@ def named_variables(text: str) -> set[str]:
 
 
 def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
-    """Return a copy of ``raw``, nested dictionaries and lists, with content for ``${oc.env:NAME}``.
+    """Return a copy of ``raw`` (nested dictionaries and lists) with each ``${oc.env:NAME}`` replaced by its value.
 
-    A changed text becomes ``FromEnvironment``, which ``config_to_dict`` writes as it was before. A
-    variable that ``environment`` lacks stays as written.
+    A changed text becomes ``FromEnvironment``, which ``config_to_dict`` writes as it was before.
+    ``${oc.env:NAME}`` of a variable that ``environment`` lacks stays as written.
     """
 
     def content(value: Any) -> Any:

@@ -70,7 +70,9 @@ def id_and_commit(spec: str) -> tuple[str, str] | None:
 
 
 def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
-    """Add the commit to a Hub id, and download its config and tokenizer; return a path unchanged.
+    """Return a Hub id as ``OWNER/NAME@COMMIT``, or a path unchanged.
+
+    Config and tokenizer of the id are downloaded if the cache lacks them.
 
     ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
     folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub. If the commit was not

@@ -273,7 +273,7 @@ def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
 def exchanges_heads(config: Config, mesh: MeshShape) -> bool:
     """Return True if some layer exchanges positions for heads over cp.
 
-    Attention does so with ``parallel.context=ulysses``, and a gated delta net with any.
+    Attention does so with ``parallel.context=ulysses``, a gated delta net whatever that setting is.
     """
     linear = config.model.attention.linear_num_key_heads > 0 and mesh.cp > 1
     return linear or uses_ulysses(config, mesh)
@@ -377,8 +377,9 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     """Return ``mesh`` with its unset axes (0) set to the sizes of its preset, or to 1 without one.
 
-    A preset doubles pp, cp, tp and data parallelism in an order of its own, until the rest of the
-    ranks is odd or the order ends. Its ``ep`` is 1 for ``fsdp``, else the largest divisor, up to
+    A preset lists some of pp, cp, tp and dp (data parallelism), an axis once or more. In this
+    order each is doubled, which halves the number of ranks left, until that is odd or the list
+    ends; dp gets the ranks left. ``ep`` is 1 for ``fsdp``, else the largest divisor, up to
     ``MAX_EP``, of the number of ranks over which experts may be sharded.
 
     Raises:

@@ -107,11 +107,13 @@ class Comparison(NamedTuple):
 
     Attributes:
         key: config key that an error names and a remedy sets.
-        number: expression on the left.
-        operator: word between the sides; ``not`` or '' if there is no right side.
-        choices: words on the right.
-        reader, values: functions that compute the left side, and the values of ``choices``.
-        holds: function that compares the two.
+        number: text of the expression on the left.
+        operator: ``==``, ``<``, ``has`` ... between the sides; without a right side ``not``, or ''
+            (the left side is true).
+        choices: texts of the values on the right, e.g. several for ``==``, of which one must match.
+        reader: function of a configuration's ``Scope`` that returns the value of the left side.
+        values: function of a ``Scope`` that returns the list of the values of ``choices``.
+        holds: function of these two results that returns whether the comparison is true.
     """
 
     key: str
@@ -186,6 +188,8 @@ class Comparison(NamedTuple):
 
     def arithmetic(self, see: Scope) -> str:
         """Return ``a % b`` as text for an error: ``: cp*tp = 2*4 = 8 does not divide 66 (66 % 8 = 2)``.
+
+        Call this method only if the comparison is ``uneven``.
 
         Args:
             see: the configuration's values.
@@ -277,7 +281,7 @@ def table(text: str, **words: object) -> Table:
 
 
 def holding(see: Scope, *tables: Table) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of ``tables`` whose two conditions (the first two cells) the settings ``see`` fulfil."""
+    """Yield the rows (rules) of ``tables`` whose two conditions, the first two cells, hold for the settings ``see``."""
     for rows in tables:
         for row in rows:
             for part in _parts(row):
@@ -306,9 +310,9 @@ def refused(see: Scope, *tables: Table) -> Iterator[Row]:
 def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
     """Return (key, broken=True, rule, remedy) of a broken rule, from the cells of its row in a table.
 
-    The rule is ``reason``, followed by the values of settings in the conditions that it does not
-    show. If ``remedy`` is empty or begins with a comma, settings that make a condition false come
-    before it.
+    The rule is ``reason``, followed by those settings in the conditions, with their values, that
+    ``reason`` does not show. If ``remedy`` is empty or begins with a comma, settings that make a
+    condition false come before it.
 
     Args:
         see: the configuration's values.

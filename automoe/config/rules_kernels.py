@@ -183,7 +183,7 @@ model.expert_hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield (key, broken=True, rule, remedy) of broken rules on attention, norm and expert kernels.
 
-    With ``device`` ``auto``, rules on a single device are left out.
+    With ``device`` ``auto``, rules for cpu alone or cuda alone are left out.
     """
     see = Scope(config, shape, device).knowing(**_heads(config, shape))
     yield from refused(see, _ATTENTION, _HEADS, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
@@ -195,8 +195,8 @@ def _heads(config: Config, shape: MeshShape) -> dict[str, object]:
     ``query`` and ``value`` are the widths of a head, ``widest`` is the larger one. ``unfit`` is
     true if flex attention does not support them, ``wide`` or ``odd`` if cuDNN does not, ``masked``
     if attention masks more than the future. ``wrong`` is the smallest number of keys on a cp rank
-    for which cuDNN's gradient may be NaN, 0 if there is none; rows whose length ``unit`` divides
-    have none.
+    for which cuDNN's gradient may be NaN, 0 if there is none; there is none if the row length is a
+    multiple of ``unit``.
     """
     attention, seq_len = config.model.attention, config.train.seq_len
     sinks = attention.sinks and config.kernels.attention != "flex"
@@ -245,7 +245,7 @@ def score_dims(attention: AttentionConfig) -> tuple[int, int]:
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield (key, whether broken, rule, remedy) of the rules of ``train.fp8``.
 
-    With ``device`` ``auto``, rules on a single device are left out.
+    With ``device`` ``auto``, rules for cpu alone or cuda alone are left out.
     """
     yield from refused(Scope(config, shape, device), _FP8)
     blockwise = config.train.fp8 == "blockwise"
@@ -259,7 +259,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield (description, rows or columns on a rank) of each weight that tp shards."""
+    """Yield (description, number of rows or columns on a rank) of each weight that tp shards."""
     a = model.attention
     if model.num_dense_layers:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp

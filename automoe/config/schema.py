@@ -469,7 +469,10 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 
 def has_blocks(attention: AttentionConfig, layer: int) -> bool:
-    """Return True if a layer has softmax attention over blocks of queries, with masks made once for all layers."""
+    """Return True if layer number ``layer`` has softmax attention to single keys, computed in blocks of queries.
+
+    Its masks are made once for all layers. Compressed attention and gated delta nets give False.
+    """
     return not (attention.kind == "compressed" or is_linear(attention, layer))
 
 

@@ -1,8 +1,9 @@
 """Interface between the trainer and the code that computes a family's models. Needs no torch.
 
-``Tier`` describes automoe's own decoder. Families are subclasses
-(``automoe.hf.families.family.Family``). Those whose models are computed by other code override its
-methods, as ``automoe.classes`` does for model classes of ``transformers``.
+The base class ``Tier`` answers the trainer's questions about a model (rules, parameters, memory) for
+automoe's own decoder. Families are subclasses (``automoe.hf.families.family.Family``). Those whose
+models are computed by other code override its methods, as ``automoe.classes`` does for model
+classes of ``transformers``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 
 
 class Tier:
-    """Interface of the code that computes a family's models; this base is automoe's own decoder.
+    """Base class of model families: what the trainer asks the code that computes a family's models.
 
-    Families whose models transformers or a plugin computes override its methods. A method that
-    returns None leaves its work to the decoder.
+    The methods here answer for automoe's own decoder. Families whose models transformers or a plugin
+    computes override them; where a method returns None, the trainer does as for the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.
@@ -51,12 +52,12 @@ class Tier:
         return ()
 
     def check(self, config: Config) -> None:
-        """Raise ``ConfigError``, before ranks start, for faults that only building the model shows."""
+        """Raise ``ConfigError``, before ranks start, for faults that only building the model shows; here never."""
 
     def params(self, model: ModelConfig, buffers: bool) -> Any:
-        """Return the model's parameters in order, a list of ``automoe.model.param_spec.Param``.
+        """Return the parameters of ``model`` in order, a list of ``automoe.model.param_spec.Param``.
 
-        Return None if the model has the parameters of automoe's decoder.
+        Return None, as this base class does, if they are those of automoe's decoder.
 
         Args:
             buffers: include the buffers that a checkpoint holds.
@@ -93,5 +94,9 @@ class Tier:
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the ``Tier`` of ``model``: that of a plugin's family, else of automoe's decoder."""
+    """Return the ``Tier`` of ``model``: the interface of the code that computes the model.
+
+    It is the family's own if transformers or a plugin computes its models, else that of automoe's
+    decoder.
+    """
     return look_up("model.family", model.family) or Tier()

@@ -112,8 +112,8 @@ class OptimConfig:
     """Settings of the optimizer, AdamW or Muon, and of the learning-rate schedule.
 
     Muon updates the matrices of layers, and AdamW all other parameters. ``lr`` is the peak learning
-    rate; the final one is ``min_lr_ratio`` times as large. ``decay_steps`` is for the schedule
-    ``wsd``, ``phases`` for the schedule ``phases``, ``momentum`` and ``muon_dtype`` are for Muon.
+    rate; the final one is ``min_lr_ratio`` times as large. ``schedule=wsd`` reads ``decay_steps``,
+    ``schedule=phases`` reads the list ``phases``, and Muon reads ``momentum`` and ``muon_dtype``.
     ``master_weights`` and ``moments`` are number formats. ``ema_decay`` averages the weights, and
     ``qk_clip`` limits attention logits (MuonClip); 0 turns either off.
     """

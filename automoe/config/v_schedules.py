@@ -36,15 +36,15 @@ class _Order:
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
-        """Return how many actions ``word`` were added, such as ``F0``: forwards of the first stage."""
+        """Return how many actions ``word`` were added so far; ``F0``: forwards of the first stage."""
         return self.counts[word[0], int(word[1])]
 
     def add(self, *actions: str) -> None:
-        """Append an entry for each word of ``actions``.
+        """Append to ``made``, the rank's order, one entry for each word of ``actions``.
 
-        ``F0`` is a forward of the rank's first stage, ``F0+B1`` a forward and a backward at the
-        same time. ``I0`` is a backward for the input alone; ``W`` computes the weight gradients of
-        the oldest such backward that lacks them.
+        ``F0`` is the next forward of the rank's first stage (1: second), ``F0+B1`` a forward and a
+        backward at the same time. ``I0`` is a backward for the input alone; ``W`` computes the weight
+        gradients of the oldest such backward that lacks them, and appends nothing if none does.
         """
         for word in actions:
             if word == "W":

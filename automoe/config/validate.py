@@ -62,7 +62,7 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield (key, whether broken, rule, remedy) of the rules that depend on model and mesh.
 
     ``config`` must already obey the rules on single numbers (``number_rows``). With ``device``
-    ``auto``, rules on a single device are left out.
+    ``auto``, rules for cpu alone or cuda alone are left out.
     """
     see = Scope(config, shape, device)
     yield from model_rows(config, shape)

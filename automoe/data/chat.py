@@ -89,8 +89,9 @@ def _text_of(message: Message) -> str:
 
 
 def _says(prompt: str, message: Message) -> bool:
-    """Return True if ``prompt`` contains the message's text, or this text contains ``prompt``;
-    False if it is empty.
+    """Return True if ``prompt`` contains the message's text, or the text contains ``prompt``.
+
+    White space may differ. If the message has no text, return False.
     """
     first, second = (" ".join(text.split()) for text in (prompt, _text_of(message)))
     return bool(second) and (first in second or second in first)

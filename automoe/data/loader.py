@@ -366,8 +366,9 @@ class Loader:
         Corpora are verified when opened, but a cached file may be damaged while a job runs.
 
         Args:
-            sources, indices: [R] source of each row, and its index within that source.
-            rows: the tokens of these rows.
+            split: split that the rows are from.
+            sources, indices: [n] source of each of the n rows, and its index within that source.
+            rows: token ids and labels of these rows.
         """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size

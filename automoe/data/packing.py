@@ -156,7 +156,7 @@ class PackedRows:
         return doc_order[here], doc_ends[here], start, end
 
     def _pieces(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and length of the P slices of ``tokens`` that row ``index`` consists of, [P] each.
+        """Return start and length, [P] each, of the P slices of the corpus's ``tokens`` that form row ``index``.
 
         If the last document continues in the next row, its slice has one more token: the label of
         the row's last token.

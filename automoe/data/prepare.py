@@ -228,8 +228,10 @@ def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> Pack
 
     Args:
         config: the run's configuration, with the source's settings as ``data``.
-        split: ``DataError`` if it has no document.
         pad_id: token id of padding.
+
+    Raises:
+        DataError: the split has no document.
     """
     starts, lengths = fitting_documents(corpus, config, split)
     options = {

@@ -58,9 +58,8 @@ class CorpusWriter:
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the table of documents to ``folder / "documents.npy"``, uint64 [4 or 5, documents]; return a summary.
 
-        A document's numbers are its length in tokens, a hash of its text, the index of its file,
-        its line there and, of a preference pair, the first answer's length. The method ``write``
-        has written the tokens before.
+        The rows are: length in tokens, hash of the text, index of the file, line there and, for
+        preference pairs, length of the first answer's sequence. The method ``write`` has written the tokens before.
 
         Returns:
             ``dtype``, name of the NumPy type of a token; ``content``, digest of tokens, loss masks

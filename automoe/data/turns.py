@@ -1,4 +1,7 @@
-"""Answers within a tokenised conversation, and the token sequences that hold them."""
+"""Training sequences of a conversation: token ids, and where each trained answer begins and ends.
+
+Answers share a sequence as long as the template keeps earlier text the same when messages follow.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token sequence of a conversation, with the spans [start, end) of its trained answers in ``ids``."""
+    """Token ids of a conversation; ``spans`` are the ranges [start, end) of ``ids`` that are trained answers."""
 
     ids: list[int]
     spans: list[tuple[int, int]]

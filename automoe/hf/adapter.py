@@ -54,16 +54,16 @@ PeftAdapter = tuple[int, float, list[Param], list[tuple[str, Piece]]]
 
 
 def read_adapter(path: str, model: ModelConfig) -> PeftAdapter:
-    """Return rank, alpha and tensors of the peft adapter in the folder ``path``; read no numbers.
+    """Return rank, alpha and tensors of the peft adapter in ``path``; read settings and headers only.
 
     Returns:
-        (rank, alpha, parameters of the model that are adapted, table). The table has an entry (name
-        in our model of a factor A or B, ``Piece``) for each slice of a factor; the piece names the
-        stored tensor that has the slice's numbers.
+        (rank, alpha, the model's parameters (``Param``) that are adapted, table). The table has an
+        entry (name in our model of a factor A or B, ``Piece``) for each slice of a factor; the
+        piece says where in which stored tensor the slice's numbers are.
 
     Raises:
-        CheckpointError: the adapter cannot be read, is no plain LoRA, or adapts matrices that
-            adapters of this model cannot.
+        CheckpointError: the adapter cannot be read, is no plain LoRA, or has other tensors
+            than adapters of this model.
     """
     folder = local_folder(path)
     try:

@@ -68,7 +68,7 @@ class Catalog:
 
     @property
     def parts_beside(self) -> tuple[str, ...]:
-        """Name prefixes of the tensors outside the text model, such as ``model.visual.``."""
+        """Name prefixes, in the files, of the tensors outside the text model, such as ``model.visual.``."""
         return tuple(dict.fromkeys(map(part_of, self.beside)))
 
 
@@ -185,7 +185,7 @@ def _without_codes(
         encoding: encoding of the checkpoint's quantized tensors.
 
     Raises:
-        CheckpointError: a vision or audio part of a wrapper is quantized.
+        CheckpointError: a vision or audio part is quantized.
     """
     coded = {} if encoding == "plain" else {
         part_of(key): key for key, stored in beside.items() if stored.dtype not in FLOAT_DTYPES

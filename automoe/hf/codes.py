@@ -122,7 +122,7 @@ def _pair_scales(folder: Path, tensors: Contents, scheme: Scheme) -> Contents:
 
 
 def _of_blocks(stored: StoredTensor) -> StoredTensor:
-    """Return the header of a tensor of scales, with the shape [1, 1] if it is a single number."""
+    """Return the header of a tensor of scales: with shape [1, 1] if it has one number, else unchanged."""
     return stored._replace(shape=(1, 1)) if math.prod(stored.shape) == 1 else stored
 
 

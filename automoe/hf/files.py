@@ -87,7 +87,7 @@ class Written:
 def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") -> StoredTensor:
     """Describe a tensor that will be stored in ``dtype``, or as codes and scales of ``encoding``.
 
-    Its fields ``file`` and ``start`` are not set yet.
+    The result's fields ``file`` and ``start`` are not set yet ("" and 0).
 
     Args:
         shape: shape of the tensor before quantization.
@@ -196,6 +196,6 @@ def header_bytes(contents: Contents) -> bytes:
 
 
 def _in_file(contents: Contents) -> Contents:
-    """Return ``contents`` with the codes and scales that files store in place of quantized tensors."""
+    """Return the entries of a file's header for ``contents``: codes and scales of quantized tensors."""
     parts = (stored.in_file(key) for key, stored in contents.items())
     return {key: stored for part in parts for key, stored in part.items()}

@@ -276,10 +276,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization_config`` with module names as in ``source``'s files.
+    """Return ``quantization_config`` for files that are named like those of ``source``.
 
-    Names of the text model's modules get the wrapper's prefix, and copied parts (a vision part) are
-    added to the modules that are not quantized.
+    In its list of modules that are not quantized, modules of the text model get their names in
+    ``source``'s files, where they may have a prefix, and copied parts (a vision part) are added.
     """
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     plain = [
@@ -299,6 +299,7 @@ def _is_own(tokenizer: str | None, source: Path | None) -> bool:
 
     Args:
         tokenizer: folder of the tokenizer; None stands for that of ``source``.
+        source: folder of the checkpoint that the model came from, if any.
     """
     return tokenizer is None or (
         source is not None and local_folder(tokenizer).absolute() == source.absolute()
@@ -314,6 +315,7 @@ def _with_stop(known: Any, stop_id: int | None) -> Any:
 
     Args:
         known: ``eos_token_id`` so far: an id, a list or None.
+        stop_id: id to put first; None adds nothing.
     """
     if stop_id is None or stop_id in _listed(known):
         return known
@@ -330,7 +332,7 @@ def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], H
     The function takes config.json or generation_config.json, and replaces their token ids by those
     of the tokenizer. An id that the tokenizer lacks becomes None, because transformers fills an
     absent key with the family's published id. Other ids that end generation stay if the tokenizer
-    has the same tokens under these ids.
+    has the same tokens under these ids as that of ``base``.
 
     Args:
         tokenizer: tokenizer of the training; None or ``none``: there are no ids.

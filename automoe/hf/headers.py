@@ -122,7 +122,7 @@ Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and
 
 @lru_cache
 def _layout(dtype: str, *shape: int) -> tuple[str, Shape, int]:
-    """Return (dtype, shape, size in bytes) of a tensor.
+    """Return the given dtype and shape, and the size in bytes of such a tensor.
 
     Results are cached: the headers of many equal tensors share the same objects, which saves
     memory.
@@ -135,10 +135,11 @@ def coded_shapes(
 ) -> tuple[Shape, Shape]:
     """Return the shapes of the codes and of the scales that store a tensor [..., R, C].
 
-    MXFP4 of GPT-OSS stores it transposed, as [..., C, R / 32, 16].
+    Codes are [..., R, C / numbers in a stored element], scales [..., row blocks, column blocks]. But
+    ``mxfp4`` (GPT-OSS) stores the transposed tensor: codes [..., C, R / 32, 16], scales [..., C, R / 32].
 
     Args:
-        block: rows and columns that share a scale, except in MXFP4 of GPT-OSS.
+        block: rows and columns that share a scale; without effect for ``mxfp4``.
     """
     *lead, rows, cols = shape
     if encoding == "mxfp4":

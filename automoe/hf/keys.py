@@ -114,7 +114,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     @property
     def order(self) -> list[int]:
-        """Permutation that brings the dims of our tensor into the order of the HuggingFace tensor."""
+        """Argument of ``permute`` that brings our tensor, without dims absent from ``dims``, to the stored order."""
         dims = [*chain.from_iterable(self.dims)]
         return [sorted(dims).index(dim) for dim in dims]
 
@@ -134,9 +134,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return tensor.permute(*self.order, *packed)
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return ``tensor``, a slice of the HuggingFace tensor, viewed with our tensor's dims.
+        """Return a view of ``tensor``, a slice of the HuggingFace tensor, with our tensor's dims in their order.
 
-        Dims that the HuggingFace tensor does not have are left out.
+        Merged dims are split. The view lacks our dims that are in no entry of ``dims``, such as that of experts.
         """
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
@@ -148,8 +148,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def within(self, stored: Any) -> Any:
         """Return a view of the part of the HuggingFace tensor ``stored`` that this piece describes.
 
-        Its dims are in our tensor's order. Dims of ours that ``stored`` does not have, such as that
-        of experts, are left out.
+        The view has our tensor's dims in their order, without those that ``stored`` lacks: if each
+        expert has a HuggingFace tensor of its own, the dim of experts is missing.
         """
         overlap = self.overlap(self.start, self.size)
         assert overlap is not None
@@ -177,7 +177,7 @@ def one_by_one(
     Args:
         keys: stored names with ``{expert}``: those of gate and up (a matrix each), or that of down.
         shape: full shape of our stacked tensor, [E, 2, I, H] or [E, H, I].
-        experts: experts to yield.
+        experts: numbers of the experts to yield.
         parts: number of experts that a stored FFN is cut into, for a mixture made of a dense model:
             each has some rows of gate and up, and some columns of down.
     """
@@ -200,8 +200,8 @@ class KeyMap:
     Attributes:
         rows: our name below ``layers.N.`` -> the stored name below ``model.layers.N.``, where it is not
             the default (``model.params.SPECS``). ``{expert}`` stands for an expert's number; gate and up may have two
-            names; an empty name means that files lack the tensor. Dims of the stored tensor may follow
-            in letters: ``[E 2*I L]`` has all gates before the ups, ``[E L I*2]`` alternates both.
+            names; an empty name means that files lack the tensor. Dims of the stored tensor may follow in letters
+            (E experts, I their width, L of their input): ``[E 2*I L]`` has gates before ups, ``[E L I*2]`` alternates.
             ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
@@ -226,7 +226,7 @@ class KeyMap:
     layers_together: int = 1
 
     def renamed(self, key: str) -> str:
-        """Return the stored name of the tensor ``key``, which has the name of transformers' parameter."""
+        """Return the name in files of the tensor that transformers calls ``key``."""
         key = reduce(lambda key, pair: key.replace(*pair), self.renames, key)
         if self.layers_together > 1 and (layer := re.search(r"\d+", key)):
             pair, half = divmod(int(layer[0]), self.layers_together)
@@ -236,7 +236,7 @@ class KeyMap:
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
 
-        The result may have two names (gate and up) and dims: ``mlp.experts.down_proj [E I L]``.
+        The result may have two names (gate and up), and dims as in ``rows``: ``mlp.experts.down_proj [E I L]``.
         """
         spec = SPECS.get(name)
         return self.rows.get(name, spec.hf if spec and spec.hf else name)
@@ -409,6 +409,7 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
     Args:
         name: name of our tensor.
         piece: the slice, and the HuggingFace tensor that stores it.
+        keys: layout of the checkpoint.
     """
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))

@@ -22,9 +22,9 @@ from automoe.quantize.packed import block_size, is_packed
 def adapters_of(parts: Mapping[int, CausalLM]) -> dict[str, Callable[[], Added]]:
     """Return a function for each adapted weight, by name, that gathers its LoRA factors.
 
-    A function returns (A, B, scale) for this rank's shard: an export adds scale B A to the weight.
-    Functions are collective: all ranks of a pipeline stage call them in the same order. The last
-    two results are cached.
+    A function returns (A, B, scale): the columns of A and rows of B for this rank's shard of the
+    weight, to which an export adds scale B A. Functions are collective: all ranks of a pipeline
+    stage call them in the same order. Results of the last two weights are cached.
 
     Args:
         parts: this rank's pipeline stages by number.

@@ -216,7 +216,7 @@ def _stored(ours: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> dict[s
 
 
 def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield (module name, suffix, A, B) of each LoRA adapter in ``tensors``, which has our names.
+    """Yield (module name, suffix, A, B) of each LoRA adapter in ``tensors``, which are named as in our model.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """
@@ -240,18 +240,18 @@ def _weightless(config: ModelConfig) -> Any:
 
 
 def adapter_names(config: ModelConfig) -> Names:
-    """Return the map between parameter names in transformers' class, which peft adapts, and in its text model."""
+    """Return a map whose ``stored`` turns a text model's parameter name into that of the class which peft adapts."""
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
 def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
-    """Return slices of ``tensor``, each with the slice of a HuggingFace weight to which peft adds its part of B A.
+    """Return pieces that divide ``tensor``, LoRA's B or B A, among the HuggingFace weights that it changes.
+
+    A piece names a slice of ``tensor``, and the slice of a HuggingFace weight that this part of B A is added to.
 
     Args:
-        module: name of our module that has the adapter.
-        suffix: the adapter's suffix: 13 for gate and up of routed experts, 2 for down, else empty.
-        tensor: B, or the product B A; only its shape is used. It has as many dims as our weight, and its last dim may
-            have any size (in B, the rank).
+        module, suffix: name of our module with the adapter; 13 for its gate and up (routed experts), 2 for down, or "".
+        tensor: only its shape is used: that of our weight, but the last dim may differ (B: the rank).
         keys: layout of the HuggingFace weights.
     """
     name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)
@@ -301,10 +301,10 @@ def adapter_table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[st
 
 
 def joined_modules(table: list[tuple[str, Piece]], rank: int) -> dict[str, int]:
-    """Return how many of our matrices each module of peft joins, for modules that join several.
+    """Return {peft module: number of our matrices that it holds}, for modules of several, such as gate and up.
 
     Keys are names of peft's ``rank_pattern``, e.g. ``shared_mlp.input_linear``. ``table`` is a result of
-    ``adapter_table``, ``rank`` the rank of one of our matrices.
+    ``adapter_table``, ``rank`` the LoRA rank of each of our matrices.
     """
     joined = [piece for name, piece in table if name.endswith(".lora.B") and piece.shape[1] > rank]
     return {".".join(piece.key.split(".")[-4:-2]): piece.shape[1] // rank for piece in joined}

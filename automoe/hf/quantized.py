@@ -134,7 +134,7 @@ def quantize_fp8(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return rows of an MXFP4 matrix in float32, [R, 32 * G].
+    """Return R rows of G groups of 32 numbers of an MXFP4 matrix, in float32 [R, 32 * G].
 
     Numbers are e2m1 and scales e8m0 (OCP Microscaling formats 1.0).
 
@@ -158,7 +158,7 @@ def _from_e2m1(codes: Tensor) -> Tensor:
 
 
 def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return rows of an INT4 matrix in float32, [R, 32 * G].
+    """Return R rows of G groups of 32 numbers of an INT4 matrix, in float32 [R, 32 * G].
 
     The layout is ``pack-quantized`` of compressed-tensors with 4 bits, symmetric.
 
@@ -225,7 +225,7 @@ def to_codes(
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
-    INT4 also stores its shape. Codes and scales are on the CPU.
+    INT4 also stores the tensor's shape. Codes and scales are on the CPU.
 
     Args:
         numbers: the tensor in the checkpoint's layout, not transposed.

@@ -98,8 +98,8 @@ def load_hf(
     are dequantized while they are read.
 
     Args:
-        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone, and the result has
-            its numbers only. None: rank 0 makes it and broadcasts it.
+        catalog: list of the directory's tensors (``check_catalog``). With it this rank reads alone, and the result
+            counts this rank's reads only. None: rank 0 makes it and broadcasts it.
         keys: map of tensor names that ``upcycled_model`` returns, if ``path`` is dense and the model is a mixture;
             default: that of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
@@ -166,7 +166,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     Files may repeat both for modules for multi-token prediction.
 
     Args:
-        copies: the copies, as shards that are filled with the original's numbers.
+        copies: shards of the copies, filled with the original's numbers; ``reader`` reads what is stored.
     """
     catalog = reader.catalog
     there = [
@@ -186,7 +186,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Return the number of NaN and infinite values in each filled slice that has any.
+    """Return the number of NaN and infinite values in each slice that ``items`` read, of slices that have any.
 
     A key is (key of the stored tensor, its half-open ranges of matrices, of rows, of columns).
     """
@@ -219,7 +219,7 @@ class ReadItem(NamedTuple):
         source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
         place: view of the shard, [matrices, rows, columns] in stored order; rows or columns may span two dims.
-        row_unit: stored rows for each index of ``place``'s dim 1.
+        row_unit: number of stored rows per index of ``place``'s dim 1; 1 unless rows span two dims.
     """
 
     shard: LocalShard
@@ -233,7 +233,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> Span:
-        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements stay whole."""
+        """Bytes [from, to) of a stored row that hold the columns ``cols``; elements that pack several stay whole."""
         left, right = self.cols
         size = DTYPES[self.source.dtype].itemsize
         packed = 1 if self.source.encoding == "plain" else FORMATS[self.source.encoding].packed
@@ -241,7 +241,7 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> Span:
-        """Half-open range of the bytes to read from each stored row: ``wanted``, or the whole row.
+        """Half-open range of the bytes to read from each stored row: those of ``cols`` (``wanted``), or the whole row.
 
         Whole rows take fewer reads, so they are read if that costs few bytes.
         """
@@ -257,7 +257,7 @@ class ReadItem(NamedTuple):
         """Split the read into chunks of rows of one matrix, about ``max_bytes`` of the file each.
 
         Yields (index of the matrix in the stored tensor, first and end row in that matrix, slice of
-        ``place`` to fill: [rows / ``row_unit``, columns]).
+        ``place`` to fill: [rows / ``self.row_unit``, columns]).
         """
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -329,7 +329,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if packed FP8 is stored otherwise."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` for packed FP8 not stored in FP8."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
@@ -347,7 +347,7 @@ class Reader:
         return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
     def mean_row(self, key: str) -> tuple[str, tuple[Tensor, int]]:
-        """Return (our name of ``key``, the embedding or head; (mean of its stored rows [H] float64, number of rows)).
+        """Return (our name of the embedding or head ``key``, (mean of its stored rows, [H] float64, number of rows)).
 
         Rows are added in order: the result does not depend on threads.
         """
@@ -400,7 +400,7 @@ class Reader:
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows ``begin`` to ``end`` of matrix (expert) ``matrix``, dequantized: [rows, columns].
 
-        The columns are the item's. A shard in packed FP8 gets codes and scales: [rows, blocks, bytes].
+        The columns are the item's. A packed FP8 shard gets codes and scale of each block: uint8 [rows, blocks, 132].
         """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
@@ -431,7 +431,7 @@ class Reader:
         return numbers[:, start : start + right - left]
 
     def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
-        """Return rows ``begin`` to ``end`` of matrix number ``matrix`` as stored, numbers or codes: [rows, columns]."""
+        """Return rows [``begin``, ``end``) of matrix ``matrix`` of ``item.source``, undecoded: [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
         buffer = torch.empty(end - begin, last - first, dtype=torch.uint8)
@@ -439,10 +439,10 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
-        """Fill ``into`` (uint8) with the bytes ``item.fetched`` of each of the rows ``begin`` to ``end`` of a matrix.
+        """Read the bytes ``item.fetched`` of stored rows ``begin`` to ``end`` into flat ``into`` (uint8), row by row.
 
-        One call reads all rows if ``item.fetched`` is the whole row. ``matrix`` is an index. Raises
-        ``CheckpointError``.
+        ``matrix`` is the rows' matrix, an index in the stored stack. Whole rows need one system call.
+        Raises ``CheckpointError`` if the file is unreadable or too short.
         """
         source = item.source
         num_rows, row_bytes = source.row_layout

@@ -143,9 +143,9 @@ def plan_writes(
 
 
 def unread_shards(config: ModelConfig) -> list[LocalShard]:
-    """Return a shard for each tensor of the model: the whole tensor, on the meta device.
+    """Return a shard for each tensor of the model, as if this rank had all: the whole tensor, on meta.
 
-    Its numbers will be read from files.
+    The tensors' numbers will be read from files.
     """
     shards = []
     for name, shape in our_tensors(config):
@@ -160,7 +160,7 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     """Return the dtype in which a checkpoint stores a slice of a tensor, or bfloat16 if quantized.
 
     If a slice spans several stored tensors, the first of them decides. If the checkpoint lacks the
-    tensor, the dtype of another of its tensors is returned.
+    tensor, the checkpoint's first tensor decides.
 
     Args:
         catalog: catalog of the checkpoint.
@@ -332,7 +332,7 @@ def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[T
 
 
 def bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
-    """Return the bytes of one tensor of ``source`` as uint8."""
+    """Return the bytes of the tensor ``stored``, read from the files of ``source``, as uint8 [n]."""
     raw = bytearray().join(raw_bytes(source.folder, stored))
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
@@ -393,7 +393,7 @@ def _read(item: WriteItem, reader: Reader) -> Tensor:
 
 @torch.no_grad()
 def gather(item: WriteItem, rank: int) -> Tensor | None:
-    """Return the whole checkpoint tensor of ``item``; None on ranks that are not its holders.
+    """Return the whole checkpoint tensor that ``item`` plans; None on ranks that hold no part of it.
 
     Collective over the ranks of the item's pipeline stage.
 

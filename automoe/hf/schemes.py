@@ -68,8 +68,8 @@ class Scheme(NamedTuple):
     """Quantization that a ``quantization_config`` states.
 
     Attributes:
-        encoding: rule that turns codes and scales into numbers.
-        block: rows and columns that share a scale.
+        encoding: rule that turns codes and scales into numbers, such as ``fp8``; ``plain``: none.
+        block: (rows, columns) of a block whose numbers share a scale.
         symmetric: False if blocks have zero points.
     """
 
@@ -81,7 +81,8 @@ class Scheme(NamedTuple):
 def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
     """Return the scheme that a ``quantization_config`` states; None states an unquantized checkpoint.
 
-    If automoe cannot read such a checkpoint, return text that says why, to follow the setting's name.
+    If automoe cannot read such a checkpoint, return why: the end of a sentence that begins
+    ``quantization_config``.
     """
     if stated is None:
         return Scheme()
@@ -100,9 +101,9 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
-    """Return the scheme that all groups of a compressed-tensors configuration share.
+    """Return the scheme that all groups of ``stated``, a compressed-tensors configuration, share.
 
-    If the groups cannot be read, return text that says why, to follow ``quantization_config``.
+    If the groups cannot be read, return why: the end of a sentence that begins ``quantization_config``.
     Settings for activations are ignored, because only weights are read.
     """
     groups = stated.get("config_groups")

@@ -50,8 +50,8 @@ class LocalShard:
     """This rank's shard of one tensor of the model, and its position in the full tensor.
 
     The storage may be packed in 8 or 4 bits (``automoe.quantize.packed``). Then ``shape``,
-    ``extent``, ``start`` and ``dtype`` describe the unpacked matrix, while ``tensor`` and ``local``
-    hold bytes.
+    ``extent`` (shape of the shard), ``start`` and ``dtype`` describe the unpacked matrix, while
+    ``tensor`` and ``local`` hold bytes.
 
     Attributes:
         name: name in the full model.
@@ -104,9 +104,10 @@ class LocalShard:
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
-        """Return the numbers at ``index`` of this shard, unpacked, and with its adapter added.
+        """Return the numbers at ``index`` of this shard, dequantized if it is packed in 8 or 4 bits.
 
-        ``index`` must leave the columns of a packed matrix whole. Collective if there is an adapter.
+        If an export adds an adapter (``added``), its scale B A is included; the call is then collective.
+        ``index`` must leave the columns of a packed matrix whole.
         """
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
@@ -144,7 +145,7 @@ def as_parts(parts: Parts | CausalLM) -> Parts:
 
 
 def config_of(parts: Parts) -> ModelConfig:
-    """Return the full model's configuration, which every stage carries."""
+    """Return the full model's configuration, which each of this rank's stages (``parts``) carries."""
     return next(iter(parts.values())).config
 
 
@@ -196,7 +197,9 @@ def check_tables(shards: list[LocalShard], folder: Path, keys: KeyMap, num_exper
     """Raise ``CheckpointError`` if a table of token ids names an expert that the model lacks.
 
     Args:
-        shards: filled from ``folder``; ``tid2eid`` [V, K] are the experts of each token id.
+        shards: filled from ``folder``; those of ``tid2eid`` [V, K] have the experts of each token id.
+        keys: layout of the files, for the tensor's name in the error.
+        num_experts: experts of a layer; a number outside 0 ... num_experts - 1 is refused.
     """
     for shard in shards:
         if not shard.name.endswith("tid2eid"):

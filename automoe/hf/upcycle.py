@@ -34,8 +34,8 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
     """Complete ``shard`` of an upcycled mixture: scale a down projection, or fill a router.
 
     A copy of the dense FFN is cut along its inner dimension into ``keys.ffn_parts`` experts, whose
-    down projections are multiplied by that number; a router gets random weights. Other shards, and all shards of models that are not
-    upcycled, stay unchanged.
+    down projections are multiplied by that number; a router gets random weights. Other shards, and
+    all shards of models that are not upcycled, stay unchanged.
 
     Args:
         keys: map of tensor names, which says if experts are made of a dense FFN.

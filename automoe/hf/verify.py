@@ -247,7 +247,7 @@ def _too_large(config: ModelConfig) -> bool:
 
 
 def _tokens(config: ModelConfig) -> Tensor:
-    """Return random tokens [4, 64] of the model's vocabulary, the same in every call."""
+    """Return 4 rows of 64 random token ids below the vocabulary's size, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
 

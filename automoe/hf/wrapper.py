@@ -39,7 +39,7 @@ class Names(NamedTuple):
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the name of the file's tensor ``key`` without the wrapper's prefix.
+        """Return the plain name of the file's tensor ``key``: without a multimodal checkpoint's prefix.
 
         Returns None for a tensor outside the text model.
         """
@@ -71,7 +71,7 @@ _FLAT = (
 
 
 def is_wrapper(hf: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` describes a text model within a wrapper."""
+    """Return True if a ``config.json`` has the text model's settings at ``text_config`` (multimodal models)."""
     return bool(hf.get(TEXT)) and isinstance(hf[TEXT], dict)
 
 
@@ -118,9 +118,9 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
-    """Return the map between names in the files and names of the text model alone.
+    """Return the two-way map (``Names``) between names in the files and those of a text model alone.
 
-    The two differ by a prefix in multimodal checkpoints.
+    In multimodal checkpoints the names in the files have a prefix more.
 
     Args:
         hf: content of config.json.
@@ -155,7 +155,7 @@ def part_of(key: str) -> str:
 
 
 def is_of_layers(part: str) -> bool:
-    """Return True if a part of a checkpoint (``part_of``) has layers or modules for multi-token prediction."""
+    """Return True if ``part``, a prefix of names (``part_of``), is of layers or multi-token prediction modules."""
     return re.search(r"(^|\.)mtp[._]|layers\.", part) is not None
 
 
@@ -180,8 +180,8 @@ def loading_class(config: Any, whole: bool = False) -> Any:
     """Return the auto class of ``transformers`` that loads a checkpoint with this config.
 
     Args:
-        whole: load all parts of a wrapper; else its text model alone, if that has a class of its
-            own.
+        whole: load all parts of a multimodal model; else its text model alone, if that has a class
+            of its own.
     """
     import transformers
 
@@ -199,8 +199,8 @@ def weightless(config: Any, whole: bool = False) -> Any:
     """Return transformers' model of this configuration on the meta device, without weights.
 
     Args:
-        whole: build all parts of a wrapper; else its text model alone, if that has a class of its
-            own.
+        whole: build all parts of a multimodal model; else its text model alone, if that has a class
+            of its own.
     """
     import torch
 
@@ -220,16 +220,17 @@ def num_parameters(config: Any) -> int:
 
 
 def text_path(model: Any) -> str:
-    """Return the module path of a wrapper's text model; empty if ``model`` is no wrapper."""
+    """Return the module path of the text model in a multimodal ``model``; empty if ``model`` is the text model."""
     kind = type(model.config.get_text_config(decoder=True))
     named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
     return next((name for name, config in named if type(config) is kind), "")
 
 
 def names_in_class(model: Any) -> Names:
-    """Return the map between names of parameters in a model of transformers and in its text model.
+    """Return the map between a transformers model's parameter names and the plain ones of its text model.
 
-    The two differ by a prefix if the model is a wrapper with vision or audio parts.
+    ``stored`` of the map takes a plain name and returns the one in ``model``; ``plain`` goes back.
+    They differ by a prefix if ``model`` has vision or audio parts, else they are equal.
     """
     path = text_path(model)
     if not path:

@@ -3,8 +3,8 @@
 The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has
 not run them on a GPU. DeepEP is built from its sources: the only release on the package index does
 not compile. Every name comes from ``deep_ep`` itself, since its inner modules moved between the two
-versions. Calls run in the order of the current stream, unless the pass of another micro-batch
-overlaps: then the stream waits for the ``EventOverlap`` that a call returns.
+versions. Calls run in the order of the current stream, unless another micro-batch's forward or
+backward pass overlaps: then the stream waits for the ``EventOverlap`` that a call returns.
 
 A token is sent once to each rank that holds any of its experts. The library's combine adds rows
 without weights, so the experts apply the weights. The backward of dispatch is combine, and the
@@ -72,8 +72,8 @@ def dispatcher(num_experts: int, ep: DispatchGroup) -> DeepEPDispatcher:
 
     Args:
         num_experts: number of experts on all ranks of ``ep``, which have equal parts of them.
-        ep: expert-parallel group. An ``OverlappedDispatch`` overlaps exchanges with the pass of
-            another micro-batch.
+        ep: expert-parallel group. With an ``OverlappedDispatch``, another micro-batch's forward or
+            backward pass runs during an exchange.
 
     Raises:
         BackendError: DeepEP is not installed, or does not support this group.
@@ -174,7 +174,7 @@ class TokenExchange:
         return results
 
     def combine(self, rows_RH, probs_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Send experts' outputs back to the ranks of their tokens, and sum them: [T, H].
+        """Send experts' outputs back to the ranks of their tokens, and sum them for each of T tokens.
 
         Args:
             rows_RH: outputs for the R tokens that ``dispatch`` brought here.
@@ -182,15 +182,18 @@ class TokenExchange:
             handle: DeepEP's record of that dispatch.
 
         Returns:
-            (sum for each token of this rank, [T, K] weights or None).
+            ([T, H] sum for each token of this rank, [T, K] weights or None).
         """
         buffer, layout = handle
         return self._call(buffer.combine, rows_RH, layout, topk_weights=probs_RK)
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Send other rows x_TH of the same tokens along the routes of an earlier dispatch: [R, H].
+        """Send other rows of the same tokens along the routes of an earlier dispatch.
+
+        Returns the R rows received, [R, H], in the order of that dispatch.
 
         Args:
+            x_TH: a row for each of this rank's T tokens.
             handle: DeepEP's record of that dispatch.
         """
         buffer, layout = handle
@@ -358,9 +361,12 @@ class DeepEPDispatcher:
         It ignores ``rows_per_expert``, since DeepEP exchanges sizes itself.
 
         Args:
-            topk_ids_TK: chosen experts; ids of ``num_experts`` or more choose none.
+            x_TH: T tokens of this rank.
+            topk_ids_TK: K chosen experts; ids of ``num_experts`` or more choose none.
             probs_TK: routing weights.
-            experts: function that runs this rank's experts on rows sorted by expert.
+            experts: function that runs this rank's experts on R rows sorted by expert: (x [T, H],
+                token of each row [R], end of each expert's rows [E], weight of each row [R]) -> weight
+                * expert(x) [R, H].
 
         Raises:
             BackendError: DeepEP cannot send tokens of this width or dtype.

@@ -25,12 +25,12 @@ _LATER = "unsharded_grad_dtype"  # since 2.15
 
 # fmt: off
 def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, str, list[str]]]:
-    """Yield the options that need private parts of torch, and the files that define these parts.
+    """Yield each option that needs a private part of torch, and the file that defines this part.
 
     Yields:
-        (True if the option is chosen; the option as key=value; a key=value that avoids it; torch's
-            source file; alternatives). Each alternative is the words that the file must contain in
-            some torch release; one of them must be there.
+        (True if ``config`` chooses the option; the option as key=value; a key=value that avoids it;
+            torch's source file; alternatives). An alternative is a text of words, as some torch
+            release needs them. The file must contain all words of at least one alternative.
     """
     parallel = config.parallel
     name = f"parallel.schedule={parallel.schedule}"

@@ -51,11 +51,11 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return {group name: global ranks}, safe while another thread makes a group, which then has no ranks.
+    """Return {group name: sorted global ranks}; [] for a group that another thread is making.
 
-    ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
-    ranks. Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
-    group, local rank by global rank).
+    ``get_process_group_ranks`` raises for such a group: it has a name before it has ranks.
+    Torch 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by group,
+    local rank by global rank).
     """
     world = distributed_c10d._world
     return {
@@ -131,7 +131,8 @@ def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
     Names are ``flight`` (gloo's) and ``flight_nccl`` (NCCL's, if torch has NCCL).
 
     Public functions write records to files only when a watchdog ends the process. Torch 2.11-2.15:
-    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace``, whose three arguments are whether to
+    include collectives, to include stack traces, and to leave out ended ones.
 
     Args:
         active: leave out collectives that have ended.

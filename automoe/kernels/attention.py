@@ -89,8 +89,8 @@ def cudnn_serves(mask: Tensor | None) -> bool:
 def cuda_order(query_dim: int, value_dim: int, mask: Tensor | None = None) -> list[SDPBackend]:
     """Return the SDPA backends to try on CUDA for these head dims and mask, the best first.
 
-    cuDNN is the first if ``cudnn_first`` is set and it supports dims and mask [B, 1, S, R], else it
-    is left out.
+    cuDNN is the first if this module's ``cudnn_first`` is True (``cudnn_is_first``) and it supports
+    dims and mask [B, 1, S, R], else it is left out.
     """
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)

@@ -21,10 +21,12 @@ CHUNK = 256  # queries whose scores are in memory at once
 
 
 class Windows(NamedTuple):
-    """The complete windows of each row, in E = S // W entries; no query sees an entry without a window.
+    """The complete windows of W positions in each of B rows of S positions, in E = S // W entries.
+
+    An entry stands for a window. Entries without a window are seen by no query.
 
     Attributes:
-        places_BEW: int64, positions in the row of each entry's window.
+        places_BEW: int64, indices in the row of the W positions of each entry's window.
         first_BE: int64, index in the document of the window's first position; 0: the document's
             first window.
         seen_BSE: True where a query sees an entry: the window is of its document and complete.
@@ -42,7 +44,8 @@ def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> W
 
     Args:
         positions_BS: index of each token in its document, from 0.
-        doc_ids_BS: document of each token; None: a query sees all complete windows of its row.
+        doc_ids_BS: document of each token: a query sees the windows of its document that have ended.
+            None: those of its whole row.
     """
     size = positions_BS.shape[1]
     count = size // width
@@ -65,16 +68,21 @@ def windows_of(positions_BS: Tensor, doc_ids_BS: Tensor | None, width: int) -> W
 def pool_windows(
     kv: Tensor, gate: Tensor, bias: Tensor, windows: Windows, overlaps: bool
 ) -> Tensor:
-    """Return the entries [B, E, D] of windows: averages of ``kv``, weighted by a softmax of ``gate``.
+    """Return one entry [D] for each of E windows: averages of ``kv``, weighted by a softmax of ``gate``.
 
     Each dim has weights of its own, softmax(gate + bias) over the window's W positions, in at least
     float32. If windows overlap, the average is over 2 W positions: the previous window of the
-    document, if any, with the first D numbers of ``kv`` and ``gate``, and the window itself with
-    the last D.
+    document, if any, with the first D numbers of ``kv``, ``gate`` and ``bias``, and the window
+    itself with the last D.
 
     Args:
         kv, gate: [B, S, D], or [B, S, 2 D] if windows overlap.
         bias: [W, D] or [W, 2 D], of a window's positions.
+        windows: the positions of each window.
+        overlaps: True if windows overlap.
+
+    Returns:
+        [B, E, D].
     """
     wide = torch.promote_types(kv.dtype, torch.float32)
     here_BEW = windows.places_BEW
@@ -112,9 +120,10 @@ def attend_entries(
 ) -> Tensor:
     """Return the output [B, S, N, D] of softmax attention over a sliding window and over entries.
 
-    One vector per position and per entry is key and value of all heads. Scores are computed a chunk
-    of queries at a time, in at least float32, and again in the backward pass: the memory of scores
-    and masks of positions does not grow with S; the mask of entries has S x E bytes.
+    An entry is a key pooled from a window of positions (``pool_windows``). One vector per position
+    and per entry is key and value of all heads. Scores are computed a chunk of queries at a time,
+    in at least float32, and again in the backward pass: the memory of scores and masks of positions
+    does not grow with S; the mask of entries has S x E bytes.
 
     Args:
         q_BSND, kv_BSD, entries_BED: queries; keys (and values) of positions, and of entries.
@@ -187,7 +196,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of queries, and the ranges of positions and of entries that they may see."""
+    """A chunk of queries, and the positions (``near``) and entries (``far``) that they may see."""
 
     queries: slice
     near: slice
@@ -214,7 +223,10 @@ def _scores(
     window: int,
     scale: float,
 ) -> Tensor:
-    """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key."""
+    """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key.
+
+    Keys are the chunk's positions, then its entries; other arguments are as in ``attend_entries``.
+    """
     queries, near, far = chunk
     back_cK = torch.arange(queries.start, queries.stop, device=q_BcND.device).unsqueeze(1)
     back_cK = back_cK - torch.arange(near.start, near.stop, device=q_BcND.device)
@@ -236,10 +248,12 @@ def _chunk_gradients(
     chunk: _Chunk,
     settings: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a chunk's queries [B, r, D] and keys [B, K, D], in at least float32.
+    """Return the gradients of a chunk's c queries [B, c N, D] and keys [B, K, D], in at least float32.
 
-    ``lse_BcN`` is log(sum(exp(scores))) of a query, ``delta_BcN`` its output times the output's
-    gradient, summed; ``settings`` are the last arguments of ``_scores``.
+    The K keys, which are values too, are the positions ``chunk.near``, then the entries (pooled keys)
+    ``chunk.far``. ``lse_BcN`` is log(sum(exp(scores))) of a query and head, ``delta_BcN`` the sum of
+    its output times the output's gradient, ``grad_BcND`` this gradient. ``settings`` are the last
+    arguments of ``_scores``: (seen_BSE, doc_ids_BS, window, scale).
     """
     dtype, scale = q_BcND.dtype, settings[-1]
     shares_BcNK = _scores(q_BcND, keys_BKD, chunk, *settings).sub_(lse_BcN.unsqueeze(-1)).exp_()

@@ -39,7 +39,8 @@ def gated_delta_rule(
     Queries and keys are normalised to length one first, and queries divided by sqrt(K).
 
     Args:
-        q_BSGK, k_BSGK, v_BSNV: queries and keys of G key heads, values of N value heads.
+        q_BSGK, k_BSGK, v_BSNV: queries and keys of G key heads of width K, values of N value heads of
+            width V; B rows, S positions.
         log_decay_BSN: logarithm of the factor that each token multiplies the state by, at most 0.
         beta_BSN: strength with which a token writes, between 0 and 1.
         chunk: positions per chunk.
@@ -102,8 +103,8 @@ def _unit(x: Tensor) -> Tensor:
 def causal_conv(x_BSD: Tensor, weight_D1W: Tensor, doc_ids_BS: Tensor | None = None) -> Tensor:
     """Convolve each of D channels of x over its W last positions, the current one included.
 
-    Positions of other documents count as zeros (None: a sequence is one document). The result is
-    [B, S, D].
+    ``weight_D1W`` is laid out as in ``nn.Conv1d``, the current position last. Positions of other
+    documents count as zeros (None: a sequence is one document). The result is [B, S, D].
     """
     width = weight_D1W.shape[-1]
     size = x_BSD.shape[1]

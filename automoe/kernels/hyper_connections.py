@@ -15,9 +15,10 @@ from automoe.kernels.wide_product import wide_product
 
 
 def stream_logits(x_BsW: Tensor, fn_MW: Tensor, eps: float) -> Tensor:
-    """Return M logits per token: the product of its RMS-normed streams with ``fn_MW``, [B, s, M].
+    """Return M logits per token, [B, s, M]: the product of its RMS-normed streams with ``fn_MW``.
 
-    It is in at least float32. The product of the unscaled streams is divided by their root mean
+    ``x_BsW`` has n streams of width H side by side, W = n H, which one RMS norm covers. The result
+    is in at least float32. The product of the unscaled streams is divided by their root mean
     square, so autograd keeps no scaled copy of them. ``eps`` is added to the mean square.
     """
     wide = torch.promote_types(x_BsW.dtype, torch.float32)
@@ -27,15 +28,16 @@ def stream_logits(x_BsW: Tensor, fn_MW: Tensor, eps: float) -> Tensor:
 
 
 def collapse(x_BsW: Tensor, weights_Bsn: Tensor) -> Tensor:
-    """Return the weighted sum [B, s, H] of n streams, which lie one after another in W = n H, in the dtype of ``x_BsW``."""
+    """Return the weighted sum [B, s, H] of n streams, which lie side by side in W = n H, in their dtype."""
     x_BsnH = x_BsW.unflatten(-1, (weights_Bsn.shape[-1], -1))
     return (weights_Bsn.unsqueeze(-1) * x_BsnH).sum(-2).to(x_BsW.dtype)
 
 
 def expand(x_BsW: Tensor, out_BsH: Tensor, post_Bsn: Tensor, comb_Bsnn: Tensor) -> Tensor:
-    """Return the next streams [B, s, W]: mixed streams, plus a block's output times factors.
+    """Return the next n streams [B, s, W = n H]: mixed streams, plus a block's output times factors.
 
     Args:
+        x_BsW: the n streams of width H, side by side.
         out_BsH: output of attention or of a feed-forward.
         post_Bsn: factor of the output in each stream.
         comb_Bsnn: [from stream, to stream], factors of the streams ``x_BsW``.
@@ -47,7 +49,7 @@ def expand(x_BsW: Tensor, out_BsH: Tensor, post_Bsn: Tensor, comb_Bsnn: Tensor) 
 
 
 def doubly_stochastic(logits_Bsnn: Tensor, iterations: int, eps: float) -> Tensor:
-    """Return exp(logits) with rows and columns scaled in turn to sums of one (Sinkhorn-Knopp).
+    """Return exp(logits) of n x n matrices, rows and columns scaled in turn to sums of one (Sinkhorn).
 
     Section 4.2 of arXiv 2512.24880. The first scaling of rows is a softmax; columns come last.
 

@@ -57,9 +57,10 @@ def attention_shares(q_BSND: Tensor, k_BRND: Tensor, mask_BSR: Tensor, scale: fl
 class Divergence(torch.autograd.Function):
     """Autograd function: weighted sum over queries of KL(target || softmax of chosen keys' scores).
 
-    Its inputs are q, k and w (``IndexInputs``); the target [B, s, R], attention's probabilities;
-    the chosen keys [B, s, R] bool; and the weights [B, s], 1 / number of tokens of the global
-    batch, 0 for padding. The result is a scalar.
+    Its inputs are, for s queries, R keys and J index heads, q [B, s, J, D], k [B, R, D] and w
+    [B, s, J] (``index_scores``); the target [B, s, R], attention's probabilities; the chosen keys
+    [B, s, R] bool; and the weights [B, s], 1 / number of tokens of the global batch, 0 for padding.
+    The result is a scalar.
 
     Gradients are made in the forward pass, one chunk of queries after the other: scores of every
     head would take J numbers for each query and key. The gradient of a query's divergence by its

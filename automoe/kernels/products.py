@@ -112,7 +112,9 @@ def _block(at, rows, columns):
 
 @triton.jit
 def _activate(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr):
-    """Triton function: return SwiGLU (CLAMPED: clamped) and its derivatives by gate and up."""
+    """Triton function: return (a, its derivative by gate, by up), a = gate * sigmoid(gate) * up.
+
+    CLAMPED: a = g * sigmoid(alpha * g) * (u + offset), g = min(gate, limit), u = up within +-limit."""
     if CLAMPED:
         low = tl.minimum(gate, limit)
         raised = tl.minimum(tl.maximum(up, -limit), limit) + offset
@@ -157,9 +159,9 @@ def gather_up_activate(
     Each program reads its tokens from ``x`` [tokens, hidden] through ``gather_idx`` [R], so no permuted copy of x is
     made. Outputs are ``pre`` (gate and up, [R, 2 ``width``]) and ``act`` (routing weight ``probs`` * activation, which
     is SwiGLU, with CLAMPED clamped, by ``alpha``, ``limit`` and ``offset``). ``tile_expert`` and ``tile_row`` are
-    expert and first row of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides
-    all row lengths. ``gate_up_proj`` is [E, 2, width, hidden] (with TMA a tensor descriptor), and its bias [E, 2,
-    width] or None. PRECISION is ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results.
+    expert and first row of the ``num_tiles`` tiles, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP
+    divides all row lengths. ``gate_up_proj`` is [E, 2, width, hidden] (with TMA a tensor descriptor), and its bias [E,
+    2, width] or None. PRECISION is ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)
@@ -229,10 +231,10 @@ def rows_times_weights(
 
     ``out`` [R, N] is the down projection of ``a`` [R, K], or in the backward pass the gradient of the experts' input
     rows. ``w`` is [E, N, K] with BY_COLUMNS, else [E, K, N]; ``bias`` [E, N] (or None) is added times ``probs`` [R],
-    the routing weights.
-    ``tile_expert`` and ``tile_row`` are expert and first row of each tile of rows, ``offsets`` the ends of the experts'
-    rows (``RowTiles``). STEP divides all row lengths. With TMA ``a`` and ``w`` are tensor descriptors. PRECISION is
-    ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results, over BLOCK_K at a time.
+    the routing weights. ``tile_expert`` and ``tile_row`` are expert and first row of the ``num_tiles`` tiles,
+    ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths. With TMA ``a`` and ``w`` are
+    tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. A program computes BLOCK_M x BLOCK_N results,
+    over BLOCK_K at a time.
     """
     K = _known(K, STEP)
     N = _known(N, STEP)
@@ -350,8 +352,8 @@ def grad_down_activate(
     (routing weight * activation) and ``grad_probs`` [R, blocks] (a partial sum per block of columns). ``grad_out`` is
     [R, hidden], ``down_proj`` [E, hidden, width], ``pre`` gate and up [R, 2 width]; the activation is SwiGLU, with
     CLAMPED clamped, by ``alpha``, ``limit`` and ``offset``. ``tile_expert`` and ``tile_row`` are expert and first row
-    of each tile of rows, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths. With
-    TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. The
+    of the ``num_tiles`` tiles, ``offsets`` the ends of the experts' rows (``RowTiles``). STEP divides all row lengths.
+    With TMA ``grad_out`` and ``down_proj`` are tensor descriptors. PRECISION is ``input_precision`` of ``tl.dot``. The
     activation's gradients are computed for at most COLUMNS_AT_ONCE of a program's BLOCK_M x BLOCK_N results at a time.
     """
     hidden = _known(hidden, STEP)
@@ -387,13 +389,12 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Triton function: run the backward pass of SwiGLU (CLAMPED: clamped) for COLUMNS columns.
+    """Triton function: run the backward pass of SwiGLU (``_activate``) for COLUMNS of ``width`` columns.
 
     ``grad`` is the gradient of routing weight * activation for the tile's rows and these columns, from ``first_col``
-    on; ``row`` are the rows' numbers and ``real`` is the mask of those that exist. The function reads gate and up from
-    ``pre`` [rows, 2 ``width``], and stores their gradients in ``grad_pre`` and the activation times the routing weight
-    (``probs``) in ``act``. It returns each row's sum over these columns of gradient times activation, a term of the
-    gradient of ``probs``.
+    on; ``row`` are the rows' numbers, ``real`` masks those that exist. Gate and up are read from ``pre`` [rows, 2
+    ``width``], their gradients stored in ``grad_pre``, activation times routing weight (``probs``) in ``act``. Returns
+    each row's sum over these columns of gradient times activation, a term of the gradient of ``probs``.
 
     Columns are processed at most COLUMNS_AT_ONCE at a time: gate, up and four results of all columns would not fit the
     registers together with the accumulator.

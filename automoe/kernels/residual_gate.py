@@ -16,7 +16,7 @@ def gate_weights(gate_H: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
     The output's weight is b = sigmoid(gate / temperature), the residual's sqrt(1 - b^2), so that
     the weighted sum of independent terms of equal variance keeps that variance. 1 - b^2 is at
-    least ``LEAST``.
+    least ``LEAST`` (0.001).
     """
     wide = torch.promote_types(gate_H.dtype, torch.float32)
     logits_H = gate_H.to(wide) / temperature
@@ -27,5 +27,5 @@ def gate_weights(gate_H: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def gated_sum(x_BsH: Tensor, out_BsH: Tensor, residual_H: Tensor, output_H: Tensor) -> Tensor:
-    """Return the weighted sum of residual and output of a block, in the dtype of ``x_BsH``."""
+    """Return ``residual_H * x_BsH + output_H * out_BsH`` in the dtype of ``x_BsH``, the residual."""
     return (residual_H * x_BsH + output_H * out_BsH).to(x_BsH.dtype)

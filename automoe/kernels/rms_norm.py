@@ -18,9 +18,10 @@ from automoe.kernels.activation import row_blocks
 class _RMSNorm(torch.autograd.Function):
     """Autograd function: RMSNorm in plain torch operations, for the CPU and float64.
 
-    x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
-    and saves x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
-    = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
+    Inputs are x [T, D] of any dtype, weight [D] and eps; the result r x * weight has the dtype of x,
+    with r = 1 / sqrt(mean(x^2) + eps). The caller must give a weight of float32 or wider, since all
+    is computed in the weight's dtype; x is saved in its own. With g the incoming gradient and
+    p = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
     """
 
     @staticmethod
@@ -85,10 +86,12 @@ class _TritonRMSNorm(torch.autograd.Function):
 
 
 class RMSNormOverRanks(torch.autograd.Function):
-    """Autograd function of ``model.norm.norm_over_ranks``; x [..., w] are this rank's w features.
+    """Autograd function: RMSNorm of tensors x [..., w] whose features are sharded, w on each rank.
 
-    It saves each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
-    gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
+    Its inputs are the ranks, eps, every x, and every weight [w] (``model.norm.norm_over_ranks``).
+    It returns every normed x, and saves each x in its own dtype. With P ranks, r = 1 /
+    sqrt(mean(x^2) + eps) and g the incoming gradient: dx = r g * weight - x r^3 sum over all
+    features of (g * x * weight) / (P w).
     """
 
     @staticmethod
@@ -132,7 +135,7 @@ def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor
     """Return the RMSNorm of ``x * (1 + weight_D)`` over the last dim, in the dtype of ``x``.
 
     The weight (None: zeros) multiplies x before the mean square is taken, unlike in ``rms_norm``.
-    With ``eps`` None, ``x`` is returned.
+    With ``eps`` None, ``x`` is returned unchanged, without the weight.
     """
     if eps is None:
         return x

@@ -80,8 +80,8 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
     """Return the factor of attention's logits: 1 / sqrt(``qk_head_dim``).
 
-    If ``config`` stretches the context and sets ``mscale_all_dim`` (DeepSeek), the factor is also
-    multiplied by the square of ``yarn_mscale``.
+    If ``config`` stretches the context and sets ``mscale_all_dim`` (DeepSeek), it is multiplied by
+    ``yarn_mscale(factor, mscale_all_dim)``, YaRN's temperature, squared.
     """
     scale = qk_head_dim**-0.5
     if config.scaling != "none" and config.mscale_all_dim:
@@ -106,7 +106,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function of ``turn``; the backward rotates gradients back, to the layout of x."""
+    """Autograd function of ``rotate``; the backward rotates gradients back, to the layout of x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, start: int, layouts: tuple[bool, bool], back: bool, turn):
@@ -167,8 +167,8 @@ def rotate(
 ) -> Tensor:
     """Return a copy of x with R = 2 P of its D dims, from ``start`` on, rotated in P pairs.
 
-    The result always has the pairs (i, i + P). Queries and keys are permuted alike, so their
-    products do not change, and one layout is enough for the rest of the attention.
+    The result, unless ``back``, always has the pairs (i, i + P). Queries and keys are permuted
+    alike, so their products do not change, and the rest of the attention needs one layout only.
 
     Args:
         cos, sin: [B, S, 1, P] of the angles.
@@ -192,8 +192,8 @@ def join_keys(kv_BSND: Tensor, k_rope_BSR: Tensor, nope_dim: int) -> tuple[Tenso
     """Return MLA's keys and values; each key joins the head's own dims and the shared rotary dims.
 
     Args:
-        kv_BSND: per head ``nope_dim`` dims of keys without rotation, then values.
-        k_rope_BSR: rotated dims of keys, which all heads share.
+        kv_BSND: a head's D dims are ``nope_dim`` of its key, not rotated, followed by its value.
+        k_rope_BSR: R rotated dims of keys, which all heads share.
 
     Returns:
         k [B, S, N, ``nope_dim`` + R] and v [B, S, N, D - ``nope_dim``].

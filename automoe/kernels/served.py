@@ -12,7 +12,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_served(x: torch.Tensor, key: str, instead: str = "torch") -> None:
-    """Raise ``BackendError`` if ``x`` is on the CPU or has a dtype that the kernels do not take.
+    """Raise ``BackendError`` unless ``x`` is on CUDA and is bfloat16, float16 or float32.
+
+    Triton's interpreter (TRITON_INTERPRET=1) also takes tensors on the CPU.
 
     Args:
         key: the setting that selected a kernel by its value ``triton``, e.g. ``kernels.rope``.

@@ -6,7 +6,7 @@ from shared memory, of which a multiprocessor has 227 KB at 128 bytes per cycle.
 therefore the traffic of shared memory: the bytes that loads write, and those that a cycle's 2,048
 multiplications read. Blocks of 128 x 256 need 128 bytes per cycle, 128 x 128 need 160, 128 x 64
 need 224. ``benchmarks/tune_kernels.py`` timed these and other block sizes on an H200; ``HOPPER``
-has the fastest for each product, over five layers.
+has the fastest for each product, over five layers of published MoE models.
 
 The tiles of rows are computed on the device, so the host never waits for the routing.
 """

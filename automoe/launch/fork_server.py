@@ -244,7 +244,7 @@ def _close_kept() -> None:
 
 @without("kernels")
 def main() -> int:
-    """Serve a launcher until it closes the socket; then return exit status 0.
+    """Fork ranks for a launcher, one ``Job`` per message, until it closes the socket; then return exit status 0.
 
     The command line has the launcher's process id and the socket's file descriptor.
     """

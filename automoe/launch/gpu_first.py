@@ -1,7 +1,7 @@
 """Checks for the first half hour on GPUs: short training runs, the most informative ones first.
 
-Each check trains by the documented command. Most train on the rows and from the weights of another
-one and must reproduce its losses, which proves the settings that differ.
+Each check trains by the documented command. Most repeat another check, with its data
+and initial weights but other settings, and must reproduce its losses: this proves these settings.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
     """Compare a check's losses with those that it must reproduce, and return the outcome.
 
     Args:
+        check: run that was trained; it names the check whose losses to reproduce, and a tolerance.
         records: name of a check -> its records of training steps; this check's are among them.
 
     Returns:

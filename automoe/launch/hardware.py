@@ -229,7 +229,7 @@ train.dtype != float64 | CUDA | launch.device=cuda | launch.device=cpu
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
-    """Raise ``BackendError`` without a package, compiler, part of torch or CUDA that ``config`` needs."""
+    """Raise ``BackendError`` if a package, compiler, part of torch or CUDA that ``config`` needs is missing."""
     if config.train.compile:
         _check_compiler("train.compile=true", device, "set train.compile=false")
     if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):

@@ -367,9 +367,9 @@ def _pass_on(reader: int) -> None:
 
 
 def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
-    """Return why no attempt may follow the last of ``failures``; None if one may.
+    """Return why a run must not be started again after the last of ``failures``; None if it may.
 
-    An attempt is refused after an error meant for users (except ``LaunchError``), after ``limit``
+    A new attempt is refused after an error meant for users (except ``LaunchError``), after ``limit``
     restarts, and after an attempt that got no further than an earlier one.
 
     Args:

@@ -122,10 +122,10 @@ def _with_base(config: Config) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """Return ``config`` with its model taken from ``model.hf_path``, if set, and a commit in each Hub id.
+    """Return ``config`` with its model taken from ``model.hf_path``, if set, and Hub ids with commits.
 
-    The checkpoint's ``config.json`` defines the model. A peft adapter is replaced by its base model,
-    and chat data get the date for the template.
+    The checkpoint's ``config.json`` defines the model. A peft adapter is replaced by its base model.
+    A chat template that writes today's date gets it as ``data.chat.date``.
 
     Args:
         overrides: overrides of the command line, which must not contradict the checkpoint.
@@ -242,7 +242,7 @@ def _named(overrides: list[str]) -> dict[str, str]:
 
 
 def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]) -> RopeConfig:
-    """Return ``checkpoint``'s rotary embeddings with the scaling of ``asked``, for longer rows.
+    """Return ``checkpoint``'s rotary embeddings with the scaling of ``asked``, for longer sequences.
 
     If the family reads DeepSeek's ``mscale`` and ``mscale_all_dim`` and they are unset, both are 1,
     as inference engines require.
@@ -254,7 +254,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: Collection[str]
 
     Raises:
         ConfigError: the checkpoint's embeddings are scaled already, its ``config.json`` nests the
-            text model in a multimodal one, ``asked`` allows no longer rows than the checkpoint,
+            text model in a multimodal one, ``asked`` allows no longer sequences than the checkpoint,
             or its ``original_seq_len`` is below half of the checkpoint's, or above it.
     """
     from automoe.hf.families.registry import family_of, read_hf_config
@@ -340,9 +340,9 @@ def _check_fp8_base(config: Config) -> None:
 
 
 def _pinned(config: Config) -> Config:
-    """Return ``config`` with a commit added to each Hub id, and with the date for the chat template.
+    """Return ``config`` with a commit added to each Hub id, and ``data.chat.date`` set.
 
-    A run that is continued keeps the commits and the date that it began with.
+    The date is today, if the chat template writes it. A continued run keeps its commits and date.
     """
     resume = Path(config.checkpoint.resume).expanduser()
     begun = {"never": [], "auto": [Path(config.run_dir)]}

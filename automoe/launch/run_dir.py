@@ -258,7 +258,7 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     """Replace ``status.json`` atomically, or on a full disk in place.
 
-    Once a failure is recorded, only ``failed`` and ``starting`` are written.
+    Once a failure is recorded, calls with another state than ``failed`` or ``starting`` do nothing.
 
     Args:
         state: starting, running, done, failed or preempted.

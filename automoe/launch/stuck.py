@@ -70,11 +70,12 @@ class Standing:
     """Position of a rank: its main thread's place in the code, and its unfinished collectives.
 
     Attributes:
+        rank: the rank's number.
         place: place of the main thread in the code: ``module of the model: file:line in function``.
         communicates: True if the main thread is in a function of torch.distributed, or was there
             until the timeout.
         pending: unfinished collectives, oldest first.
-        asked: id of another rank's request for positions, which this one answers.
+        asked: id of the request for positions that this object answers (mtime in ns of its file).
         saving: place of the thread that saves in the background; None without such a thread.
     """
 
@@ -98,7 +99,7 @@ class Standing:
 
     @property
     def waits_in(self) -> str | None:
-        """Collective in which the rank waits for others, as text; None if it does not wait."""
+        """Text that names the collective in which the rank waits, or ``a send or receive``; None: it does not wait."""
         if self.pending:
             return str(self.pending[0])
         return "a send or receive" if self.communicates else None

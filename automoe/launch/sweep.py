@@ -408,7 +408,7 @@ class Sweep:
     def collect(self, stopped: bool) -> list[Record]:
         """Write the records of all jobs into ``sweep.json``, and return them.
 
-        A job without an end becomes "stopped" if the sweep was stopped or an earlier start ran it, else "failed".
+        A job with no recorded end becomes "stopped" if the sweep was stopped or an earlier start ran it, else "failed".
         """
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):
@@ -437,7 +437,7 @@ class Sweep:
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
-    """Raise ``ConfigError`` for ``num_jobs`` > 1 at a time on CUDA: each would use the first GPUs of a node."""
+    """Raise ``ConfigError`` on CUDA unless ``num_jobs`` is 1: side by side all jobs would use a node's first GPUs."""
     if device == "cuda" and num_jobs != 1:
         raise ConfigError(
             PARALLEL,

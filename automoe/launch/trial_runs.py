@@ -29,6 +29,8 @@ class TrialError(RuntimeError):
 def train(run_dir: Path, overrides: Sequence[str]) -> Records:
     """Train to the end in a separate process; return the records of the steps (``metrics.jsonl``).
 
+    ``overrides`` are words of the command line, such as ``mesh.ep=2``.
+
     Raises:
         TrialError: the run failed.
     """
@@ -41,6 +43,8 @@ def train(run_dir: Path, overrides: Sequence[str]) -> Records:
 
 def train_and_kill(run_dir: Path, overrides: Sequence[str], after: int) -> int:
     """Start a run, kill it by SIGKILL once it has recorded step ``after``; return its last recorded step.
+
+    ``overrides`` are words of the command line, such as ``mesh.ep=2``.
 
     Raises:
         TrialError: the run ended before that step.

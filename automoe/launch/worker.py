@@ -212,7 +212,7 @@ def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
 
 
 def _watch(watch: stuck.StuckWatch, report: bool) -> None:
-    """Call ``watch.look`` until any rank has failed, then end this process 5 s later with status 1.
+    """Check for stuck ranks (``watch.look``) until any rank has failed; 5 s later end this process with status 1.
 
     This runs in a thread, so it also ends a rank whose collective its peers will never join.
 
@@ -235,8 +235,8 @@ def _watch(watch: stuck.StuckWatch, report: bool) -> None:
 def look_every_s(num_ranks: int, ranks_here: int) -> float:
     """Return the seconds after which a rank checks the run directory again: 0.5 on one node.
 
-    With several nodes, which share a disk, it is 0.5 for each of this node's ``ranks_here`` ranks, at
-    most 4, so that a node reads the disk as often as one rank would.
+    If this node has only ``ranks_here`` of the run's ``num_ranks``, nodes share a disk, and it is
+    0.5 for each rank here, at most 4, so that a node reads the disk as often as one rank would.
     """
     return min(0.5 * ranks_here, _LONGEST_PAUSE_S) if num_ranks > ranks_here else 0.5
 

@@ -1,8 +1,9 @@
 """Grouped-query attention (arXiv 2305.13245) and multi-head latent attention (DeepSeek-V2).
 
 Latent attention is section 2.1 of arXiv 2405.04434. Queries have the S positions of this rank, keys
-the R of whole sequences. But between Ulysses' all-to-alls both have R, in ring attention both S:
-its kernel passes keys from rank to rank. Letters: ``automoe.model``; here L is a latent's width.
+the R of whole sequences. But between Ulysses' all-to-alls both have R, and in ring attention, whose
+kernel passes keys from rank to rank, both have S. Letters: ``automoe.model``; here L is a latent's
+width.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class AttentionSetup:
     ) -> Tensor:
         """Return softmax attention's output [B, S, N, Dv], for v [B, R, G, Dv].
 
-        It is computed by ``BackendConfig.attention_kernel``. Modules call this method through the
-        wrapper ``LayerCalls.core_attention``.
+        It is computed by ``BackendConfig.attention_kernel``. Modules call this method wrapped
+        by ``LayerCalls.core_attention``, for example in recomputation.
 
         Args:
             scale: factor of the products of queries and keys.

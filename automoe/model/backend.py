@@ -41,8 +41,9 @@ class BackendConfig:
         loss: reduction of per-token losses; None: mean cross-entropy.
         indexer_warmup: True if attention reads all keys, not those that indexers choose, and
             indexers learn from all of them.
-        calls: function of a layer's number that returns the wrappers of that layer's calls.
-        last_norm: wrapper of the call of the norm before the head.
+        calls: function of a layer's number that returns the wrappers, such as recomputation, around
+            the methods of that layer and of its modules.
+        last_norm: wrapper of the call of the norm before the head: compilation, or none.
         always_masked: make a mask for all sequences that have document ids, also if each is one
             document (``attention_mask``).
         seed: seed of the random factors of routers' inputs (``moe.router_jitter``).

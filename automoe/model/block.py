@@ -136,7 +136,10 @@ class Block(nn.Module):
     def forward(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, other_BsH: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output: ``run`` with the layer's recomputation or compilation, if any.
+        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``, and None.
+
+        This is ``run`` with the layer's recomputation or compilation, if any. In the first layer of
+        a pair (``moe_shortcut``) what its routed experts give replaces None.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank; with hyper-connections all

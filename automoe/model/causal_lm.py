@@ -50,10 +50,11 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Decoder layer that FSDP wraps as one unit, and its submodules that are units of their own.
+    """Decoder layer that FSDP wraps as one unit, and its experts, which are a unit of their own.
 
     Attributes:
         number: index of the layer in the full model.
+        layer: module of the layer, its experts included.
         experts: module whose parameters are on the moe mesh; None: a dense layer.
     """
 
@@ -203,8 +204,8 @@ class CausalLM(nn.Module, ABC):
             the batch asks for. With ``next_token_at``: [B, S] likeliest next tokens, -1 where a
             logit is NaN, ``IGNORE`` (-100) at other positions. Else with ``labels``: [1] this
             micro-batch's share of the loss, by default of the mean cross-entropy in nats. Without
-            either: [B, S, V] logits. Losses of modules for multi-token prediction have gradients
-            and are reported, but are not in the loss.
+            either: [B, S, V] logits of this tp rank's V rows of the head. Losses of modules for
+            multi-token prediction have gradients and are reported, but are not in the loss.
         """
         batch = batch or MicroBatch(*states)
         counts = batch.known_counts()

@@ -42,7 +42,7 @@ class Compression:
     Attributes:
         angles, long_angles: (cos, sin) [B, S, 1, P] of positions, P half the rotated width, in layers with a plain
             window and in layers that also attend to pooled keys.
-        windows: {compression ratio: which positions each of the E pooled keys of a row is made of}.
+        windows: {compression ratio: positions that each of a row's E pooled keys is made of (``windows_of``)}.
         entry_angles: {compression ratio: (cos, sin) [B, E, 1, P] of the first position of each pooled key}.
     """
 
@@ -123,7 +123,11 @@ class EntryIndexer(KeyChooser, Pooling):
 
 
 class Compressor(Pooling):
-    """Pooling of a layer's windows into entries, and the indexer that chooses a query's entries, if any."""
+    """Pooling of a layer's positions into entries (one pooled key per window), with an optional indexer.
+
+    The indexer chooses the entries that a query attends to; without one (None) it attends to all
+    that it may see.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         attention = config.attention
@@ -210,7 +214,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features // groups))
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """Return [B, S, G O] for x [B, S, I]."""
+        """Project each group's features, x [B, S, I] of this rank's G groups, to O features: [B, S, G O]."""
         weight_GOI = local_shard(self.weight).unflatten(0, (-1, self.out_features))
         x_BSGI = x_BSI.unflatten(-1, weight_GOI.shape[::2])
         return torch.einsum("bsgi,goi->bsgo", x_BSGI, weight_GOI).flatten(2)

@@ -133,8 +133,8 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange positions for heads over cp: return the arguments at R positions of fewer heads.
 
-        The recurrence runs through the whole sequence, so each rank of cp computes some of the
-        heads.
+        The recurrence runs through the whole sequence, so each rank of cp computes 1 / cp of the
+        heads. The results are in the order of the arguments, which are returned if cp is 1.
 
         Args:
             mixed_BSD: the convolution's input: queries, keys, values.
@@ -151,10 +151,10 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
     def _own_features(self, cp: Communicator) -> Features:
-        """Return this rank's channels of the convolution: slices of queries, keys, values; None: all.
+        """Return the slices of queries, keys and values in the channels of the convolution that this rank has.
 
-        They are the channels of this tp rank's heads. If ``cp`` has several ranks, which exchange
-        positions for heads, only channels of the heads that this cp rank keeps are returned.
+        They are the heads of this tp rank. If ``cp`` has several ranks, which exchange positions for
+        heads, they are only those heads that this cp rank keeps. None: the rank has all channels.
         """
         ranks = self.tp.num_ranks * cp.num_ranks
         if ranks == 1:

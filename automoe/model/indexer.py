@@ -92,7 +92,13 @@ class KeyChooser(nn.Module, ABC):
     def project(
         self, x_BsH: Tensor, latent_BsL: Tensor, setup: AttentionSetup
     ) -> tuple[Tensor, Tensor]:
-        """Return rotated queries [B, s, J, D], and the keys [B, R, D] that J heads share, rotated too."""
+        """Return the indexer's queries [B, s, J, D] and its keys [B, R, D], which J heads share, both rotated.
+
+        Args:
+            x_BsH: hidden states at this tp rank's s positions.
+            latent_BsL: latents of the queries at these positions.
+            setup: rotation angles, and the ranks from which the R keys are gathered.
+        """
 
     @torch.no_grad()
     def choose(self, inputs: IndexInputs, seen_BSR: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of ``model`` with its initial values.
 
     By default biases become zero and all other parameters normal(0, std). A module's attribute
-    ``first_values`` has other values for its parameters: a word (``zeros``, ``ones``,
+    ``first_values`` maps names of its own parameters to other values: a word (``zeros``, ``ones``,
     ``log_uniform``, or ``kept``: leave it unchanged) or the full tensor. ``model`` may be a
     pipeline stage (its names are global) and its parameters DTensors of any mesh. A random number
     depends on ``seed``, the parameter's name and the number's index in the full parameter.

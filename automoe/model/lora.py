@@ -46,7 +46,7 @@ class Lora(Adapter):
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
     def forward(self, x_BSI: Tensor, features: Features) -> Tensor:
-        """Return the adapter's output [B, S, O] for x, in the slices ``features`` of O; None: all."""
+        """Return the adapter's output for x: [B, S, O], or with ``features`` only these ranges of O, concatenated."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
         return F.linear(low_BSr, take_features(b_Or, features))
@@ -78,9 +78,9 @@ def freeze_and_adapt(
     Args:
         part: decoder, or a pipeline stage of it, on the meta device.
         trained_dtype: dtype of adapters.
-        frozen_dtype: dtype in which frozen parameters other than routers are stored and multiplied;
-            they need no wider copy, since they are not updated. Matrices that ``lora.base``
-            quantizes are bytes.
+        frozen_dtype: dtype in which frozen parameters are stored and multiplied, except those of
+            routers and hyper-connections; they need no wider copy, since they are not updated.
+            Matrices that ``lora.base`` quantizes are bytes.
     """
     if not (config.lora.rank or config.train.freeze):
         return
@@ -157,7 +157,7 @@ def fill_adapters(part: CausalLM) -> None:
 
 
 def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
-    """Set the step number (from 0) of all adapters in ``parts``, by which dropout draws features."""
+    """Set the step number (from 0) of all adapters in ``parts``; dropout draws other input features each step."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

@@ -105,7 +105,10 @@ def _chunks(x_TH: Tensor) -> Iterator[slice]:
 
 
 def _trained_chunks(x_TH: Tensor, labels_T: Tensor, skips: bool) -> Sequence[slice | Tensor]:
-    """Return indices of the trained tokens, in chunks; slices of all tokens if not ``skips`` or on a GPU, to avoid a host sync."""
+    """Return chunks of the tokens to compute: indices of trained tokens only, or slices of all tokens.
+
+    All are computed if ``skips`` is False, and on a GPU, where the host would wait for the indices.
+    """
     if x_TH.is_cuda or not skips:
         return [*_chunks(x_TH)]
     trained = (labels_T != IGNORE).nonzero().squeeze(1)
@@ -127,7 +130,7 @@ def _targets(labels_T: Tensor, weight_VH: Tensor, first_id: int) -> tuple[Tensor
 
 
 def _new_gradients(ctx, x_TH, weight_VH, wide: torch.dtype, new=torch.empty_like):
-    """Return buffers for the gradients of x (by ``new``) and weight (zeros of dtype ``wide``); None: not needed."""
+    """Return ``new(x)`` and zeros like the weight of dtype ``wide``, to hold their gradients; None: not needed."""
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x_TH = new(x_TH) if needs_x else None
     return grad_x_TH, torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
@@ -159,7 +162,7 @@ def _add_gradients(
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
-    """Return ``chunk_loss`` for ``kernel``, torch or triton: it computes the loss of a chunk of tokens.
+    """Return a function with the arguments of ``chunk_loss``, computed by ``kernel``: ``torch`` or ``triton``.
 
     Raises:
         BackendError: ``kernels.loss=triton``, and the package is missing.
@@ -466,8 +469,8 @@ class LossInputs:
     def sum_by_document(self, x_BS: Tensor, num_documents: int | None = None) -> Tensor:
         """Sum x over each document, also over the ranks of ``context``: [B, D], differentiable.
 
-        Every rank of ``context`` has the same sums. A loss computed from them is equal on these ranks, so pass it
-        through ``share``, else it counts once per rank.
+        Every rank of ``context`` has the same sums. A loss computed from them is equal on these ranks, so divide it
+        by their number (``share``), else it counts once per rank.
 
         Args:
             num_documents: D, more than every document id; default: the positions of a whole sequence.
@@ -492,5 +495,5 @@ class LossInputs:
 
 # A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over ranks and
 # micro-batches is the loss. It may have attributes: ``metrics``, the names that it reports; ``uses_entropy``, if it reads
-# ``LossInputs.entropy``; ``skips_untrained``, for ``token_scores``; ``mean_over="documents"`` if it is a mean over documents.
+# ``LossInputs.entropy``; ``skips_untrained``, for ``token_scores``; ``mean_over="documents"``, if it is their mean.
 Loss = Callable[[Tensor, LossInputs], Tensor]

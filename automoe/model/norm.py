@@ -39,9 +39,10 @@ class RMSNorm(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm of a block's output, multiplied by ``weight`` [``dim``] before the mean of squares is taken.
+    """RMSNorm of a block's output x: ``y / sqrt(mean(y^2) + eps)`` of ``y = x * (1 + weight)``.
 
-    With ``dim`` 0 it has no weight; with ``eps`` None the input is returned (``output_norm``).
+    ``weight`` has ``dim`` numbers, zeros at first; with ``dim`` 0 there is none and y is x. With
+    ``eps`` None the module returns x.
     """
 
     first_values = {"weight": "zeros"}

@@ -113,7 +113,7 @@ class Param:
         spec: the row of the table.
         layer: number of its decoder layer; None: embedding, final norm or head.
         trained: whether the optimizer updates it.
-        kv_heads: number of key and value heads, for a projection to keys or values.
+        kv_heads: number of key and value heads, for a projection to keys or values; else None.
         packed: numbers per block if ``lora.base`` quantizes the tensor, whose ``shape`` then ends
             in blocks and bytes; else 0.
     """
@@ -185,10 +185,10 @@ _KINDS: dict[str, dict[str, Any]] = {
 def parse_rows(table: str) -> tuple[ParamSpec, ...]:
     """Parse a table with a parameter per line: ``name | shape | place | kind KEY=VALUE ...``.
 
-    These are fields of ``ParamSpec``, but ``kind`` is a key of ``_KINDS`` and stands for several
-    fields, and ``unless`` is a negated ``when``. Keys in ``hf`` are separated by commas, and EXPERT
-    in a key stands for ``mlp.experts.{expert}``. Linear, colwise and rowwise matrices may get LoRA
-    adapters; ``lora`` is then their name without ".weight".
+    These are fields of ``ParamSpec``, but ``kind`` is a word such as colwise, which stands for the
+    fields that ``_KINDS`` lists, and ``unless`` is a negated ``when``. Keys in ``hf`` are separated
+    by commas, and EXPERT in a key stands for ``mlp.experts.{expert}``. Linear, colwise and rowwise
+    matrices may get LoRA adapters; ``lora`` is then their name without ".weight".
     """
     specs = []
     for row in table.strip().splitlines():

@@ -323,7 +323,7 @@ EXPERT_SPECS = {  # rows of routed experts by their names within ``GroupedExpert
 
 
 def find_spec(name: str) -> ParamSpec | None:
-    """Return the spec of the parameter ``name`` of a model; None if the table does not list it."""
+    """Return the row of ``SPECS`` for a parameter's name, with or without ``layers.N.``; None if it has none."""
     return SPECS.get(_LAYER.sub("", name, count=1))
 
 
@@ -398,7 +398,7 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``; with ``buffers`` also the expert bias."""
+    """Return the parameters of decoder layer ``layer``; with ``buffers`` also the router's buffers."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return [param for param in other if param.layer == layer]
     ratio = ratio_of(model.attention, layer)
@@ -457,7 +457,7 @@ def stage_params(
 
     Args:
         layers: the numbers of the layers of each stage.
-        buffers: include the routers' expert biases."""
+        buffers: include the routers' buffers: expert biases, and tables of hash layers."""
     if (other := tier_of(model).params(model, buffers)) is not None:
         return other
     first, last = stage == 0, stage == len(layers) - 1
@@ -482,7 +482,7 @@ def stage_params(
 def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
     """Return all parameters of the model, in order: embedding, layers, final norm, head.
 
-    With ``buffers`` the routers' expert biases are included.
+    With ``buffers`` the routers' expert biases and tables of hash layers are included.
     """
     return stage_params(model, [model.all_layers], 0, buffers)
 

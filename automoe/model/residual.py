@@ -21,18 +21,19 @@ class Residual:
         self.multiplier = multiplier
 
     def __call__(self, x_BsH: Tensor) -> tuple[Tensor, ...]:
-        """Return the block's input [B, s, H], then further arguments of ``join``: none here."""
+        """Return (``x_BsH``,): the block's input, without further arguments for ``join``."""
         return (x_BsH,)
 
     def join(self, x_BsH: Tensor, out_BsH: Tensor) -> Tensor:
-        """Return the residual after a block whose output is ``out_BsH``."""
+        """Return ``x_BsH + multiplier * out_BsH``, the residual after a block whose output is ``out_BsH``."""
         return x_BsH.add(out_BsH, alpha=self.multiplier)
 
 
 class ResidualGate(nn.Module):
-    """Gated residual (Muse-Spark): two learned weights per dim, of the residual and of a block's output.
+    """Gated residual (Muse-Spark): ``join`` returns sqrt(1 - b^2) * residual + b * block's output.
 
-    ``dtype`` is the dtype of the parameter.
+    b [H] is sigmoid(gate / temperature), with the learned parameter ``gate`` [H] of dtype ``dtype``;
+    1 - b^2 is raised to at least 0.001.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
@@ -71,9 +72,10 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty(3, dtype=dtype))
 
     def forward(self, x_BsW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's input [B, s, H].
+        """Return (block's input [B, s, H], output factors [B, s, n], mixing matrix [B, s, n, n]).
 
-        For ``join``, also return output factors [B, s, n] and a mixing matrix [B, s, n, n].
+        The input is a weighted sum of a token's n streams. ``join`` reads the rest: next stream j = sum
+        over i of mixing_ij * stream i, plus factor_j * output. All weights are computed from ``x_BsW``.
         """
         config, streams = self.config, self.config.hc_mult
         logits_BsM = stream_logits(x_BsW, self.fn, config.norm_eps)
@@ -92,8 +94,11 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """Module that collapses the n residual streams between last layer and final norm; its
-    parameters have ``dtype``.
+    """Module that collapses n residual streams, x [B, s, n H], before the final norm: to [B, s, H].
+
+    The result is a sum of the streams with weights that depend on the token: sigmoid(``hc_scale`` *
+    (rms_norm(x) @ ``hc_fn``.T) + ``hc_base``) + ``hc_eps``, one per stream. The parameters hc_fn [n, n H],
+    hc_base [n] and hc_scale [1] have ``dtype``.
     """
 
     first_values = {"hc_base": "zeros", "hc_scale": "ones"}
@@ -107,7 +112,7 @@ class HyperHead(nn.Module):
         self.hc_scale = nn.Parameter(torch.empty(1, dtype=dtype))
 
     def forward(self, x_BsW: Tensor) -> Tensor:
-        """Return the weighted sum [B, s, H] of the n residual streams [B, s, W = n H], which the final norm reads."""
+        """Return the sum [B, s, H] of the n residual streams [B, s, W = n H], weighted per token as the class says."""
         logits_Bsn = stream_logits(x_BsW, self.hc_fn, self.config.norm_eps)
         gates_Bsn = (logits_Bsn * self.hc_scale + self.hc_base).sigmoid()
         return collapse(x_BsW, gates_Bsn + self.config.hc_eps)

@@ -47,10 +47,10 @@ def _in_row_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
-    """Return ``tokens`` with ``index`` (in the packed sequence) and ``doc_ids`` [B, R] for masks.
+    """Return a copy of ``tokens`` with ``index`` and ``doc_ids`` [B, R] of whole sequences, for masks.
 
-    These two are of whole sequences, of which ``ranks`` hold the other positions; all other tensors
-    keep this rank's S positions. Collective over ``ranks``.
+    ``ranks`` share the R positions. All other tensors keep this rank's S positions. Collective over
+    ``ranks``.
     """
     num_rows, size = tokens.index.shape
     index_R = torch.arange(size * ranks.num_ranks, device=tokens.index.device)

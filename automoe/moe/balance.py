@@ -17,10 +17,10 @@ from automoe.passes.recompute import is_counted
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on an activation whose backward pass also sends a gradient of one into a loss.
+    """Autograd function of an activation and a scalar loss: returns a copy of the activation.
 
-    The auxiliary loss needs no path of its own to the end of the model, so only activations pass
-    from one pipeline stage to the next.
+    The backward pass also sends a gradient of one into the loss. So an auxiliary loss needs no path of
+    its own to the end of the model, and only activations pass from one pipeline stage to the next.
     """
 
     @staticmethod
@@ -136,12 +136,18 @@ class LoadCounter(nn.Module):
 
     @staticmethod
     def size(num_experts: int) -> int:
-        """Return the number of counters, the length of ``totals``, of a layer of E experts."""
+        """Return the length of ``totals``, 2 E + 7, for a layer of E = ``num_experts`` experts.
+
+        It holds two counters per expert, four losses, dropped choices, and two for repeated ones.
+        """
         return 2 * num_experts + len(LOSSES) + 3
 
     @staticmethod
     def views(totals: Tensor) -> Loads:
-        """Split ``totals`` into named views; it is one layer's vector [n], or [L, n] of L layers."""
+        """Split ``totals`` by kind of counter into the views of ``Loads``, such as tokens per expert.
+
+        ``totals`` is one layer's vector [n], or [L, n] of L layers.
+        """
         num_counts = totals.shape[-1] - len(LOSSES) - 3
         experts, losses, dropped, replayed = totals.split((num_counts, len(LOSSES), 1, 2), dim=-1)
         return Loads(experts.unflatten(-1, (2, -1)), losses, dropped.squeeze(-1), replayed)

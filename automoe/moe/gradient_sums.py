@@ -71,8 +71,8 @@ class GradientSums:
             x_TK: inputs of the matrix.
             gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.
             ends: function that returns the end of each expert's rows, on the host.
-            travels: True if gradients of tokens will be sent to other ranks after this call, so
-                ``later``, if there is one, defers the product until then.
+            travels: True if gradients of tokens will be sent to other ranks after this call;
+                ``self.later``, if set, then computes the product while they are sent.
         """
         product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)
         if travels and self.later is not None:

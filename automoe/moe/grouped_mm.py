@@ -140,7 +140,8 @@ class _Options(NamedTuple):
     Attributes:
         activation: function of gate and up.
         up, down: objects that multiply by gate_up_proj and by down_proj, in forward and backward.
-        sums: receives the gradients of both matrices; None: autograd returns them.
+        sums: accumulator to which the backward pass adds both matrices' gradients, in place of
+            returning them; None: autograd returns them.
         lora_scale: factor of the adapters' outputs.
     """
 
@@ -331,8 +332,9 @@ def grouped_mm_experts(
         weights: matrices and biases of this rank's experts.
         activation: function of gate and up.
         up, down: objects that multiply by gate_up_proj and by down_proj, in forward and backward.
-        sums: receives the gradients of both matrices; None: autograd returns them.
-        adapters: A [E, r, H] and B [E, J, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
+        sums: accumulator to which the backward pass adds both matrices' gradients, in place of
+            returning them; None: autograd returns them.
+        adapters: A [E, r, H] and B [E, J = 2 I, r] of gate_up_proj, A [E, r, I] and B [E, H, r] of
             down_proj, or None; ``lora_scale`` multiplies their outputs.
     """
     joined = weights.joined()

@@ -78,9 +78,10 @@ class MoE(nn.Module):
         self.num_scored_experts = config.num_scored_experts
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the layer's output [B, s, H] for hidden states [B, s, H]; ``tokens`` has their documents, padding and forced ids.
+        """Return the layer's output [B, s, H], without residual, for hidden states [B, s, H].
 
-        With ``moe_shortcut`` return two outputs: of the shared experts, and of the routed ones.
+        ``tokens`` has per-token tensors of the same positions, such as the mask of padding. With
+        ``moe_shortcut`` there are two outputs: of the shared experts, and of the routed ones.
         """
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
@@ -96,12 +97,13 @@ class MoE(nn.Module):
         return (shared(), y_BsH) if self.shortcut else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
-        """Dispatch tokens, run their experts and combine the results: [B, s, H].
+        """Dispatch tokens, run their experts and combine the results, in the shape of ``x_BsH``.
 
         Args:
+            x_BsH: the routed experts' input, of width ``moe_latent_size`` if that is set.
             routing: the experts that each token chose, and its routing weights.
-            tokens: per-token tensors; their shape gives the slots per expert if choices are padded
-                to the experts' capacity.
+            tokens: per-token tensors; with ``moe.pad_to_capacity`` their shape decides how many rows
+                each expert computes, padding included.
         """
         x_TH, ids_TK, probs_TK = (
             x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)

@@ -50,7 +50,7 @@ class Adapter(nn.Module):
 
     @property
     def first_values(self) -> dict[str, str]:
-        """Map each parameter's name to ``kept``: ``initialize`` skips it, and ``fill_adapters`` fills it."""
+        """Map each parameter's name to ``kept``: ``initialize`` leaves it alone; ``fill_adapters`` sets its values."""
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:

@@ -25,8 +25,8 @@ class QuantizedExperts(nn.Module):
     Activation, routing weights and biases are applied in the dtype of x.
 
     Args:
-        up, down: rules by which the operands of the gate and up projection, and of the down
-            projection, are scaled to 8 bits.
+        up, down: scaling rules (``Tensorwise`` or ``Blockwise``), by which the operands of the gate
+            and up projection, and of the down projection, become 8-bit codes.
     """
 
     def __init__(self, up: Scaling, down: Scaling) -> None:

@@ -64,7 +64,7 @@ class Scores(NamedTuple):
     Attributes:
         logits: the product with the router's weight.
         scores: the logits through the score function; none is negative.
-        choice: the values that top-k and routing weights use: the scores, or the logits themselves.
+        choice: what top-k and routing weights use: scores, or logits with ``softmax_after_topk``.
         sum_to_one: whether the scores of a token sum to one.
     """
 
@@ -425,7 +425,7 @@ def gate_ids(
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is
-                  the layer's number mod E
+                  ``moe_index`` mod E
 
     A gate replaces the learned choice. Routing weights still come from the router's scores, so all
     other work costs the same as in training.

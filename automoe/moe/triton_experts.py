@@ -64,7 +64,7 @@ def triton_experts(
 class _TritonExperts(torch.autograd.Function):
     """Autograd function of ``triton_experts``.
 
-    It saves its arguments, and gate and up [R, 2I] before the activation (``pre``).
+    It saves its arguments, and gate and up [R, 2I] before the activation.
     """
 
     @staticmethod

@@ -93,10 +93,10 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Print a line with a step's metrics, and a second line if the step had a validation.
 
-        A step is printed every ``observe.log_every`` steps; if that is 0, each of the first 30, and
-        then one after 30 s or a 30th of the run's expected time, whichever is shorter. Always
-        printed are the first and the last step, and steps with a validation or a loss or gradient
-        norm that is not finite.
+        A step is printed every ``observe.log_every`` steps. If that is 0, each is printed if at most
+        30 were to go when this process started; else one as soon as 30 s, or a 30th of the expected
+        time if that is less, have passed since the last printed step. Always printed are the first
+        and the last step, and steps with a validation or a loss or gradient norm that is not finite.
 
         Args:
             record: the step's record, as in ``metrics.jsonl``.
@@ -176,7 +176,7 @@ class Console:
         self._print()
 
     def samples(self, samples: Sequence[Mapping[str, str]], seconds: float) -> None:
-        """Print each sample's ``prompt`` and the model's ``text``, each cut to one line, then the time.
+        """Print each sample's ``prompt`` and the model's ``text``, a line of up to 80 columns each, then the time.
 
         Args:
             seconds: time that generating the samples took.

@@ -150,10 +150,10 @@ def _active(model: ModelConfig, param: Param) -> int:
 
 
 def _band(keys: float, length: float) -> np.ndarray:
-    """Return [mean number of keys per query, ``keys``], if a query sees at most ``keys`` keys of a
-    row of ``length``.
+    """Return the mean number of keys per query by both conventions of ``TokenFlops``: [causal, full].
 
-    The mean is that of causal attention, in which queries near the start of a row see fewer keys.
+    A query sees at most ``keys`` keys of a row of ``length``: in causal attention fewer near the
+    start of the row, in full attention min(``keys``, ``length``).
     """
     keys = min(keys, length)
     return np.array([keys * (1 - keys / (2 * length)), keys])

@@ -32,7 +32,8 @@ one frame: ranks that exchange tokens (expert-parallel group)"""
 def draw_mesh(mesh: MeshShape) -> Figure:
     """Draw the default mesh, coloured by the rows that ranks read, and the MoE mesh, by their experts.
 
-    For more than 64 ranks, or 12 table rows, the figure lists the groups of each axis as text.
+    For more than 64 ranks, or if ranks fill more than 12 table rows, the figure lists the groups of
+    each axis as text.
     """
     columns = largest_divisor(mesh.world_size // mesh.pp, MAX_COLUMNS)
     rows = mesh.world_size // columns
@@ -67,7 +68,7 @@ def _draw_view(
 
     Args:
         view: which mesh, ``default`` or ``moe``.
-        groups: index of every rank's colour.
+        groups: for each rank the index of its colour.
         frame: number of consecutive ranks around which a frame is drawn.
         note: text under the table.
     """

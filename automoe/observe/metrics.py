@@ -325,8 +325,8 @@ def read_metrics(run_dir: StrPath) -> Records:
 def last_objective(run_dir: StrPath, step: int) -> float | None:
     """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
-    Skipped steps without a validation are passed over. The result is None if the run's record does
-    not reach ``step``.
+    It is of the last step that has a validation or was not skipped. The result is None if the
+    run's record does not reach ``step``.
     """
     for back, record in enumerate(reversed(read_metrics(run_dir))):
         if record["step"] != step - back:

@@ -290,7 +290,8 @@ def _legend(axis: Axes) -> None:
 
 @rc_context(RC)
 def draw_sweep(directory: Path, jobs: Records) -> Path:
-    """Write ``sweep.png``: losses of all jobs of a sweep, measured and predicted speed and memory.
+    """Write ``sweep.png``: training losses of all jobs of a sweep, and their measured and predicted
+    tokens/s, MFU, peak memory and balance of ranks.
 
     Jobs that differ only in their mesh should have the same loss curve.
 

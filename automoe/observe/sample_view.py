@@ -23,12 +23,12 @@ def describe_row(
     tokenizer: Tokenizer,
     width: int = 80,
 ) -> list[Line]:
-    """Return the first documents of a packed row as lines (text, whether its tokens are trained).
+    """Return the first three documents of a packed row as lines (text, whether its tokens are trained).
 
-    The first line counts documents and tokens. Each other line is either all trained or all
-    untrained, and says so at its beginning. A token is trained if it is the label of the token
-    before it. Line ends in the text are shown as ``⏎``; of long passages only the first and the
-    last line are shown.
+    The first line counts the row's documents and tokens, a last one any documents not shown. Each
+    line of text is either all trained or all untrained, and says so at its beginning. A token is
+    trained if it is the label of the token before it. Line ends in the text are shown as ``⏎``; of
+    long passages only the first and the last line are shown.
 
     Args:
         tokens: [S] token ids of the row.

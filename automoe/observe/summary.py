@@ -159,7 +159,7 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
 
 
 def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return (data source, validation loss) pairs of a step's record; [] if there is one source."""
+    """Return (data source, validation loss) pairs of a step's record; [] with one source or no validation."""
     prefix = "val_loss."
     return [
         (key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)
@@ -247,7 +247,8 @@ def render_mesh_text(mesh: MeshShape, *, grid: bool = True, groups: bool = True)
 
     The grid has a column of ranks for each position on the inner axes, which is written above it,
     and a row for each position on the outer axes, which is written at its left. Meshes of more than
-    64 ranks, or with too many columns for a terminal, get only the table.
+    64 ranks, or with too many columns for a terminal, get only the table. For one rank the
+    text is a sentence.
 
     Args:
         grid: False omits the grid.

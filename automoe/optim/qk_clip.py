@@ -115,7 +115,7 @@ def take_largest_logits(
 
     Args:
         ranks: group of the pipeline stage's ranks; None: this rank alone.
-        device: device of ``by_head`` if no module recorded logits; it is then [0, 0].
+        device: device of ``by_head`` if no module recorded logits; its shape is then [0, 0].
     """
     modules = (module for part in model_parts for module in part.modules())
     watched: list[Any] = [

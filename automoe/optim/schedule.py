@@ -26,8 +26,9 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     - ``cosine``: half a cosine from ``lr`` down to ``min_lr_ratio * lr``, which the last step uses.
     - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend linearly to
       ``min_lr_ratio * lr`` (warm-up, stable, decay: arXiv 2404.06395).
-    - ``phases``: each phase of ``optim.phases`` goes from the last learning rate of the previous
-      phase to its own, which its last step uses.
+    - ``phases``: each phase of ``optim.phases`` goes from the last learning rate of the previous one
+      (at first ``lr``) to ``lr_ratio * lr``, which its last step uses, by its ``decay``: linear,
+      cosine, or constant, at ``lr_ratio * lr`` from its first step.
 
     If the warm-up is longer than the run, the run ends within the warm-up and has no decay.
     """

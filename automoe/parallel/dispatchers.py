@@ -200,7 +200,7 @@ def configured_dispatchers(meshes: Meshes, config: Config) -> Dispatchers:
 def expert_dispatcher(
     dispatchers: Dispatchers, meshes: Meshes, config: Config
 ) -> Dispatcher | None:
-    """Return the dispatcher to this run's experts; None: ep and etp have one rank.
+    """Return this run's dispatcher, made by ``dispatchers``; None if ep and etp have one rank each.
 
     Collective over the world, since NCCL makes groups by splitting the world's: ranks of a pipeline
     stage without experts take part, too.

@@ -96,7 +96,7 @@ def expert_mesh(meshes: Meshes) -> DeviceMesh | None:
 
 
 def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:
-    """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
+    """Shard every MoE layer's experts by ``style`` over ep and etp, if these axes have several ranks."""
     if (mesh := expert_mesh(meshes)) is not None:
         experts = {layer.experts for _, layer in model.moe_layers()}
         plan = {name: style for name, module in model.named_modules() if module in experts}

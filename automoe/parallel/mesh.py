@@ -52,7 +52,7 @@ class Meshes:
         return (self.default if axis in DEFAULT_AXES else self.moe)[axis]
 
     def coordinate(self, axis: str) -> int:
-        """Return this rank's position on ``axis``."""
+        """Return this rank's position on ``axis``, such as "tp" or "ep"; 0 if the axis has one rank."""
         view = "default" if axis in DEFAULT_AXES else "moe"
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 

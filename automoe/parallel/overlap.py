@@ -111,7 +111,8 @@ class MergedPasses:
     def swap(self) -> None:
         """Suspend the calling pass until the other pass calls ``swap`` or ends.
 
-        Outside ``run``, or if the other pass has ended, return at once.
+        Outside ``run``, or if the other pass has ended, return at once. Raise ``_OtherPassFailed`` if
+        the other pass fails meanwhile.
         """
         # The running pass has the turn, so this is also right in autograd's threads.
         me = self._turn

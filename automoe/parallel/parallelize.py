@@ -65,7 +65,7 @@ def build_decoder(
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which parameters are stored, except those of routers.
+    """Return the dtype in which parameters are stored, except those of routers and hyper-connections.
 
     It is bfloat16 with ``optim.master_weights=stochastic``, else float32, or float64 with
     ``train.dtype=float64``.

@@ -32,10 +32,10 @@ from automoe.model.rows import whole_rows
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the function that makes the masks of ``cpu_ring``: one block of all queries and keys.
+    """Return the function that makes the masks of ``cpu_ring``, ring attention on the CPU.
 
-    The block's mask is the document ids [B, R] of whole sequences, whose R positions ``ranks``
-    share; None: causality alone.
+    It makes one block of all queries and keys, whose mask is the document ids [B, R] of whole
+    sequences, whose R positions ``ranks`` share; None: causality alone.
     """
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
@@ -47,9 +47,10 @@ def ring_masks(ranks: Communicator) -> MaskFn:
 
 
 def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
-    """Return ring attention over the cp ranks ``group``: a function (q, k, v, mask, scale).
+    """Return causal ring attention over the cp ranks ``group``: a function (q, k, v, mask, scale).
 
-    The function masks by causality and by documents, and takes no attention sinks.
+    ``mask`` are the document ids [B, R] of whole sequences: a query sees keys of its own document; None: of the whole
+    sequence. Attention sinks are not supported.
     """
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> Tensor:

@@ -80,6 +80,6 @@ def is_recomputing() -> bool:
 def is_counted() -> bool:
     """Return True if the current forward pass counts in statistics.
 
-    It does if it is part of a training step (``trains``) and is not a recomputation.
+    It does inside ``training_pass`` (``automoe.passes.trace.trains``), unless it is a recomputation.
     """
     return trains() and not is_recomputing()

@@ -1,9 +1,9 @@
 """Bounds of the time and memory of many candidates of a mesh search at once, in numpy arrays.
 
-What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family`` of
-settings. A column is a record of a numpy array, for a family with one value of
-``parallel.recompute``. ``Layout`` adds up the layers of each pipeline rank, for all columns at
-once.
+What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family``, a
+combination of mesh axes and settings. A column is a record of a numpy array: the times and bytes
+of each kind of layer, for one family and one value of ``parallel.recompute``. ``Layout``, a pipeline
+with its schedule, adds up the layers of each pipeline rank, for all columns at once.
 """
 
 from __future__ import annotations
@@ -91,20 +91,20 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family with ``context`` fixed, and cp and micro-batch size divided by their
-        greatest common divisor.
+        """This family with context="gather", and cp and micro-batch size divided by their greatest
+        common divisor.
 
-        Tokens per rank stay the same. Families with an equal result have equal times of routed
-        experts.
+        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal
+        times of routed experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
         micro = self.micro_batch_size // both
         return self._replace(cp=self.cp // both, micro_batch_size=micro, context="gather")
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings, from ``context`` to ``expert_wgrad``.
+        """Return ``config`` with this family's settings but its axes (tp, cp, ep, etp).
 
-        The axes tp, cp, ep and etp are not applied: the mesh of ``config`` stays.
+        The mesh of ``config`` stays.
 
         Args:
             parallel: values of further keys of ``parallel``, such as ``recompute``.
@@ -118,7 +118,7 @@ class Family(NamedTuple):
 
 
 class Space:
-    """Times and bytes of a model's layers, computed once for each family of settings of a search.
+    """Times and bytes of a model's layers, computed once for each ``Family`` (mesh axes and settings) of a search.
 
     Args:
         config: configuration that the search varies.
@@ -196,12 +196,14 @@ class Space:
         return config, Machine.of(config)
 
     def _plain_values(self, family: Family, rungs: int | None) -> Array:
-        """Return times and bytes (``VALUES``) of layers without routed experts: [choices, kinds of
-        layers, values].
+        """Return times and bytes of layers without their routed experts: [rungs, kinds of layers, values].
+
+        After the kinds come embedding, head and a stage's output. ``VALUES`` names the values, in order,
+        such as the seconds of ``forward``.
 
         Args:
             family: mesh axes and settings; those of routed experts have no effect.
-            rungs: number of choices of recomputation; None: all.
+            rungs: number of choices of recomputation, least memory freed first; None: all.
         """
         place = self._place(family)
         load = TokenLoad.of(place.config, place.mesh, place.batch)
@@ -220,9 +222,10 @@ class Space:
         return np.array(made).swapaxes(0, 1)
 
     def _ends(self, place: Place) -> Array:
-        """Return the times and bytes (``VALUES``) of the embedding, the head and a stage's output.
+        """Return [3, values]: the times and bytes of the embedding, the head and a stage's output, one in each row.
 
-        The result is an array [3, values]; the output is the hidden states sent to the next stage.
+        The columns are in the order of ``VALUES``. The output is the hidden states sent to the next stage, and
+        ``place`` has the mesh and the machine.
         """
         config, tp = self.config, place.mesh.tp
         model, compute = config.model, DTYPE_BYTES[config.train.dtype][1]
@@ -239,7 +242,10 @@ class Space:
         return ends
 
     def _expert_values(self, family: Family, rungs: int | None) -> Array:
-        """Return times and bytes (``VALUES``) of routed experts and launches: [choices, kinds of layers, values].
+        """Return times and bytes of routed experts, and of the host's kernel launches for whole layers.
+
+        The array is [choices of recomputation, kinds of layers (those of equal cost), values in the
+        order of ``VALUES``].
 
         Args:
             family: mesh axes and settings.
@@ -280,10 +286,11 @@ class Space:
     ) -> float:
         """Return the bytes of ``parts`` of ``layer``'s activations if it recomputes the modules ``again``.
 
-        They are 0 for a model that transformers computes, since finding them would import torch.
+        The result is 0 for a model that transformers computes, since measuring it would import torch.
 
         Args:
             load: sizes of a micro-batch on the rank.
+            parts: kinds of activations: ``DENSE`` (norms, attention, ffn) or ``EXPERTS`` (experts, router).
         """
         model = self.config.model
         if not tier_of(model).resizable:  # it is measured, which imports torch
@@ -293,10 +300,10 @@ class Space:
 
 
 def _seconds(passes: Passes, again: frozenset[str]) -> tuple[float, float, float, float]:
-    """Return seconds of: the forward pass, the backward pass, recomputation, and the all-to-alls in these three.
+    """Return seconds of: the forward pass, the backward pass, recomputation, and the ep all-to-alls in these three.
 
     Args:
-        passes: both passes of a layer or a part of it, without repetitions.
+        passes: forward and backward pass of a layer or a part of it, recomputation not included.
         again: modules that are recomputed.
     """
     more, costs = time_again(passes.forward, again)
@@ -323,8 +330,8 @@ class Layout:
     Args:
         space: times and bytes of the model's layers.
         pp: pipeline ranks.
-        settings: keys of ``parallel``: the schedule, stages per rank, and when FSDP reshards and
-            reduces.
+        settings: {key of ``parallel``: value}: the schedule, stages per rank, when FSDP reshards
+            and reduces, and whether all-to-alls overlap. Other keys are those of ``space.config``.
     """
 
     def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
@@ -348,12 +355,12 @@ class Layout:
     def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
         """Return the number of micro-batches in a step, for each record of ``columns``.
 
-        It is 0 if ``ranks`` or the global batch is not divisible by the record's mesh. With
-        ``parallel.overlap_all_to_all`` it is also 0 for a single micro-batch, and if there is no
-        all-to-all.
+        It is 0 if ``ranks`` is not divisible by both pp cp tp and pp ep etp, or the global batch by the
+        rows that all data-parallel ranks take in a micro-batch. With ``parallel.overlap_all_to_all`` it
+        is also 0 for a single micro-batch, and if there is no all-to-all.
 
         Args:
-            columns: records that ``Space.columns`` made.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
             ranks: number of ranks of the whole run.
         """
         dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
@@ -366,12 +373,12 @@ class Layout:
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, indices: Array, count: int) -> Array:
-        """Return a lower bound of a step's seconds, for each record ``indices`` of ``columns``.
+        """Return a lower bound of a step's seconds, for each of the records ``columns[indices]``.
 
         Args:
-            columns: records that ``Space.columns`` made.
-            indices: which records of ``columns``.
-            count: micro-batches of the step.
+            columns: records of ``Space.columns``: each has mesh axes, settings and recomputation.
+            indices: [n] indices into ``columns``; the result is [n] in their order.
+            count: micro-batches of the step on each data-parallel rank.
         """
         parallel = self.parallel
         forward = columns["forward"][indices].T
@@ -392,13 +399,15 @@ class Layout:
         return least
 
     def bytes(self, columns: Array, indices: Array, count: int, ranks: int) -> Array:
-        """Return a lower bound of the bytes on the fullest rank, for each record ``indices`` of ``columns``.
+        """Return a lower bound of the bytes on the fullest rank for each of ``indices``: one number each.
 
-        Two moments of the step are counted: the end of a forward pass, and the optimizer's update.
+        It is the larger of the bytes at two moments of the step: the end of the forward pass after
+        which a rank holds the most activations, and the optimizer's update.
 
         Args:
-            columns: records that ``Space.columns`` made.
-            indices: which records of ``columns``.
+            columns: result of ``Space.columns``: an array of records, each with the times and bytes
+                of one choice of mesh axes, settings and recomputation.
+            indices: which records to take.
             count: micro-batches of the step.
             ranks: number of all ranks.
         """

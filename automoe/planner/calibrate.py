@@ -111,7 +111,7 @@ class Bench:
         """Return the seconds of one call of ``work``: the median of ``rounds`` timings, after a warm-up call.
 
         Args:
-            number: calls per timing; None: as many as take about ``LEAST_S`` seconds.
+            number: calls per timing; None: as many as take about 0.03 seconds (``LEAST_S``).
         """
         work()
         if number is None:
@@ -119,7 +119,7 @@ class Bench:
         return median(self.once(work, number) for _ in range(rounds)) / number
 
     def once(self, work: Callable[[], object], number: int = 1) -> float:
-        """Return the seconds of ``number`` calls of ``work``: CUDA event time, or CPU time per thread."""
+        """Return the seconds of all ``number`` calls of ``work``: GPU time, or CPU time divided by the threads."""
         if self.device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -258,7 +258,7 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
     """Return a configuration of ``layers`` layers with negligible matmuls: its step time is the host's overhead.
 
-    It has ``model``'s kinds of layers and attention, and the dtype of ``bench``.
+    The configuration has ``model``'s kinds of layers and attention, and the dtype of ``bench``.
     """
     proxy, _ = make_proxy(Config(model=model), ONE_RANK, 256)
     dense = 0 if model.num_moe_layers else layers

@@ -70,7 +70,7 @@ class Candidate:
 
     @cached_property
     def _uneven(self) -> Callable[[int], RankMemory]:
-        """Function from a pp rank to its memory at twice the even expert load, with a cache."""
+        """Cached function: pp rank -> its memory (``RankMemory``) at twice the even expert load."""
         batch = at_load(plan_batch(self.config, self.mesh), UNEVEN, self.config, self.mesh)
         return cache(partial(plan_rank, self.config, self.mesh, batch))
 
@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def plainness(self) -> tuple[int, int]:
-        """Number of settings that have only run on CPUs, and of recomputed modules: less is plainer."""
+        """(Number of settings that have only run on CPUs, number of recomputed modules): less is plainer."""
         return len(levers(self.config)), len(recomputed_names(self.config.parallel))
 
     def changed(self, **sections: dict[str, Any]) -> Candidate:
@@ -180,7 +180,8 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
 
     Args:
         device: cpu or cuda; what is valid depends on it.
-        fixed: keys that the user chose; no layer moves if a key of the pipeline is among them.
+        fixed: keys that the user chose; no layer moves if one of them is ``parallel.schedule``,
+            ``stages_per_rank``, ``layers_per_stage`` or ``layout``.
     """
     shape = candidate.mesh
     if shape.pp == 1 or PIPELINE_KEYS & set(fixed):

@@ -34,12 +34,12 @@ class Group:
 
     @property
     def off_node(self) -> float:
-        """Share of a rank's bytes that leaves its node in a collective with even splits."""
+        """Share of a rank's bytes that goes to other nodes, if they are split evenly over the group."""
         return 1 - 1 / self.nodes
 
     @property
     def on_node(self) -> float:
-        """Share of a rank's bytes that stays on its node but leaves the rank, with even splits."""
+        """Share of a rank's bytes that goes to other ranks of its node, if they are split evenly over the group."""
         return 1 - 1 / self.size - self.off_node
 
 
@@ -60,7 +60,7 @@ class Cost:
         return Cost(times * self.seconds, times * self.bytes, times * self.off_node)
 
     def seen(self, seconds: float) -> Cost:
-        """Return a copy of this cost that takes ``seconds``: the part that no computation hides."""
+        """Return a copy with equal bytes whose seconds are ``seconds``: those that no computation hides."""
         return Cost(seconds, self.bytes, self.off_node)
 
 

@@ -1,8 +1,9 @@
 """Memory and work of compressed attention (DeepSeek-V4) on a rank. Needs no torch.
 
-Letters as in ``automoe.planner.activations``; here T tokens of the rank, R = T tp positions that
-its heads read, N heads of all tp ranks, D their width, L the latent of queries, E = R / ratio
-entries, G groups of heads that are projected to O numbers each.
+The table uses b bytes per element, w = max(b, 4), and these letters: T tokens of the rank, R = T tp
+positions that its heads read, S sequence, N heads of all tp ranks, D their width, L the latent of
+queries, E = R / ratio entries (pooled keys), overlap 1 if their windows overlap, else 0, G groups of
+heads that are projected to O numbers each, J heads of the indexer, Dj their width.
 
     queries and outputs        b T (L + 4 N D + G O) + b R L + (4 + w) T N
     keys                       b (T + R) D
@@ -26,9 +27,10 @@ CHUNK, INDEX_CHUNK = 256, 128
 
 
 def kept_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, again: bool) -> float:
-    """Return the bytes that a layer's attention keeps for its backward pass.
+    """Return the bytes that a layer's compressed attention keeps for its backward pass.
 
     Args:
+        load: sizes of one micro-batch on the rank.
         again: True if the backward pass computes the softmax attention again.
     """
     size, wide = load.number_bytes, max(4, load.number_bytes)
@@ -66,10 +68,12 @@ def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: 
 def shared_bytes(
     attention: AttentionConfig, layers: Iterable[int], load: TokenLoad, again: bool
 ) -> float:
-    """Return the bytes of angles and windows that a stage's layers share for one micro-batch.
+    """Return the bytes that a stage's layers keep once for all of them, for one micro-batch.
+
+    They are rotary angles, the positions of pooling windows, and masks of the entries that queries see.
 
     Args:
-        again: True if a layer is recomputed, and so reads them again.
+        again: True if a layer is recomputed, and so reads all of these again.
     """
     size, row, dims = load.number_bytes, load.tokens * load.tp, attention.qk_rope_head_dim
     ratios = {ratio_of(attention, layer) for layer in layers}
@@ -83,7 +87,7 @@ def shared_bytes(
 def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> float:
     """Return the largest temporary bytes of a layer's attention.
 
-    They are those of its backward pass or of the loss of its indexer.
+    The largest of three is taken: softmax attention and pooling in the backward pass, and the indexer's loss.
     """
     size, wide = load.number_bytes, max(4, load.number_bytes)
     row, dim, ratio = load.tokens * load.tp, attention.head_dim, ratio_of(attention, layer)
@@ -109,9 +113,9 @@ def temporary_bytes(attention: AttentionConfig, layer: int, load: TokenLoad) -> 
 
 
 def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
-    """Return the FLOPs per position of the attention scores and outputs of all heads.
+    """Return the FLOPs per position, in the forward pass, of the attention scores and outputs of all heads.
 
-    Each chunk of queries multiplies all keys that some of its queries may see.
+    Each chunk of queries multiplies all keys that some of its queries may see. A row has ``seq_len`` positions.
     """
     ratio, queries = ratio_of(attention, layer), min(CHUNK, seq_len)
     keys = min(seq_len, queries + window_of(attention, layer))
@@ -120,10 +124,10 @@ def score_flops(attention: AttentionConfig, layer: int, seq_len: int) -> float:
 
 
 def gathered_width(attention: AttentionConfig, layer: int) -> int:
-    """Return the numbers per token that tp ranks gather.
+    """Return how many elements per token tp ranks all-gather in a layer with compressed attention.
 
-    They belong to latents of queries, to keys, and to the projections from which entries are
-    pooled.
+    They belong to latents of queries, to keys, and to the projections from which entries (a pooled
+    key per window) are made.
     """
     widths = attention.head_dim + attention.index_head_dim * has_indexer(attention, layer)
     ratio = ratio_of(attention, layer)

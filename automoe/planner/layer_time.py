@@ -357,7 +357,8 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
-        run_again: True if the backward pass dispatches tokens again (not added here), and decodes no kept 8-bit rows.
+        run_again: True if the backward pass dispatches tokens again. That time is not added here; the time
+            to decode 8-bit rows, which are not kept then, is left out.
     """
     config = place.config
     mesh = place.mesh

@@ -18,8 +18,8 @@ class LayerWeights:
     """Weights of one layer: its matrices, and sizes of all its weights, sharded by tp but not by ep and FSDP.
 
     Attributes:
-        weights: matrices that tokens are multiplied by, before any shard, each with its bytes per
-            element in storage if ``lora.base`` packs it, else 0.
+        weights: (parameter, bytes per element in storage if ``lora.base`` packs it, else 0) of each
+            matrix that tokens are multiplied by, unsharded.
         dense_bytes, expert_bytes: bytes that FSDP gathers of all weights but routed experts, and of
             all routed experts: packed, or in the compute dtype.
         dense_trained, expert_trained: trained elements of all weights but routed experts, and of all

@@ -73,7 +73,7 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     """Return the rows that experts compute on the busiest rank, as a multiple of the mean.
 
     It is 1 without expert parallelism, with ``moe.pad_to_capacity`` (each expert computes as many)
-    and with ``moe.gate=balanced``; else the constant ``imbalance``, limited by
+    and with ``moe.gate=balanced``; else ``imbalance`` of ``constants.toml``, limited by
     ``moe.capacity_factor``.
     """
     moe = config.moe
@@ -99,7 +99,7 @@ class Place:
         batch: sizes of a step.
         fused: matmuls add weight gradients to FSDP's float32 gradients themselves.
         gradient_bytes: bytes per gradient element in FSDP's reduction; 0: 4, or 8 in float64.
-        read_key: value of ``key``, to save computing it; empty: unknown.
+        read_key: text that the property ``key`` shall return, to save computing it; empty: compute it.
     """
 
     config: Config
@@ -141,7 +141,10 @@ class Place:
         return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
 
     def group(self, axis: str) -> Group:
-        """Return the placement of the ranks of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
+        """Return size, number of nodes and stride of the groups of mesh axis ``axis``.
+
+        ``axis`` may also be ``fsdp``: dp_shard and cp together.
+        """
         return _group(self.mesh, axis, self.machine.gpus_per_node)
 
 

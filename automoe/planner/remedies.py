@@ -141,7 +141,8 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
     """Return changes that save memory on the mesh of ``candidate``, as {section: {key: value}}.
 
     Each list has alternatives, of which one can be chosen: smaller micro-batches (the next smaller
-    divisor, or one row), FSDP's policy, pipeline stages, and Ulysses in place of gathered keys.
+    divisor, or one row), FSDP that reshards and reduces in each micro-batch, a schedule with its
+    stages per rank, and Ulysses in place of gathered keys.
     """
     parallel = candidate.config.parallel
     rows = candidate.config.train.micro_batch_size
@@ -166,7 +167,7 @@ def _settings(candidate: Candidate) -> list[list[dict[str, Any]]]:
 
 
 def _combined(candidate: Candidate) -> list[Candidate]:
-    """Return variants of ``candidate``: unchanged, and with each combination of ``_settings``."""
+    """Return ``candidate`` and all its variants: at most one change of each list of ``_settings`` (alternatives)."""
     made = [candidate]
     for alternatives in _settings(candidate):
         made += [each.changed(**settings) for each in made for settings in alternatives]

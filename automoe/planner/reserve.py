@@ -52,7 +52,10 @@ class Reserve:
 
 
 def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
-    """Return the memory to leave free on a GPU, besides the peak of ``rank``; zeros on a CPU."""
+    """Return the bytes to leave free on a GPU beyond ``rank``'s peak: context, communicators, fragmentation.
+
+    They are zeros on a CPU.
+    """
     if config.cluster.on_cpu:
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)
@@ -65,7 +68,7 @@ def standing_reserve(config: Config, mesh: MeshShape) -> float:
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
-    """Return the GPU memory in bytes that the fullest rank needs: its peak with its reserve.
+    """Return the bytes of GPU memory that the fullest rank needs: the largest sum of peak and ``reserve``.
 
     Args:
         ranks: memory of pipeline ranks, each at its fullest moment.
@@ -76,8 +79,8 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
     """Return (name, number of ranks) of each communicator that a rank is in.
 
-    Names are ``world``, mesh axes, ``fsdp`` (dp_shard x cp), ``stage``, ``neighbour`` (with either
-    neighbour in a pipeline of several stages per rank), and with a hierarchical dispatcher
+    Names are ``world``, mesh axes, ``fsdp`` (dp_shard x cp), ``stage`` (a pipeline stage), ``neighbour`` (with
+    either neighbour in a pipeline of several stages per rank), and with a hierarchical dispatcher
     ``ep_nodes`` and ``ep_node`` (across and within nodes).
     """
     named = mesh.process_groups()

@@ -131,14 +131,15 @@ def _steps(
 ) -> list[tuple[int, Entry, Input, Input | None]]:
     """Return the entries of all pipeline ranks, each listed after those that compute its inputs.
 
-    An entry is one action, or two that run at the same time: with ``overlap``, a forward and a
-    backward pass.
+    An entry is one action (kind of pass, stage, micro-batch), or two that run at the same time: with
+    ``overlap``, a forward and a backward pass. Kinds: F forward, B backward, I and W backward for
+    inputs or weights alone.
 
     Returns:
         A tuple per entry: rank, entry, input of its first action, input of its second one or None.
         An input has three numbers: that of the action that computes it (actions count from 1 in the
         order of this list; 0: none does); the later of the two stages between which it is sent; and
-        kind and stage of the action that reads it, as kind * stages + stage (``KINDS``).
+        kind and stage of the action that reads it, as (index of the kind in ``FBIW``) * stages + stage.
     """
     ranks = pipeline_order(schedule, pp, stages_per_rank, num_micro_batches, overlap)
     num_stages = pp * stages_per_rank
@@ -192,8 +193,8 @@ def stretch(
     """Return a pipeline step's time relative to the work of its busiest rank; 1: no rank waits.
 
     With many micro-batches, only the first ones are simulated, and the time of the others is
-    extrapolated, unless the order of passes does not repeat. Stage times are rounded to 1/``GRAIN``
-    of the largest, so that similar stages share a cached simulation.
+    extrapolated, unless the order of passes does not repeat. Stage times are rounded to 1/60
+    (``GRAIN``) of the largest, so that similar stages share a cached simulation.
 
     Args:
         schedule: name of the schedule, such as ``1F1B``.

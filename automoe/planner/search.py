@@ -69,8 +69,8 @@ class Search:
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
         too_large: number of candidates that do not fit.
-        missed: candidates that do not fit in memory: all timed ones, and of those before them the ones with fewest
-            bytes.
+        missed: some candidates that do not fit in memory: those found too large before any candidate was timed, each
+            smaller than the one before it; then those that were timed and turned out too large.
         rest: upper bound of the tokens/s of all candidates that were left in the queue.
     """
 
@@ -128,7 +128,7 @@ class Queue:
         meshes: meshes to search, all with ``result.world_size`` ranks.
         device: cpu or cuda; what is valid depends on it.
         fixed: keys that keep the value of ``config``.
-        result: receives the best candidates and the counts.
+        result: ``Search`` with the number of ranks; receives the best candidates and the counts.
     """
 
     def __init__(
@@ -193,10 +193,10 @@ class Queue:
         self.nearest = np.inf  # about the fewest bytes among candidates that cannot fit
 
     def highest(self) -> list[float]:
-        """Return the highest upper bound of tokens/s among the waiting entries of each kind; 0: none waits.
+        """Return five numbers: the highest upper bound of tokens/s among the entries of each kind; 0 without entries.
 
-        The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too,
-        timed candidates, and timed ones for which the list of results has no room.
+        The kinds are meshes, meshes with settings of experts and recomputation, those with a pipeline schedule too
+        (candidates), timed candidates, and timed ones left over because the list of 10 results is full.
         """
         return [float(rows["bound"][:1].max(initial=0.0)) for rows in self.left]
 
@@ -222,7 +222,7 @@ class Queue:
         return True
 
     def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
-        """Return the mesh of ``axes`` with ``pp`` pipeline ranks; None if there is none or it breaks a rule."""
+        """Return the mesh of ``axes`` (tp, cp, ep, etp, context) and ``pp``; None: not searched, or a broken rule."""
         shape = self.shapes[axes].get(pp)
         if shape is None:
             return None
@@ -232,7 +232,7 @@ class Queue:
         return shape if self._legal(config, shape) else None
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:
-        """Return True if ``config`` breaks no rule on ``shape``; else count it in ``result.refused``."""
+        """Return True if ``config`` breaks no rule on ``shape``; else count the first one in ``result.refused``."""
         for key, broken, _, _ in mesh_rows(config, shape, self.device):
             if broken:
                 self.result.refused[key] += 1
@@ -240,9 +240,9 @@ class Queue:
         return True
 
     def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
-        """Return records (``Space.columns``) of ``families``, each with an upper bound of tokens/s.
+        """Return the records of ``Space.columns``, with an upper bound of tokens/s in the field ``bound``.
 
-        The bounds assume pipeline ranks with equal work that never wait.
+        There is one for each family and recomputation. Bounds assume pipeline ranks with equal work that never wait.
 
         Args:
             families: combinations of mesh axes and settings.
@@ -258,13 +258,13 @@ class Queue:
         return columns
 
     def _columns(self, meshes: Array) -> list[Array]:
-        """Return [array]: the ``meshes`` with every dispatcher, dispatch dtype and recomputation.
+        """Return one array: a record per mesh, dispatcher, dispatch dtype and recomputation to try, in a list.
 
-        Each record gets an upper bound of tokens/s. Settings that the user chose are not varied. Meshes that
-        break a rule are left out.
+        A record's ``bound`` is an upper bound of tokens/s. Settings that the user chose are not varied. Meshes that
+        break a configuration rule with every pp are left out.
 
         Args:
-            meshes: records of meshes whose dispatcher is still open.
+            meshes: records whose field ``item`` is a ``Family`` (mesh axes and settings) without a dispatcher yet.
         """
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
@@ -317,10 +317,11 @@ class Queue:
                 yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
-        """Yield records of the ``waiting`` candidates whose ``bound`` is their predicted tokens/s.
+        """Time the candidates ``waiting``; for each yield an array of one record, with predicted tokens/s as ``bound``.
 
-        A candidate is skipped if ``result.found`` has one on the same mesh. A candidate that breaks a rule, or whose
-        lower bound of bytes exceeds the GPU's memory, is skipped and counted in ``result``.
+        A record has the dtype ``WAITING``. A candidate is skipped if ``result.found`` has one on the same mesh. A
+        candidate that breaks a rule, or whose lower bound of bytes exceeds the GPU's memory, is also skipped, and
+        counted in ``result``.
 
         Args:
             waiting: records of candidates, whose ``bound`` is an upper bound of tokens/s.
@@ -339,8 +340,9 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _candidate(self, number: int, rung: int, family: Family) -> Candidate | None:
-        """Return the candidate of layout ``number`` and recomputation ``rung``; None for an illegal mesh or one with a
-        result.
+        """Return the candidate of ``self.layouts[number]``, ``self.space.rungs[rung]`` (recomputation) and ``family``.
+
+        None if the mesh breaks a rule, or if ``result.found`` has a candidate on it.
         """
         layout, _ = self.layouts[number]
         shape = self._mesh(family[:5], layout.pp)
@@ -352,17 +354,17 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate to ``result.missed`` if none was timed yet and none had fewer bytes than ``near``."""
+        """Add a legal candidate to ``result.missed`` if none was timed and all before need more than ``near`` bytes."""
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near
                 self.result.missed.append(candidate)
 
     def _found(self, waiting: Array) -> list[Array]:
-        """Add timed candidates to ``result.found``, once per mesh, or to ``result.missed`` if they do not fit.
+        """Add timed candidates to ``result.found``, one per mesh; to ``result.missed`` if they do not fit in memory.
 
-        The candidates ``waiting`` are equally fast: the plainest come first. Returns an array with the candidates that
-        are left when the results are complete.
+        ``waiting`` are queue records of equally fast candidates (``item``): those with the plainest settings
+        come first. Returns [records left over] if ``result.found`` reaches 10 before all are added, else [].
         """
         result = self.result
         order = sorted(
@@ -383,7 +385,7 @@ class Queue:
 
 
 def _sorted(*rows: Array) -> Array:
-    """Return all ``rows``, highest bound first; those of equal bounds keep their order."""
+    """Join arrays of records to one, sorted by ``bound`` (tokens/s), highest first; equal ones keep their order."""
     joined = np.concatenate(rows)
     return joined[np.argsort(-joined["bound"], kind="stable")]
 
@@ -410,9 +412,9 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
 
 
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the settings of ``parallel`` to try on ``pp`` pipeline ranks.
+    """Yield the combinations {key: value} of settings of ``parallel`` to try on ``pp`` pipeline ranks.
 
-    They are the schedule, its stages per rank, when FSDP reshards and reduces, and whether all-to-alls overlap.
+    The keys: schedule, stages per rank, when FSDP reshards and reduces gradients, whether all-to-alls overlap.
 
     Args:
         fixed: keys that the user chose, such as ``parallel.schedule``: they keep their value.

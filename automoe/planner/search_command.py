@@ -206,8 +206,8 @@ def _find(
 def least_ranks(config: Config) -> float:
     """Return a lower bound of the number of ranks: enough for weights, moments and averages alone.
 
-    It is their bytes over those of one GPU, a fraction that may be below 1; it is 1 if the memory
-    of a GPU is unknown. A search with fewer ranks would find nothing.
+    The bound is the bytes of these three / the memory of one GPU, which may be below 1; it is 1 if
+    that memory is unknown. A search with fewer ranks would find nothing.
     """
     if not config.cluster.memory_bytes:
         return 1

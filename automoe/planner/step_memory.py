@@ -45,7 +45,7 @@ class RankMemory:
     ``plan_rank`` sets them.
 
     Attributes:
-        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of the weights).
+        moment: ``backward`` (in a backward pass), ``loss``, ``reduction`` (of gradients) or ``update`` (of weights).
         layers, params: numbers of the rank's layers, and number of its parameters before sharding, without adapters.
         weights, moments, gradients: sharded weights, optimizer moments, and reduced gradients.
         averages: sharded float32 averages of the weights (``optim.ema_decay``).
@@ -166,7 +166,10 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param]) -> int:
-        """Return the bytes of ``params`` after FSDP gathered them, in the compute dtype (``ParamSpec.wide``: float32)."""
+        """Return the bytes of ``params`` once FSDP has gathered them.
+
+        They are in the compute dtype, those with ``ParamSpec.wide`` in at least float32.
+        """
         return sum(
             gathered_numel(param, self.mesh)
             * param.bytes_each(self.wide if param.spec.wide else self.compute)
@@ -185,7 +188,8 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
     """Return the number of elements of ``param`` that one FSDP rank stores.
 
     Args:
-        fsdp_rank: index of the rank within (dp_shard, cp); every rank of ep_shard stores equally much.
+        fsdp_rank: index of the rank within (dp_shard, cp), whose last ranks may store less. It has no effect for
+            routed experts: every rank of ep_shard stores equally much of them.
     """
     if param.expert:
         return gathered_numel(param, mesh) // mesh.ep_shard
@@ -259,7 +263,7 @@ class StagePlan:
 
     @cached_property
     def kept(self) -> float:
-        """Bytes of activations that one micro-batch keeps after its forward pass."""
+        """Bytes of activations that one micro-batch keeps on this stage from its forward to its backward pass."""
         return (
             self.shared
             + (self.head_kept * (1 + self.deeper) if self.last else self.border)
@@ -293,7 +297,7 @@ class StagePlan:
         return self.rest_sharded + sum(layer.sharded for layer in self.layers)
 
     def grown(self, num_layers: int) -> float:
-        """Return the bytes of activations that a micro-batch keeps after ``num_layers`` layers."""
+        """Return the bytes of activations that a micro-batch keeps after the stage's first ``num_layers`` layers."""
         return self.shared + sum(layer.kept for layer in self.layers[:num_layers])
 
     def backward(
@@ -301,8 +305,9 @@ class StagePlan:
     ) -> Iterator[RankMemory]:
         """Yield this rank's memory at each moment of a backward pass that may be its peak.
 
-        These are, for each layer from last to first, each of its workspaces, then with ``reduces`` the reduction of
-        its experts' gradients. A stage without layers yields one. Other micro-batches' activations are excluded.
+        These are, for each layer from last to first, each part of its backward (``LayerPlan.workspaces``), then with
+        ``reduces`` the reduction of its experts' gradients. A stage without layers yields a single moment.
+        Activations of other micro-batches are excluded.
 
         Args:
             adds: True if gradients are added to existing unsharded gradients of earlier micro-batches.

@@ -80,7 +80,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of ``computing``, of each mesh axis, ``bubble`` and ``other``; their sum is ``seconds``."""
+        """Seconds of ``computing``, each axis (exposed communication), ``bubble``, ``other``: in all ``seconds``."""
         return {
             "computing": self.compute,
             **self.communication,
@@ -128,7 +128,7 @@ class Stage:
 
     @cached_property
     def times(self) -> StageTimes:
-        """Seconds of one micro-batch in the stage, for the simulation of the pipeline."""
+        """Seconds of the stage's passes of one micro-batch, in all and in parts, for the pipeline's simulation."""
         sent = sum(half.communication.get("ep", NOTHING).seconds for half in self.passes)
         forward, backward = (
             half.seconds + cost.seconds for half, cost in zip(self.passes, self.each, strict=True)
@@ -421,7 +421,7 @@ def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool)
 def _fsdp(place: Place, stage: Stage) -> None:
     """Set the cost of FSDP's collectives that computation does not hide, in place.
 
-    It is ``stage.once`` per step, and ``stage.each`` (forward, backward) per micro-batch.
+    ``stage.once`` gets the cost per step, ``stage.each`` (forward, backward) that per micro-batch.
 
     Args:
         place: configuration, mesh, speeds of the machine, and sizes of a step.

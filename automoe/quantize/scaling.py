@@ -41,11 +41,11 @@ def _one_rank(amax: Tensor) -> Tensor:
 
 
 class _Weights(nn.Module):
-    """Base of the scaling rules of one float8 product; it can cache its quantized weight.
+    """Base class of scaling rules, which quantize the operands of one float8 product and may cache the weight.
 
     Attributes:
-        cached: ``scales`` and ``codes`` of the weight while it does not change, so that all micro-batches,
-            passes and recomputations quantize it once. None: quantize it at every call.
+        cached: the weight's ``scales`` and ``codes`` while it does not change, so that all micro-batches, passes and
+            recomputations quantize it once; {} fills at the next call. None: quantize it at every call.
     """
 
     cached: dict[str, Any] | None = None
@@ -119,10 +119,11 @@ class Tensorwise(_Weights):
     def quantize(self, tensor: Tensor, scales: Tensor | None, operand: int) -> Quantized:
         """Quantize x [R, C], w [..., N, K] or grad [R, C] for the product that sums over columns.
 
-        ``transposed`` turns the result for x and w into the form for the product over rows.
+        The result has float8 codes and their scale. ``transposed`` turns that of x and w into the form
+        for the product over rows.
 
         Args:
-            scales: [..., 1, 1] scale of the tensor (method ``scales``).
+            scales: [..., 1, 1] scale of the tensor (method ``scales``); None is not allowed here.
             operand: ``X`` (activations), ``W`` (weight) or ``GRAD`` (gradient of the output).
         """
         assert scales is not None
@@ -134,9 +135,9 @@ class Tensorwise(_Weights):
         """Quantize ``grad`` [R, C] to [C, R] for the product that sums over rows.
 
         Args:
-            grad: the gradient [R, C].
-            scales: [1, 1] scale of ``grad`` (method ``scales``).
-            q: ``grad`` as ``quantize`` returned it, whose codes are then reused; None if it was not quantized yet.
+            grad: the gradient [R, C]; unused if ``q`` is given.
+            scales: [1, 1] scale of ``grad`` (method ``scales``); must not be None unless ``q`` is given.
+            q: ``grad`` as ``quantize`` returned it, whose codes and scale are then reused; None: quantize now.
         """
         return transposed(self.quantize(grad, scales, GRAD) if q is None else q)
 

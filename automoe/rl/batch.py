@@ -343,7 +343,7 @@ def _columns(fields: Fields, document: int, start: int, widest: int) -> Fields:
     that token's index among all tokens of the batch, -1 if it is not trained.
 
     Args:
-        fields: the sample's checked fields.
+        fields: tensors of the checked sample: ``tokens`` and ``mask`` [n], ``routes`` [n - 1, ...], values [n, ...].
         document: index of the sample in its row.
         start: index of the sample's token 0 among all tokens of the batch.
         widest: length of the longest list of ``candidates`` in the batch.

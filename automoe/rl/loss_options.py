@@ -20,8 +20,9 @@ from automoe.model.loss import LossInputs
 
 
 def check_options(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if ``loss`` is not a function, an option is unknown or has a wrong
-    value, or ``length`` is required and missing.
+    """Raise ``ConfigError`` if ``loss`` is not a function, or an option is unknown or has a wrong value.
+
+    The option ``length``, the divisor of some losses, must be at least 1, and they require it.
     """
     if not callable(loss):
         raise ConfigError("loss", loss, "must be a function", "Give one of automoe.rl.losses")
@@ -59,8 +60,8 @@ def on_policy(loss: Callable[..., Tensor]) -> Any:
 
     The caller then needs no ``Session.log_probs``. The result is the same, unless dropout or
     router jitter is on, which ``log_probs`` leaves out. Samples need no ``old_log_probs``, and any
-    that they have are not read. For later updates on the same answers, take them from
-    ``Outcome.log_probs``.
+    that they have are not read. For later updates on the same answers, pass
+    this update's ``Outcome.log_probs`` as ``old_log_probs``.
     """
 
     if isinstance(loss, partial):  # the attributes are those of the function

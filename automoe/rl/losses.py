@@ -257,7 +257,11 @@ def _report_mean(name: str, x_BS: Tensor, inputs: LossInputs) -> None:
 
 
 def _report_gaps(nll_BS: Tensor, inputs: LossInputs) -> None:
-    """Report k3 KLs: ref_kl (policy to reference), old_kl (pre-update to policy), sampler_kl (engine to pre-update)."""
+    """Report as metrics k3 estimates of KL divergences, as means over trained tokens.
+
+    With pi the policy and pi_old that before the update: ``old_kl`` is KL(pi_old || pi), ``ref_kl`` KL(pi || reference
+    model), ``sampler_kl`` KL(inference engine || pi_old); the last two need their log-probabilities in ``inputs``.
+    """
     old_BS = inputs.given.get("old_log_probs", -nll_BS)
     gaps = {"old_kl": old_BS + nll_BS}
     if "ref_log_probs" in inputs.given:
@@ -382,7 +386,7 @@ def gspo(
 def cispo(
     nll_BS: Tensor, inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
-    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share``.
+    """Return CISPO's token losses (arXiv 2506.13585), [B, S]; report ``clipped_share`` (of tokens whose r is clipped).
 
     Each is -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, with r = pi / pi_old, advantage A,
     and stop-gradient sg. ``policy_loss`` averages over tokens.
@@ -418,7 +422,7 @@ def dppo(
     clip_high: float = 0.2,
     high: float = 20.0,
 ) -> Tensor:
-    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share``.
+    """Return DPPO's token losses (arXiv 2602.04879), [B, S]; report ``clipped_share`` (of tokens beyond the bounds).
 
     Each is -sg[min(r, high)] A log pi, with r = pi / pi_old, advantage A, and stop-gradient sg. It
     is 0 if pi - pi_old is above clip_high (A > 0) or below -clip_low (A <= 0). ``policy_loss``

@@ -155,7 +155,7 @@ class Rollouts:
         return sum(rewards) / len(rewards)
 
     def part(self, batch: Sequence[Sample], at: int) -> list[Sample]:
-        """Return the samples that one update of a rollout trains on; set ``rows_of_last_step``.
+        """Return the samples of one update of a rollout; set ``rows_of_last_step``: their tokens / ``train.seq_len``.
 
         Each pass over ``batch`` trains on ``recipe_args.mini_batches`` equal sets of samples, one
         per update, which are the same in every pass. Each set has equally many answers to each
@@ -216,7 +216,7 @@ class Rollouts:
         return {"prompts": self.digest, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the hash of all rewards before a checkpoint, from its ``state``.
+        """Restore the hash of all rewards before a checkpoint, from ``state``, which ``state_dict`` returned then.
 
         The file of a rollout's answers has the hash of all rewards before that rollout. A run
         reads the file again only if both hashes are equal.

@@ -463,7 +463,7 @@ class Session:
         return recorded
 
     def _in_order(self, numbers: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-        """Sum ``numbers`` over ranks, one per token of all samples in order, 0 for other ranks' tokens; return a CPU tensor per sample."""
+        """Sum ``numbers``, 0 on all but each token's rank, over ranks; return CPU tensors of ``packed.lengths``."""
         if self.meshes.coordinate("tp"):
             numbers.zero_()  # ranks of tp have the same tokens
         if dist.get_world_size() > 1:
@@ -489,7 +489,7 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
-    """Return ``second`` with loss, tokens per expert and counts of replayed choices increased by those of ``first``."""
+    """Return a copy of ``second`` whose loss, tokens per expert and counts of replayed choices include ``first``'s."""
     return replace(
         second,
         loss=first.loss + second.loss,

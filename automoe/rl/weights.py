@@ -130,10 +130,7 @@ class WeightStream:
             tensors.clear()
 
     def _plan(self) -> dict[str, WriteItem]:
-        """Return the tensors of this rank's pipeline stages to write, by name in the checkpoint.
-
-        Collective.
-        """
+        """Return {checkpoint name: how to make the tensor} for this rank's pipeline stages. Collective."""
         fused = self._layout == "fused"
         plan = plan_export(self._parts, *self._options, self._source, fused)
         names = self._source.names if self._source else ALONE

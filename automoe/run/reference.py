@@ -56,10 +56,10 @@ class Reference:
     device: torch.device
 
     def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
-        """Return the batch's entries of ``log_probs``, as the loss's input ``reference`` [B, P, 2].
+        """Return {"reference": [B, P, 2]}, the loss's input: log-probabilities of the batch's answer pairs.
 
-        Each of the B rows has at most P answer pairs; the entries of missing pairs are 0.
-        ``PreferenceLoss`` (DPO) reads this input.
+        They are (chosen, rejected) of each pair under the initial weights. Each of the B rows has at
+        most P pairs; missing ones have zeros. ``PreferenceLoss`` (DPO) reads this input.
         """
         assert batch.pairs is not None
         values = torch.where(
@@ -208,7 +208,7 @@ def _compute(
     context: RunContext,
     splits: list[Split],
 ) -> torch.Tensor | None:
-    """Run the model on all answer pairs; return log-probabilities [N, 2].
+    """Run the model on all N answer pairs; return log-probabilities [N, 2] of (chosen, rejected) answer.
 
     The result is None if the run was asked to stop meanwhile; ``context.preempted`` is then True.
 

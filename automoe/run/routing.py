@@ -59,8 +59,8 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
     """Write recorded routing to one file, atomically.
 
     Args:
-        seen: index among MoE layers -> one tuple per micro-batch: row numbers of the tokens, their positions in
-            the row, and their expert ids.
+        seen: index among MoE layers -> one tuple per micro-batch: row numbers of the tokens [B, S], their
+            positions in the row [B, S], and expert ids [B, S, 2, K]: those used, and the top-K of the scores.
     """
     layers = []
     # a pipeline may run two layers' micro-batches in different orders

@@ -292,8 +292,8 @@ class Run:
         checkpoint before the resumed one is loaded; ``state.step`` is then smaller than before.
 
         Raises:
-            AutomoeError: ``train.max_skipped`` steps in a row were skipped after another was taken;
-                or all since the start or resume were, and there is no earlier checkpoint.
+            AutomoeError: ``train.max_skipped`` steps in a row were skipped, and an earlier one was not;
+                or none since the start or resume had an update, and no earlier checkpoint exists.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)

@@ -59,7 +59,7 @@ def guarded(work_name: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns, computed in a fork of this process.
 
     Changes to objects are lost, except in the result. ``work`` may call ``doing`` to begin a step. A step
-    has 60 seconds of processor time, and the child half of the machine's memory beyond that of this process.
+    has 60 seconds of processor time, and the child may add half of the machine's memory to what this process holds.
 
     Args:
         work_name: name of the first step, for an error.

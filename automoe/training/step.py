@@ -109,8 +109,8 @@ def prepare_inputs(
     Args:
         batch: full sequences of this data-parallel rank, on the CPU.
         forced_ids: [B, R, L, n, K] for R positions, K expert ids that L MoE layers use instead of
-            their routers' choices (-1: the router chooses); n = 1: chosen ids, n = 2: also those of
-            plain top-k. None: routers choose.
+            their routers' choices (-1: the router chooses); n = 1: chosen ids, n = 2: also the
+            top-K of the scores without bias and groups. None: routers choose.
         options: further inputs of the loss, and whether multi-token prediction runs.
     """
     num_rows, seq_len = batch.tokens.shape

@@ -34,7 +34,7 @@ class ValidationSource(Protocol):
     weights: Sequence[float]
 
     def batches(self, split: Literal["validation"], most: int, source: int) -> Iterator[StepBatch]:
-        """Yield this rank's part of at most ``most`` validation batches of source number ``source``, from 0."""
+        """Yield this rank's part of at most ``most`` validation batches of the source with index ``source``."""
         ...
 
 

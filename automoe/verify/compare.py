@@ -1,4 +1,8 @@
-"""Comparison of two training runs of a step: relative errors of every number and tensor of both."""
+"""Comparison of a training step on a mesh with the same step on one rank, the reference.
+
+Each number and tensor of the step (losses, gradients, updated parameters) gets a relative error: the L2
+norm of the difference, divided by that of the reference's value.
+"""
 
 from __future__ import annotations
 

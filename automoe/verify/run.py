@@ -205,7 +205,7 @@ def make_runnable(
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
     """Return a variant of ``config`` whose mesh this machine can verify in a short time.
 
-    It has random weights on ``device``; if the model or the mesh is too large, sizes are cut
+    The variant has random weights on ``device``; if the model or the mesh is too large, sizes are cut
     (``make_proxy``).
 
     Args:
@@ -409,8 +409,8 @@ def verify_pass(
     """Run one step on one rank and one on ``shape``, and compare them.
 
     Args:
-        config: one of the configurations that ``passes`` returns; its dtype decides on tolerance
-            and forced routing.
+        config: one of the configurations that ``passes`` returns; its dtype decides on the tolerance,
+            and on whether the mesh repeats the expert choices of the one rank.
         pool: ranks that run both steps.
         run: function of each rank of the mesh, with the signature of ``run_trajectory``; default:
             ``run_trajectory``.

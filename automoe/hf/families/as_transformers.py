@@ -81,10 +81,10 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
         path: folder of config.json.
 
     Returns:
-        None if ``transformers`` does not know the ``model_type``.
+        The configuration object; None if ``transformers`` does not know the ``model_type``.
 
     Raises:
-        ConfigError: the class refuses a value, or a wrapper's configuration has no text model.
+        ConfigError: the class refuses a value, or a multimodal config.json has no ``text_config``.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -108,7 +108,7 @@ def _made_by(make: type, path: str) -> Iterator[None]:
 
     Args:
         make: configuration class of transformers.
-        path: checkpoint, for the message.
+        path: folder of config.json, for the message.
     """
     with without_warnings():
         try:
@@ -128,7 +128,7 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
-    """Raise ``ConfigError`` for an impossible number of layers, or an integer beyond 63 bits.
+    """Raise ``ConfigError`` for fewer than 1 or over 10,000 layers, or an integer beyond 63 bits.
 
     A configuration class could take all memory or time for such numbers.
 

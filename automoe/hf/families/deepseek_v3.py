@@ -20,8 +20,9 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, hf: Any) -> int:
-    """Return ``dims`` (qk_rope_head_dim); raise ``ConfigError`` if ``hf.head_dim`` or its default
-    is another number.
+    """Return ``dims`` (qk_rope_head_dim).
+
+    Raises ``ConfigError`` if ``hf.head_dim`` (None: hidden_size / num_attention_heads) differs.
     """
     angles = getattr(hf, "head_dim", dims) or hf.hidden_size // hf.num_attention_heads
     if angles != dims:

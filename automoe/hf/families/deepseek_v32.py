@@ -13,7 +13,8 @@ from automoe.hf.families.family import Field, rope_parameters
 def _read_topk(topk: int, hf_config: Any) -> int:
     """Return ``topk`` (``index_topk``) if it is at least 1; else raise ``ConfigError``.
 
-    In our configuration 0 stands for attention without an indexer.
+    In our configuration 0 stands for attention without an indexer. ``hf_config`` is transformers'
+    configuration object, for the error.
     """
     if topk < 1:
         raise not_computed(

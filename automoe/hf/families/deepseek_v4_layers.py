@@ -42,11 +42,11 @@ def _read_tables(kinds: list[str], hf: Any) -> int:
 
 
 def rotation(hf: Any) -> dict[str, Any]:
-    """Return the rotary settings: those of layers with compressed keys, but ``rope_theta`` of the other layers.
+    """Return the rotary settings of layers with compressed keys, with ``rope_theta`` of the other layers.
 
-    ``hf.rope_parameters`` has both. YaRN's ``truncate`` is always True, as in transformers, which
-    looks for it outside of ``rope_parameters``. Raises ``ConfigError`` if other layers have
-    scaling.
+    ``hf.rope_parameters`` has both. The result has ``partial_rotary_factor`` 1. YaRN's ``truncate``
+    is always True, as in transformers, which looks for it outside of ``rope_parameters``. Raises
+    ``ConfigError`` if the other layers have scaling or another ``partial_rotary_factor``.
     """
     main, compress = hf.rope_parameters["main"], hf.rope_parameters["compress"]
     shares = [kind.get("partial_rotary_factor", 1.0) for kind in (main, compress)]
@@ -58,10 +58,10 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return the ``Field`` for ``key`` of config.json, computed by ``read(settings, head_dim)``.
+    """Return a ``Field`` for ``key`` of config.json whose value is ``read(settings, head_dim)``.
 
-    ``settings`` are the ``rope_parameters`` of layers with compressed keys; without them the key's
-    own value is taken.
+    ``settings`` are the ``rope_parameters`` of layers with compressed keys. If transformers'
+    configuration object has no ``rope_parameters``, the value of ``key`` itself is taken.
     """
     return Field(
         key,

@@ -76,7 +76,7 @@ class Family(Tier):
             default or its value is converted. If two keys of ``ModelConfig`` have the same key in
             config.json, the later one is written.
         fixed: dotted keys of ``ModelConfig`` whose value is the same in every model of the family.
-        only: key of ``config.json`` -> the only value that this decoder computes. A config.json
+        only: key of ``config.json`` -> the only value that automoe computes. A config.json
             may lack the key, if transformers has no other default. Exports write these keys.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
@@ -131,7 +131,7 @@ class Family(Tier):
             path: its folder, for errors and as ``hf_path`` of the result.
 
         Raises:
-            ConfigError: a key is missing, or has a value that this decoder does not compute.
+            ConfigError: a key is missing, or has a value that automoe does not compute.
         """
         theirs = as_transformers(hf, self.model_type, path)
         for key, value in self.only.items():
@@ -309,7 +309,7 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     """Return config.json's rotary keys in the published spelling: ``rope_theta``, ``rope_scaling``.
 
     These keys are written beside ``rope_parameters``, because older readers take the default theta
-    if that key stands alone.
+    if ``rope_parameters`` stands alone.
 
     Args:
         max_positions: ``max_position_embeddings``; None: computed from the scaling.
@@ -371,9 +371,9 @@ def _set_value(config: ModelConfig, key: str, value: Any) -> None:
 
 
 def layer_types(other: str, default: Any = REQUIRED) -> Field:
-    """Return the field that converts ``layer_types`` of config.json to an interval and back.
+    """Return the field that converts ``layer_types`` of config.json to an interval N and back.
 
-    With the interval N, every N-th layer has full attention (``full_attention_interval``). Reading
+    Every N-th layer has full attention (``full_attention_interval`` of ``ModelConfig``). Reading
     raises ``ConfigError`` if the interval is irregular or a layer is of a third kind.
 
     Args:
@@ -415,7 +415,10 @@ def named(words: str) -> dict[str, Field | str]:
 
 
 def multiple(key: str, of: Callable[[ModelConfig], int]) -> dict[str, Field]:
-    """Return {``key``: ``Field``}; exports raise ``ConfigError`` unless the value is a multiple of ``of(config)``."""
+    """Return {``key``: ``Field``} for a dotted key of ``ModelConfig``, as part of a family's ``fields``.
+
+    Exports raise ``ConfigError`` unless the key's value is a multiple of ``of(config)``.
+    """
 
     def write(size: int, config: ModelConfig) -> int:
         if rest := size % of(config):

@@ -16,9 +16,10 @@ def _kinds(attention: AttentionConfig, count: int) -> list[str]:
 
 
 def _attention(kinds: list[str], hf: Any) -> AttentionConfig:
-    """Return the interval and offset of full-attention layers.
+    """Return a configuration with the interval N and the offset of full-attention layers in ``kinds``.
 
-    Raises ``ConfigError`` unless their distances are equal and all other layers have a window.
+    Layer i (from 0) is one of them if (i + 1 - offset) % N == 0. Raises ``ConfigError`` unless
+    their distances are equal and all other layers have a window.
     """
     full, count = [layer for layer, kind in enumerate(kinds) if kind == _FULL], hf.num_hidden_layers
     first, second = [*full, 2 * count, 3 * count][:2]
@@ -35,9 +36,10 @@ def _attention(kinds: list[str], hf: Any) -> AttentionConfig:
 
 
 def window_layers(key: str) -> Field:
-    """Return the field that converts ``layer_types``, the layers' kinds, to and from ``key``.
+    """Return the ``Field`` (a key of config.json) that reads ``layer_types``, each layer's kind, into ``key``.
 
-    ``key`` is the interval or the offset of layers with full attention.
+    ``key`` is ``full_attention_interval`` or ``full_attention_offset`` of ``AttentionConfig``. An
+    export writes ``layer_types`` anew from the configuration.
     """
     return Field(
         "layer_types",

@@ -14,7 +14,7 @@ _WHOLE = "the query heads of an olmoe model are together as wide as its hidden s
 
 
 def _read_head_dim(size: int | None, hf_config: Any) -> int:
-    """Return the head dim; raise ``ConfigError`` if all query heads are not ``hidden_size`` wide.
+    """Return the head dim; raise ``ConfigError`` unless the query heads are together ``hidden_size`` wide.
 
     Args:
         size: ``head_dim``; None stands for hidden_size / num_attention_heads.

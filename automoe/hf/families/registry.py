@@ -95,7 +95,7 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family ``config.family``, adapted to the checkpoint of ``config`` (``Family.of``)."""
+    """Return the family ``config.family``, after its method ``of``, which may adapt it to ``config``'s checkpoint."""
     family = known_families().get(config.family) or look_up("model.family", config.family)
     return family.of(config)
 
@@ -170,8 +170,8 @@ def check_model(folder: Path) -> None:
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
     """Raise ``ConfigError`` if config.json's ``num_hidden_layers`` is negative or exceeds the number of tensors.
 
-    The tensors are those of all files in the folder; nothing is checked while files are missing. It
-    is for models of a family that automoe does not know.
+    The tensors are those of all files in the folder; nothing is checked while files are missing. The
+    check is for models of a family that automoe does not know.
 
     Args:
         hf: content of config.json.
@@ -194,7 +194,7 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
     Raises:
         DataError: the class of transformers takes too long or too much memory.
         ConfigError: config.json is missing, or describes a model that automoe does not compute.
-        CheckpointError: a file of the weights is damaged, or in a form that is not read.
+        CheckpointError: a file of the weights is damaged, or in a form that automoe cannot read.
     """
     if str(text_config(read_hf_config(path)).get("model_type")) in known_families():
         return model_config_from_hf(path)
@@ -220,7 +220,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
             are listed), it has a value that the family does not compute, or the weights have other
             sizes.
         CheckpointError: all files of the weights exist, and one is damaged; or another program
-            wrote the folder in a form that is not read.
+            wrote the folder in a form that automoe cannot read.
     """
     whole = read_hf_config(path)
     hf = text_config(whole)

@@ -81,9 +81,9 @@ class HierarchicalDispatcher:
         return sum_to_tokens(out_BH, exchange.token_idx_B, num_tokens)
 
     def _copies(self, topk_ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which (token, expert) choices send a copy of their token, and counts per rank of the level.
+        """Return which (token, expert) choices send a copy of their token, and counts per rank of ``self.group``.
 
-        A token sends one copy to each rank of the level that holds any of its chosen experts
+        A token sends one copy to each of the group's P ranks that holds any of its chosen experts
         ``topk_ids_TK``.
 
         Returns:
@@ -101,6 +101,8 @@ class HierarchicalDispatcher:
         self, copies_P: Tensor, choices_P: Tensor, rows_per_expert: int | None
     ) -> tuple[Tensor, list[int], list[int], int]:
         """Return how many copies of tokens this rank sends to and receives from each rank of its group.
+
+        A token is sent once, as one copy, to each rank that has any of its experts.
 
         Args:
             copies_P: copies that this rank sends to each of the P ranks.

@@ -68,10 +68,11 @@ class Layout:
         self._index_MC = start_M.unsqueeze(1) + torch.arange(num_meta, device=device)
 
     def metadata_index(self, width: int) -> Tensor:
-        """Return the positions [M, C] of all metadata in the flat view of a buffer [B, ``width``].
+        """Return where the metadata of M rows, C numbers each, stands in a buffer's flat view: [M, C].
 
-        Lines that are wider than ``meta_per_line`` hold metadata only in their first
-        ``meta_per_line`` numbers. Positions and ``width`` count numbers of the metadata's dtype.
+        The buffer has lines of ``width`` numbers. If ``width`` is above ``meta_per_line``, a line of
+        metadata is filled only to that number. ``width`` and positions count numbers of the
+        metadata's dtype, not of the rows'.
         """
         if width == self.meta_per_line:
             return self._index_MC

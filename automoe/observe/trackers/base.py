@@ -56,7 +56,7 @@ class Tracker:
     places: dict[str, str]
 
     def held(self) -> Mapping[int, float | None]:
-        """Return step -> loss for the steps recorded by earlier starts; None: the loss is unknown."""
+        """Return step -> loss (None: unknown) of the steps that earlier starts recorded; the base class returns {}."""
         return {}
 
     def log(self, step: int, numbers: Numbers) -> None:
