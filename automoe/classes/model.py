@@ -193,11 +193,8 @@ class _Repeated(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        router, shape = self._router, self._tokens.index.shape
-        if (
-            getattr(func, "__name__", "") != "topk"
-            or args[0].shape[-1] != router.num_scored_experts
-        ):
+        router, shape, name = self._router, self._tokens.index.shape, getattr(func, "__name__", "")
+        if name != "topk" or args[0].shape[-1] != router.num_scored_experts:
             return out
         live = out.indices
         if live.shape[-1] != router.top_k or live.numel() != shape.numel() * router.top_k:

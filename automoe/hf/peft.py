@@ -32,7 +32,8 @@ from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config, weightless
+from automoe.hf.transformers_models import weightless
+from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import model_params

@@ -164,10 +164,9 @@ def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
 class BalancedRouter(nn.Module):
     """Base class of routers: balance losses and load counters. Subclasses choose the experts and set ``weight`` [E, H].
 
-    The buffer ``expert_bias`` [E] float32 is added to scores when experts are chosen (None: no bias), and
-    ``load_fractions`` [E] float64 are each expert's share of the choices of the previous step, for the global balance
-    loss. Checkpoints have both. Zero experts are the last of the E. ``moe_index`` is the layer's number among MoE
-    layers, from 0. ``wrap`` is a wrapper of the router's methods, such as recomputation (``LayerCalls.router``).
+    The buffer ``expert_bias`` [E] float32 is added to scores when experts are chosen (None: no bias); ``load_fractions``
+    [E] float64 are experts' shares of the previous step's choices, for the global balance loss. Checkpoints have both.
+    Zero experts are the last of the E. ``moe_index`` counts MoE layers from 0. ``wrap`` is ``LayerCalls.router``.
     """
 
     expert_bias: Tensor | None

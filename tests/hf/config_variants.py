@@ -19,7 +19,8 @@ from automoe.config.schema import MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
 from automoe.hf.keys import hf_tensors
-from automoe.hf.wrapper import loading_class, names_in_class
+from automoe.hf.transformers_models import loading_class
+from automoe.hf.wrapper import names_in_class
 from automoe.parallel.parallelize import build_decoder
 from tests.support.hf_models import as_our_tensor, in_wrapper
 

@@ -20,7 +20,7 @@ from automoe.config.schema import Config, ModelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.wrapper import loading_class
+from automoe.hf.transformers_models import loading_class
 from automoe.model.params import count_params
 from automoe.observe.flops import train_flops_per_token
 from tests.support.configurations import quick_config, quick_model

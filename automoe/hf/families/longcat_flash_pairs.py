@@ -17,7 +17,7 @@ class Pairs(Family):
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """See ``Family``; ``num_hidden_layers`` may be the number of pairs or of layers, which transformers halves."""
         pairs, layers = hf.get("num_layers"), hf.get("num_hidden_layers")
-        if isinstance(pairs, int) and layers is not None:
+        if pairs and layers is not None:
             if layers not in (pairs, 2 * pairs):
                 said = f"num_hidden_layers={layers} beside num_layers={pairs}, which are pairs of layers"
                 raise damaged(path, said)
