@@ -208,8 +208,7 @@ class KeyMap:
         router_std, router_seed: standard deviation and seed of the routers' random weights in it.
         table: slices by our name, which replace ``rows`` for a class without a native family.
         layouts: layouts that files may have, if not as ``rows`` says; the last is transformers' in memory.
-        unread: regular expressions of stored tensors to skip.
-        integers: ends of the names of stored tensors of int64, such as tables of token ids.
+        unread, integers: regular expressions of stored tensors to skip; ends of names of those of int64.
         renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
         layers_together: how many of our layers are one of the files'; {half} is the place among them.
     """

@@ -1,4 +1,4 @@
-"""Models of transformers' own classes: which class loads a checkpoint, and how large its model is."""
+"""Models of transformers' classes: what loads a checkpoint, and how large its model is."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def choose_kept(
         fits_BsK = fits_GN.view(num_sequences, num_tokens, top_k)
         if num_tokens > size:  # only the positions of this rank
             fits_BsK = fits_BsK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BsK))
-    fits_BsK = fits_BsK | (ids_BsK >= num_experts - num_zero_experts)
+    fits_BsK |= ids_BsK >= num_experts - num_zero_experts
     return fits_BsK & (ids_BsK < num_experts)
 
 

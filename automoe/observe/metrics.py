@@ -70,8 +70,9 @@ def load_summary(counts: Any, num_zero_experts: int = 0) -> Record:
     entropy_L = -(shares_LE * log_LE).sum(axis=1) / max(math.log(num_experts), 1e-12)
     max_share_L = shares_LE.max(axis=1)
     max_over_mean_L = max_share_L * num_experts
-    zero_share = zeros_LZ.sum() / max(zeros_LZ.sum() + counts_LE.sum(), 1)
-    return ({"zero_expert_share": float(zero_share)} if num_zero_experts else {}) | {
+    num_zeros = zeros_LZ.sum()
+    share = {"zero_expert_share": float(num_zeros / max(num_zeros + counts_LE.sum(), 1))}
+    return (share if num_zero_experts else {}) | {
         "max_share": max_share_L.tolist(),
         "max_over_mean": max_over_mean_L.tolist(),
         "entropy": np.abs(entropy_L).tolist(),  # abs avoids -0.0

@@ -103,10 +103,9 @@ def draw_plots(
     if counts.size:  # not of a dense model
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
         layers = config.model.moe_layers if config else range(counts.shape[1])
-        zeros = config.model.router.num_zero_experts if config else 0
         figures.append(("expert_load", caption, _load_heat_map(steps, counts, layers)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
-        computing = counts[..., : counts.shape[2] - zeros]
+        computing = counts[..., : config.model.num_experts] if config else counts
         figure = _load_over_time(records, steps, computing, layers)
         figures.append(("expert_balance", caption, figure))
     return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]

@@ -106,7 +106,7 @@ def test_a_published_config_is_read_with_either_count_of_layers(keys: dict[str, 
 
 
 def test_counts_of_layers_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_hidden_layers=30 beside num_layers=28, which are pairs"):
+    with pytest.raises(ConfigError, match="num_hidden_layers=30 and num_layers=28 pairs"):
         read(tmp_path, num_hidden_layers=30)
 
 

@@ -1,4 +1,4 @@
-"""What LongCat-Flash needs beside its declaration: pairs in ``config.json``, and a class that loads its files."""
+"""Pairs of layers in LongCat-Flash's ``config.json``, and a class that loads its files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ class Pairs(Family):
     """Family whose ``config.json`` counts pairs of layers, as ``num_layers``."""
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """See ``Family``; ``num_hidden_layers`` may be the number of pairs or of layers, which transformers halves."""
+        """See ``Family``. ``num_hidden_layers`` may count pairs or layers; transformers halves it."""
         pairs, layers = hf.get("num_layers"), hf.get("num_hidden_layers")
-        if pairs and layers is not None:
-            if layers not in (pairs, 2 * pairs):
-                said = f"num_hidden_layers={layers} beside num_layers={pairs}, which are pairs of layers"
-                raise damaged(path, said)
+        if isinstance(pairs, int):
+            if layers not in (None, pairs, 2 * pairs):
+                raise damaged(path, f"num_hidden_layers={layers} and num_layers={pairs} pairs")
             hf = hf | {"num_hidden_layers": 2 * pairs}
         return super().read_config(hf, path)
 
@@ -29,7 +28,8 @@ class Pairs(Family):
     def mend() -> None:
         """Give identity experts of transformers' class no gates, in this process.
 
-        transformers 5.23 makes gates that nothing reads, and so cannot load published files, which lack them.
+        transformers 5.23 makes gates that nothing reads, and so cannot load published files,
+        which lack them.
         """
         from torch.nn import Parameter
         from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
