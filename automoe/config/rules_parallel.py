@@ -191,13 +191,13 @@ def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
     """
     parallel, num_layers, sizes = config.parallel, config.model.num_layers, config.parallel.layers_per_stage
     num_stages = shape.pp * parallel.stages_per_rank
-    together = config.model.layers_together
-    rule, remedy = too_many_stages(num_stages, together)
-    yield "model.num_layers", sizes is None and num_layers < num_stages * together, rule, remedy
+    layers_together = config.model.layers_together
+    rule, remedy = too_many_stages(num_stages, layers_together)
+    yield "model.num_layers", sizes is None and num_layers < num_stages * layers_together, rule, remedy
     if sizes is None:
         return
-    if num_layers >= num_stages * together:
-        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages, None, together))
+    if num_layers >= num_stages * layers_together:
+        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages, None, layers_together))
         remedy = f"Set parallel.layers_per_stage=[{even}] or null"
     held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
     if parallel.layout is not None:

@@ -2,9 +2,8 @@
 
 Adapters of routed experts can be stored in two layouts, both exact at rank r. ``published`` has one adapter for each
 matrix as published checkpoints of the family store it, mostly one per expert and projection; gate and up then have the
-same factor A. ``fused`` has one for each tensor that stacks all experts, as in transformers 5 and in published GPT-OSS:
-lora_A [E r, I] and lora_B [O, r E]. Beside vision or audio, parameters have their names in transformers' class for the
-whole model. Shapes: E experts, I input and O output features of a matrix, r rank.
+same factor A. ``fused`` has one for each tensor that stacks all experts, as in transformers 5: lora_A [E r, I] and lora_B
+[O, r E]. Beside vision or audio, names are those of transformers' whole class. E experts, I in and O out features, r rank.
 """
 
 from __future__ import annotations

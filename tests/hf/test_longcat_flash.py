@@ -14,6 +14,7 @@ from transformers import AutoConfig, LongcatFlashConfig
 from transformers.models.longcat_flash import modeling_longcat_flash as theirs
 
 import automoe
+from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import stage_layers
 from automoe.config.schema import Config, ModelConfig
@@ -21,8 +22,10 @@ from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.transformers_models import loading_class
+from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
 from automoe.observe.flops import train_flops_per_token
+from automoe.planner.calibrate import Bench, tiny
 from tests.support.configurations import quick_config, quick_model
 from tests.support.hf_models import save_small_hf
 
@@ -233,3 +236,17 @@ def test_other_families_have_no_zero_experts_and_their_files_neither() -> None:
     model = replace(model, router=replace(model.router, num_zero_experts=2))
     with pytest.raises(ConfigError, match="num_zero_experts=2: a qwen3_moe checkpoint can only have 0"):
         family_of(model).write_config(model)
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_the_tiny_model_of_a_calibration_is_of_whole_pairs(layers: int) -> None:
+    """Half of its layers have experts, and it runs."""
+    config = tiny(Bench.of("cpu", 1), quick_model("small_longcat"), layers)
+    part = Decoder(config.model, config.moe)
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    assert [number for number, _ in part.moe_layers()] == list(range(0, layers, 2))
+    assert config.model.shared_intermediate_size == config.model.intermediate_size
+    tokens = torch.arange(8).view(1, 8)
+    [logits] = part(tokens, batch=MicroBatch(tokens))
+    assert logits.isfinite().all() and logits.std() > 0

@@ -128,7 +128,7 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
         return False
     sizes = parallel.layers_per_stage
     layers = config.model.num_layers
-    unit = 1 + model.moe_shortcut  # pairs stay together
+    unit = model.layers_together
     even = [unit * (layers // unit // stages + (stage < layers // unit % stages)) for stage in range(stages)]
     given = sizes or even
     starts = {sum(given[:stage]) for stage, size in enumerate(given) if size}
