@@ -426,7 +426,7 @@ def elementwise(
 
 
 def summed(nll_BS: Tensor, inputs: LossInputs, **options: Any) -> Tensor:
-    """Loss for ``Session``: return the sum of each token's loss term (``elementwise``, which gets ``options``).
+    """Loss for ``Session``: return the sum over tokens of ``elementwise`` (a token's loss term) with ``options``.
 
     Untrained tokens add nothing, since their weights and advantages are 0.
     """

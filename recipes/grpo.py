@@ -230,10 +230,10 @@ def scores_of(
     """Return the log-probabilities of the answers' tokens by trainer, teacher and reference.
 
     ``answers`` are (prompt index, answer), ``references`` the result of ``references_of``. The result
-    has for each name, such as ``old_log_probs``, one list of token values for each answer. If the
-    engine returned expert ids ("routes"), ``differing`` has for each token the first MoE layer whose
-    router disagrees with them, or -1. The result is stored once for each rollout; later updates and
-    a resumed run read it from disk.
+    has by name one list of token values for each answer: ``old_log_probs`` by the trainer, and one
+    name of each of ``references``. If the engine returned expert ids ("routes"), ``differing`` has
+    for each token the first MoE layer whose router disagrees with them, or -1. The result is stored
+    once for each rollout; later updates and a resumed run read it from disk.
     """
 
     def asked() -> dict[str, list[list[Any]]]:

@@ -58,5 +58,5 @@ def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
 
 
 def of_this_rank(generators: Tensors) -> Tensors:
-    """Return ``rng_state``'s tensors under this rank's names, e.g. ``generators.3.torch`` on rank 3."""
+    """Rename the tensors of ``rng_state`` (``torch``, ...) for this rank: ``generators.3.torch`` on rank 3."""
     return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}

@@ -426,7 +426,7 @@ class CheckpointStore:
         folders of this run and renames damaged newer steps. Collective.
 
         Raises:
-            CheckpointError: no step is intact, or the step is of another model, optimizer or other fixed weights.
+            CheckpointError: no step is intact, or it has another model, optimizer, or frozen or reference weights.
         """
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":

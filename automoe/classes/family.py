@@ -248,13 +248,14 @@ class _View(Tensor):
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return how tensors of published checkpoint files map to parameters of the class at ``path``.
+    """Return how tensors of published checkpoint files map to parameters of a ``transformers`` class.
 
     The ``layouts`` of the result are all ways in which files may name tensors: as published, as
     transformers writes them, with the prefixes of a multimodal wrapper, or by the class's own
     parameter names.
 
     Args:
+        path: checkpoint folder or Hub id, whose config.json names the class.
         stated: content of config.json; not read, it makes the function's cache distinguish
             configurations.
     """

@@ -206,11 +206,11 @@ class MicroBatch:
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
-        """Return the numbers of tokens with a label, of tokens that are not padding, and of documents.
+        """Return the counts of tokens with a label, of non-padding tokens, and of documents with a label.
 
-        Losses are divided by them. They are ``counts`` (of the global batch), or, if that is None,
-        those of these B sequences. Missing counts of multi-token prediction are counted in these
-        sequences too.
+        Losses are divided by them. They are the field ``counts`` (of the global batch), or, if that
+        is None, those of this micro-batch alone. If counts of multi-token prediction are missing,
+        they are counted in this micro-batch too.
         """
         counts = self.counts
         if counts is None:

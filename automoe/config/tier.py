@@ -65,11 +65,12 @@ class Tier:
         return None
 
     def build(self, model: ModelConfig, moe: MoEConfig, backend: Any) -> Any:
-        """Return the model, a ``CausalLM`` on the meta device, in torch's default dtype.
+        """Return the family's model, a ``CausalLM`` on the meta device, in torch's default dtype.
 
         Return None to let automoe's decoder be built.
 
         Args:
+            moe: the ``moe`` section of the configuration.
             backend: ``BackendConfig``, which names the kernels; None for the defaults.
         """
         return None
@@ -83,8 +84,9 @@ class Tier:
 
         Returns:
             (bytes that all layers share, such as masks; a list with a pair for each layer: the
-            bytes that it keeps, and the most that its backward pass adds). A text says why the
-            bytes cannot be counted; with None the planner's formulas for automoe's decoder apply.
+            bytes that it keeps, and the most that its backward pass adds); or a text that says why
+            these bytes cannot be counted; or None, if the planner shall take its formulas for
+            automoe's decoder.
         """
         return None
 

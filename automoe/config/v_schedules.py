@@ -36,7 +36,11 @@ class _Order:
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
-        """Return how many actions ``word`` were added so far; ``F0``: forwards of the first stage."""
+        """Return how many actions ``word`` (kind, then stage) were added so far.
+
+        ``F0`` are forwards of the rank's first stage, ``B1`` backwards of its second: whole ones,
+        and those for inputs alone.
+        """
         return self.counts[word[0], int(word[1])]
 
     def add(self, *actions: str) -> None:

@@ -196,6 +196,6 @@ def header_bytes(contents: Contents) -> bytes:
 
 
 def _in_file(contents: Contents) -> Contents:
-    """Return the entries of a file's header for ``contents``: codes and scales of quantized tensors."""
+    """Return the entries of a file's header for ``contents``: a quantized tensor becomes codes and scales."""
     parts = (stored.in_file(key) for key, stored in contents.items())
     return {key: stored for part in parts for key, stored in part.items()}

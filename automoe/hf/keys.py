@@ -69,7 +69,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def overlap(
         self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the overlap of this box with a slice of our tensor, such as a rank's shard.
+        """Return the overlap of this piece's box in our model's tensor with a slice of it, such as a rank's shard.
 
         Args:
             start: index of the slice's first element in our tensor.
@@ -124,8 +124,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         Dims that the HuggingFace tensor merges stay separate.
 
         Args:
-            tensor: torch tensor: a slice of our tensor, without the dims that the HuggingFace
-                tensor does not have.
+            tensor: slice of the model's tensor that this piece describes, without the dims that the
+                HuggingFace tensor does not have.
         """
         dims = [*chain.from_iterable(self.dims)]
         if dims == sorted(dims):

@@ -329,7 +329,7 @@ class Reader:
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
-        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` for packed FP8 not stored in FP8."""
+        """Plan the reads that fill ``shards``, in file order; ``CheckpointError`` if an FP8 shard is not stored so."""
         items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
@@ -400,7 +400,7 @@ class Reader:
     def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows ``begin`` to ``end`` of matrix (expert) ``matrix``, dequantized: [rows, columns].
 
-        The columns are the item's. A packed FP8 shard gets codes and scale of each block: uint8 [rows, blocks, 132].
+        The columns are ``item.cols``. For a packed FP8 shard: each block's codes and scale, uint8 [rows, blocks, 132].
         """
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales

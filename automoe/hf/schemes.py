@@ -79,7 +79,7 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
-    """Return the scheme that a ``quantization_config`` states; None states an unquantized checkpoint.
+    """Return encoding and scale blocks that a ``quantization_config`` states; for None ``plain`` numbers.
 
     If automoe cannot read such a checkpoint, return why: the end of a sentence that begins
     ``quantization_config``.
@@ -101,9 +101,9 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 
 
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
-    """Return the scheme that all groups of ``stated``, a compressed-tensors configuration, share.
+    """Return encoding and scale blocks that all ``config_groups`` of a compressed-tensors configuration share.
 
-    If the groups cannot be read, return why: the end of a sentence that begins ``quantization_config``.
+    If groups differ or cannot be read, return why: the end of a sentence that begins ``quantization_config``.
     Settings for activations are ignored, because only weights are read.
     """
     groups = stated.get("config_groups")

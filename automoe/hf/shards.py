@@ -79,7 +79,7 @@ class LocalShard:
 
     @cached_property
     def base(self) -> str:
-        """Format of a packed storage, ``fp8`` or ``nf4``; empty if it is not packed."""
+        """Format of the bytes in which the shard is packed, ``fp8`` or ``nf4``; "" if it is not packed."""
         return base_of(self.local) if self.columns else ""
 
     @property
@@ -99,7 +99,7 @@ class LocalShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the unpacked numbers."""
+        """dtype of the numbers: that of ``tensor``, or float32 if it is packed."""
         return torch.float32 if self.columns else self.tensor.dtype
 
     @torch.no_grad()

@@ -160,7 +160,7 @@ def is_of_layers(part: str) -> bool:
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
-    """Return a sentence that names the parts that an export copies unchanged; [] if there are none.
+    """Return one sentence, in a list: which parts (such as ``visual.``) an export copies; [] if none.
 
     Args:
         beside: size in bytes of each tensor outside the text model, by name in files.

@@ -196,7 +196,14 @@ class _Attention(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of queries, and the positions (``near``) and entries (``far``) that they may see."""
+    """A chunk of a row's queries, and the ranges of keys that they may see.
+
+    Attributes:
+        queries: positions of the queries.
+        near: positions within the sliding window of any of them.
+        far: the first entries (keys pooled from windows of positions); later ones end after all of
+            the queries.
+    """
 
     queries: slice
     near: slice
@@ -225,7 +232,8 @@ def _scores(
 ) -> Tensor:
     """Return a chunk's scores [B, c, N, K] in at least float32, -inf where a query does not see a key.
 
-    Keys are the chunk's positions, then its entries; other arguments are as in ``attend_entries``.
+    Keys are the chunk's positions (``near``), then its entries (``far``, keys pooled from windows of
+    positions). Other arguments are as in ``attend_entries``.
     """
     queries, near, far = chunk
     back_cK = torch.arange(queries.start, queries.stop, device=q_BcND.device).unsqueeze(1)

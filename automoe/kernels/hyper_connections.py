@@ -80,7 +80,10 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _scaled(first: Tensor, iterations: int, eps: float) -> list[tuple[int, Tensor, Tensor]]:
-    """Return (dim that is scaled, result, divisor) of each Sinkhorn step after the softmax ``first``."""
+    """Return (dim of the sums, matrices divided by their sums, sums) of each Sinkhorn step after ``first``.
+
+    ``first`` [..., n, n] is a softmax over the last dim; ``eps`` is added to it and to the sums.
+    """
     steps = []
     matrix = first + eps
     for dim in [-2, *[-1, -2] * (iterations - 1)]:

@@ -148,7 +148,7 @@ def output_norm(x: Tensor, weight_D: Tensor | None, eps: float | None) -> Tensor
 def rms_norm(x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight_D`` over the last dim, in the dtype of ``x``.
 
-    The weight is at least float32; None stands for ones.
+    The weight must have at least float32, in which the norm is computed; None stands for ones.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if weight_D is None:

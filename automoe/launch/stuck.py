@@ -87,9 +87,10 @@ class Standing:
     saving: str | None = None
 
     def of_thread(self, saves: bool) -> Standing:
-        """Return a copy with the place and collectives of one thread only.
+        """Return a copy with the place in the code and the unfinished collectives of one thread only.
 
-        It is the thread that saves in the background if ``saves``, else the main thread.
+        It is the thread that saves in the background if ``saves``, else the main thread. If no
+        thread saves, return this object.
         """
         if self.saving is None:
             return self

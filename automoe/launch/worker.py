@@ -184,8 +184,8 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
 def _redirect(run_dir: Path, rank: int, terminal: Outlet) -> None:
     """Send this rank's output to ``logs/rankN.log``; warn if there can be no such file.
 
-    Rank 0's stdout also goes to the terminal. File descriptor 2 is redirected, not only
-    ``sys.stderr``, so that warnings from C++ do not break the progress line.
+    Rank 0's stdout also stays on the terminal; warnings go to ``terminal``. File descriptor 2 is
+    redirected, not only ``sys.stderr``, so that warnings from C++ do not break the progress line.
     """
     path = run_dir / runs.LOG_FOLDER / f"rank{rank}.log"
     try:

@@ -91,7 +91,10 @@ class Pooling(nn.Module):
         self.kv_norm = backend.norm(dim, config.norm_eps)
 
     def entries(self, x_BsH: Tensor, setup: AttentionSetup) -> Tensor:
-        """Return the rotated entries [B, E, D], one per window of the whole row, for hidden states at s positions."""
+        """Return the rotated entries (pooled keys) [B, E, D], one per window of the whole row.
+
+        ``x_BsH`` are hidden states at the s positions of this tp rank, which are gathered.
+        """
         projections = self.kv_proj, self.gate_proj
         kv, gate = (self.tp.all_gather(project(x_BsH)) for project in projections)
         shared, bias = setup.compression, local_shard(self.position_bias)

@@ -450,8 +450,8 @@ class LossInputs:
         doc_ids: [B, S] index of the document within its packed sequence, -1: padding; None: each sequence is one document.
         counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained token.
         context: the ranks that hold the other positions of these sequences.
-        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step. The head itself reads three:
-            ``temperature`` [B, S], ``candidates`` [B, S, N], ``scored_ids`` [B, S, K] (as ``token_scores`` does).
+        given: [B, ...] tensors by name, which the recipe adds to a step's inputs. The head reads ``temperature``
+            [B, S], ``candidates`` [B, S, N] (ids left by sampling, to normalise over; filler -1), ``scored_ids`` [B, S, K].
         reported: dict to which ``report`` adds this rank's sums of metrics, by name.
         entropy: [B, S] entropy of predictions if the loss sets ``uses_entropy``, else None.
         scored: [B, S, K] log-probabilities of ``scored_ids``; None: there are no ids.

@@ -15,7 +15,7 @@ from automoe.kernels.residual_gate import gate_weights, gated_sum
 
 
 class Residual:
-    """Plain residual: attention or a feed-forward reads x and adds its output times ``multiplier``."""
+    """Plain residual: attention or a feed-forward reads x, and x + ``multiplier`` * output is the next x."""
 
     def __init__(self, multiplier: float) -> None:
         self.multiplier = multiplier
@@ -42,7 +42,7 @@ class ResidualGate(nn.Module):
         self.gate = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
 
     def __call__(self, x_BsH: Tensor) -> tuple[Tensor, ...]:
-        """Return the block's input ``x_BsH``, and for ``join`` the weights of residual and output [H]."""
+        """Return the block's input, ``x_BsH`` itself; then for ``join`` two weights [H], of x and of the output."""
         # Hooks of FSDP would make a view of an input that is also an output.
         return x_BsH, *super().__call__()
 
@@ -55,9 +55,9 @@ class ResidualGate(nn.Module):
 class HyperConnection(nn.Module):
     """Hyper-connection (mHC, arXiv 2512.24880, section 4) around attention or a feed-forward.
 
-    From the n streams of a token it computes how to collapse them into the block's input, how to
-    spread the block's output over them, and a doubly stochastic matrix that mixes them. ``dtype``
-    is that of the parameters.
+    From the n streams of a token, each [H], it computes n weights, with which their sum is the
+    block's input; n factors, with which the block's output is added to each stream; and a doubly
+    stochastic n x n matrix that mixes the streams. ``dtype`` is that of the parameters.
     """
 
     first_values = {"base": "zeros", "scale": "ones"}

@@ -101,7 +101,7 @@ LOSSES = ("seq_balance_loss", "global_balance_loss", "micro_batch_balance_loss",
 
 
 class Loads(NamedTuple):
-    """Views of an MoE layer's counters over one step; of L layers, each has a first dim L.
+    """Counters of one MoE layer over a step, as views; for L layers together each has a first dim L.
 
     Attributes:
         experts: [2, E] number of tokens given to each expert before any are dropped, and number

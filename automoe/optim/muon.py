@@ -197,7 +197,8 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of ``matrices``: exchange blocks, orthogonalise, exchange back.
+        """Update the parameters of ``matrices`` (``_owners``): send blocks to the owner of each matrix,
+        which orthogonalises it and sends them back.
 
         A parameter without a gradient stays as it is; no rank has a gradient for it then.
         """

@@ -126,7 +126,7 @@ def build_backend(
 
 
 def _expert_backend_maker(config: Config, meshes: Meshes | None) -> MakeExpertBackend:
-    """Return the constructor of expert backends: a function of a layer's ``GroupedExperts``.
+    """Return the function that makes a layer's expert backend, given the layer's ``GroupedExperts``.
 
     With ``train.fp8`` a layer's backend multiplies in 8 bits, with its own scales. Unless
     ``parallel.expert_wgrad`` is autograd, it adds weight gradients to FSDP's sums. Both imply

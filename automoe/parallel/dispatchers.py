@@ -175,7 +175,7 @@ class Dispatchers:
 
 
 def configured_dispatchers(meshes: Meshes, config: Config) -> Dispatchers:
-    """Return the maker of the configured dispatcher; one object serves all of a rank's stages.
+    """Return the object that makes dispatchers of kind ``moe.dispatcher``, for all pipeline stages of a rank.
 
     Raises:
         BackendError: the dispatcher is missing or cannot run here; or ``moe.dispatch_dtype`` is fp8,

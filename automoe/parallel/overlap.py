@@ -150,9 +150,10 @@ MERGED_PASSES = MergedPasses()
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function: all-to-all of rows, in forward and backward.
+    """Autograd function: all-to-all of rows; the backward sends the gradients the opposite way.
 
-    While the rows travel, the other of two merged passes runs (``MergedPasses.overlap``).
+    A forward pass of one micro-batch and a backward pass of another run in turns. While the rows of
+    one of them travel, the other one runs (``MergedPasses.overlap``).
     """
 
     @staticmethod
@@ -176,7 +177,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class OverlappedDispatch(DispatchGroup):
-    """Dispatch group during whose all-to-alls the pass of another micro-batch runs (``MergedPasses``)."""
+    """Group over which tokens go to experts; meanwhile another micro-batch's pass runs (``MergedPasses``)."""
 
     def all_to_all(self, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
         return _Exchange.apply(x, output_splits, input_splits, self.group)

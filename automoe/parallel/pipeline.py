@@ -230,8 +230,8 @@ class PipelineRunner(StepRunner):
         return stages
 
     def _neighbours(self, stage: int) -> Neighbours:
-        """Return two process groups: with the rank of the stage before number ``stage``, and with
-        that of the one after.
+        """Return two groups of two ranks each: of this one and that of the stage before number ``stage``,
+        and of this one and that of the stage after it.
 
         A group is None if there is no such stage, or if its rank is not adjacent to this rank in
         the ring of pipeline ranks.

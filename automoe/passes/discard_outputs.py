@@ -184,7 +184,11 @@ class _SavedView:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Autograd function that only saves its tensors for the backward; its result is empty."""
+    """Autograd function (anchor, tensors): save ``tensors``, return an empty tensor with a ``grad_fn``.
+
+    In the model's backward pass ``_Recompute`` reads them from ``grad_fn.saved_tensors``. The
+    function's own backward is never called.
+    """
 
     @staticmethod
     def forward(ctx, anchor, *tensors):

@@ -80,10 +80,10 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """These settings with ep=1, etp=1 and the default dispatcher, dispatch_dtype and expert_wgrad.
+        """Copy with ep=1, etp=1 and the default dispatcher, dispatch_dtype and expert_wgrad.
 
-        Only routed experts depend on these, so settings with an equal result have equal times of a
-        layer without its routed experts.
+        Only routed experts depend on these. Families with an equal copy have equal times of a layer
+        without its routed experts.
         """
         return self._replace(
             ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
@@ -91,10 +91,10 @@ class Family(NamedTuple):
 
     @property
     def routed(self) -> Family:
-        """This family with context="gather", and cp and micro-batch size divided by their greatest
-        common divisor.
+        """Copy with context="gather", and cp and micro-batch size divided by their greatest common
+        divisor.
 
-        The tokens of a rank in a micro-batch stay the same. Families with an equal result have equal
+        The tokens of a rank in a micro-batch stay the same. Families with an equal copy have equal
         times of routed experts.
         """
         both = gcd(self.cp, self.micro_batch_size)
@@ -102,9 +102,9 @@ class Family(NamedTuple):
         return self._replace(cp=self.cp // both, micro_batch_size=micro, context="gather")
 
     def of(self, config: Config, **parallel: Any) -> Config:
-        """Return ``config`` with this family's settings but its axes (tp, cp, ep, etp).
+        """Return ``config`` with all settings of this family except its axes (tp, cp, ep, etp).
 
-        The mesh of ``config`` stays.
+        The section ``mesh`` of ``config`` stays as it is.
 
         Args:
             parallel: values of further keys of ``parallel``, such as ``recompute``.

@@ -68,12 +68,14 @@ def _pooled_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, dim: 
 def shared_bytes(
     attention: AttentionConfig, layers: Iterable[int], load: TokenLoad, again: bool
 ) -> float:
-    """Return the bytes that a stage's layers keep once for all of them, for one micro-batch.
+    """Return the bytes of tensors that a stage's layers share in one micro-batch, kept until its backward pass.
 
-    They are rotary angles, the positions of pooling windows, and masks of the entries that queries see.
+    They are rotary angles, the positions of pooling windows, and masks [queries, entries] of the entries (keys
+    pooled from windows) that each query sees.
 
     Args:
-        again: True if a layer is recomputed, and so reads all of these again.
+        again: True if a layer is recomputed, and so reads all of these again; False leaves out those that no
+            backward pass reads.
     """
     size, row, dims = load.number_bytes, load.tokens * load.tp, attention.qk_rope_head_dim
     ratios = {ratio_of(attention, layer) for layer in layers}

@@ -267,7 +267,7 @@ def _index(place: Place, layer: int, passes: Passes) -> None:
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
-    """Add to ``passes`` two all-to-alls over cp, from positions to heads (Ulysses) and back.
+    """Add to ``passes`` (costs of a layer's forward and backward) two all-to-alls over cp, to heads and back (Ulysses).
 
     Forward and backward pass have equal all-to-alls. The bytes sent are copied into the order of ranks, those received
     into the order of positions.
@@ -325,7 +325,7 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
 
 
 def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
-    """Add to ``passes`` the tp collectives of sequence parallelism.
+    """Add to ``passes`` (costs of a layer's forward and backward) the tp collectives of sequence parallelism.
 
     Each sharded block needs an all-gather before it and a reduce-scatter after it, in both passes.
 

@@ -96,9 +96,10 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields except ``uneven_ranks`` as plain data for JSON.
 
-        ``flops``, ``ranks``, ``uneven_needed`` and ``full_at`` have longer names there
-        (``_IN_JSON``), and ``num_nodes`` is in ``mesh``. Numbers that follow from the fields are
-        added, such as each rank's ``peak``, ``flops_per_step`` and ``bubble``.
+        Four are renamed: ``flops`` to ``flops_per_token``, ``ranks`` to ``bytes_per_rank``,
+        ``uneven_needed`` to ``needed_at_twice_the_even_load``, and ``full_at`` to
+        ``full_at_times_the_even_load``. ``num_nodes`` is in ``mesh``. Numbers that follow from the
+        fields are added, such as each rank's ``peak``, ``flops_per_step`` and ``bubble``.
         """
         facts = asdict(self)
         del facts["uneven_ranks"]

@@ -108,7 +108,7 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
-    """Return the bytes of NCCL's channels for all-to-alls of ``axis`` between GPUs of a node.
+    """Return the bytes on one GPU of NCCL's channels to its node's other GPUs for all-to-alls of ``axis``.
 
     Args:
         view: mesh with the axis: 'default' or 'moe'.

@@ -22,11 +22,11 @@ def connection_bytes(model: ModelConfig, size: int) -> float:
 
 
 def joined_bytes(model: ModelConfig, size: int) -> float:
-    """Return the bytes per token that the norm of a block's output and the residual's gate keep.
+    """Return the bytes per token that a block's output norm and residual gate keep for the backward pass.
 
-    An element has ``size`` bytes. Of a layer's two output norms, only that of the feed-forward has
-    a weight, and so keeps its input twice: before and after multiplication by the weight. The mean
-    over both is returned.
+    0 for a model without these. An element has ``size`` bytes. Of a layer's two output norms, only
+    that of the feed-forward has a weight, and so keeps its input twice: before and after
+    multiplication by the weight. The mean over both is returned.
     """
     hidden = model.hidden_size
     norm = (1.5 * size * hidden + 4) * (model.post_norm_eps is not None)

@@ -278,13 +278,12 @@ class Queue:
         return [self._spread(families, None, HIDDEN)]
 
     def _candidates(self, columns: Array) -> Iterator[Array]:
-        """Yield records of candidates with bounds, for every pipeline that may fit in memory.
+        """Yield arrays of the candidates that may fit in memory, one per pipeline layout and number of micro-batches.
 
-        The bounds are the most tokens/s and the least bytes of a rank. There is an array per pipeline layout and
-        number of micro-batches. Candidates that cannot fit are counted in ``result.too_large``.
+        Records have bounds: most tokens/s, least bytes of a rank. ``result.too_large`` counts those that cannot fit.
 
         Args:
-            columns: records of a mesh with settings of experts and recomputation.
+            columns: records of ``Space.columns``, each a mesh with settings of experts and recomputation.
         """
         config = self.config
         limit = config.cluster.memory_bytes or np.inf
@@ -340,9 +339,9 @@ class Queue:
                     yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _candidate(self, number: int, rung: int, family: Family) -> Candidate | None:
-        """Return the candidate of ``self.layouts[number]``, ``self.space.rungs[rung]`` (recomputation) and ``family``.
+        """Return the candidate of pipeline layout ``number``, recomputation choice ``rung`` and settings ``family``.
 
-        None if the mesh breaks a rule, or if ``result.found`` has a candidate on it.
+        None if its mesh breaks a rule, or if one of ``result.found`` (the best so far) has the same mesh.
         """
         layout, _ = self.layouts[number]
         shape = self._mesh(family[:5], layout.pp)
@@ -354,7 +353,10 @@ class Queue:
         )
 
     def _miss(self, candidate: Candidate | None, near: float) -> None:
-        """Add a legal candidate to ``result.missed`` if none was timed and all before need more than ``near`` bytes."""
+        """Add a candidate that cannot fit to ``result.missed`` if it is legal and misses by less than all before.
+
+        ``near`` is about the bytes that it needs. Nothing is added for None, or once a candidate was timed.
+        """
         if candidate and near < self.nearest and not self.result.num_timed:
             if self._legal(candidate.config, candidate.mesh):
                 self.nearest = near

@@ -58,7 +58,10 @@ class _Weights(nn.Module):
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:
-        """Return the weight [..., N, K] in float8, from ``cached`` or by ``scales`` (``weight_scales``)."""
+        """Return the weight [..., N, K] in float8: from ``cached`` if it has the codes, else quantized now.
+
+        ``scales`` is the result of ``weight_scales``, so None for ``Blockwise``, which computes its own.
+        """
         return self._once("codes", lambda: self.quantize(weight, scales, W))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:

@@ -1,5 +1,5 @@
-"""Functions of a reinforcement learning loss: check its options, name the samples' values that it
-reads, and wrap it for a first update.
+"""Helpers for a reinforcement learning loss: check its options, name the values of samples that it
+needs (such as ``advantages``), and wrap it for the first update on new answers.
 
 They read the attributes that the decorator ``automoe.rl.losses.policy_loss`` sets on a loss. B
 rows, S positions of this rank.

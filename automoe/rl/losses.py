@@ -135,9 +135,9 @@ def _k3(d_BS: Tensor) -> Tensor:
 def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
     """Return each token's importance weight [B, S], from w = (probability before the update) / (that of the engine).
 
-    For level ``sequence`` w is the product over the answer's tokens, for ``mean`` the geometric mean. Kind
-    ``truncate``: min(w, high); ``mask``: w, ``reject``: 1, within [low, high], else 0; both report the number of
-    answers with a weight of 0.
+    For level ``token`` w is each token's own, for ``sequence`` the product over the answer's tokens, for ``mean``
+    their geometric mean. The weight is min(w, high) for kind ``truncate``; w for ``mask`` and 1 for ``reject`` if w is
+    within [low, high], else 0. The last two kinds report the number of answers with a weight of 0.
     """
     log_w_BS = inputs.given["old_log_probs"] - inputs.given["sampler_log_probs"]
     log_w_BS = torch.where(trained(inputs), log_w_BS, 0.0)
@@ -154,7 +154,10 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
-    """Report, by range of answer length, the numbers of answers, and of answers with a dropped token (True)."""
+    """Report the numbers of answers, and of answers with a token that ``dropped_BS`` marks, by range of their length.
+
+    They go to ``inputs.report`` as ``answers.RANGE`` and ``dropped_share.RANGE`` (``to_128``, ..., ``longer``).
+    """
     number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
     length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1

@@ -112,7 +112,7 @@ def explained(place: Path, remedy: str, fault: str = "") -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as UTF-8; an ``OSError`` names it, and on a full disk the bytes needed and free."""
+    """Write a file as UTF-8; an ``OSError`` names the file, and on a full disk the bytes needed and free."""
     data = text.encode()
     with named(path, len(data)):
         path.write_bytes(data)

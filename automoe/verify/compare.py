@@ -94,11 +94,11 @@ def run_compared(
 def compare_tensors(
     kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None
 ) -> Comparison:
-    """Compare a tensor or list of numbers of the mesh run with the reference's, in float64.
+    """Compare a tensor or list of numbers of a run on a mesh with that of a run on one rank, in float64.
 
     Args:
         kind, name, step: fields of the result, such as ``gradient``, a parameter's name, and 0.
-        got, expected: values of the mesh run and of the reference; None if that run lacks them.
+        got, expected: values of the run on the mesh and on one rank; None if that run lacks them.
     """
     if got is None or expected is None:
         places = ("absent", "present") if got is None else ("present", "absent")
@@ -122,11 +122,11 @@ def compare_tensors(
 
 
 def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparison]:
-    """Compare every number and tensor of both runs, in the order in which a step computes them.
+    """Compare every number and tensor of two runs of the same steps, in the order in which a step computes them.
 
     Args:
         got: results of the run on the mesh.
-        expected: results of the reference on one rank.
+        expected: results of the run on one rank, the reference.
     """
     steps = len(expected.losses)
     assert steps and len(got.losses) == steps, "runs of different lengths"

@@ -58,10 +58,11 @@ def rotation(hf: Any) -> dict[str, Any]:
 
 
 def _of_compress(key: str, read: Any) -> Field:
-    """Return a ``Field`` for ``key`` of config.json whose value is ``read(settings, head_dim)``.
+    """Return a ``Field`` that reads ``key`` of config.json as ``read(settings, head_dim)``.
 
-    ``settings`` are the ``rope_parameters`` of layers with compressed keys. If transformers'
-    configuration object has no ``rope_parameters``, the value of ``key`` itself is taken.
+    A ``Field`` converts a key's value to one of ``ModelConfig``. ``settings`` are the
+    ``rope_parameters`` of layers with compressed keys. If transformers' configuration object has no
+    ``rope_parameters``, the value of ``key`` itself is taken.
     """
     return Field(
         key,

@@ -216,7 +216,7 @@ class Family(Tier):
         return hf
 
     def _check_stated(self, config: ModelConfig, hf: HFConfig) -> None:
-        """Raise ``ConfigError`` if reading the written ``hf`` would not give ``config`` again."""
+        """Raise ``ConfigError`` if ``hf``, the config.json to write, would not be read as ``config`` again."""
         stated = deepcopy(config)
         theirs = SimpleNamespace(name_or_path=self.model_type, **hf)
         for ours, spec in self._fields():

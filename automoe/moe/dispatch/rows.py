@@ -79,9 +79,12 @@ class Layout:
         return self._index_MC // self.meta_per_line * width + self._index_MC % self.meta_per_line
 
     def metadata(self, lines_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Read the metadata of the M rows, C numbers per row, out of a buffer: [M, C] of ``dtype``.
+        """Return the metadata [M, C] of a buffer's M rows (hidden states): C numbers each, of ``dtype``.
 
-        The bytes of ``lines_BW``, B lines of any dtype, are reinterpreted as ``dtype``.
+        They are read from the buffer's lines that hold metadata.
+
+        Args:
+            lines_BW: all B lines of the buffer, of any dtype; their bytes are viewed as ``dtype``.
         """
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _flat(lines_BW, dtype)[self.metadata_index(width)]

@@ -83,10 +83,10 @@ def rounded_to_8_bits(x_TH: Tensor) -> Tensor:
 
 
 def decode_arrived(x_TH: Tensor, lines_BW: Tensor, send_back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Decode received 8-bit rows to tokens [B, H], differentiably in the x that this rank sent.
+    """Decode received 8-bit rows to tokens [B, H], in the dtype of ``x_TH``, which gets their gradient.
 
-    ``lines_BW`` are the received rows, as ``encode_rows`` makes them. ``send_back`` maps the
-    gradient of the result to the gradient of x.
+    ``lines_BW`` are the received rows, as ``encode_rows`` makes them; ``x_TH`` are the tokens that
+    this rank sent. ``send_back`` maps the gradient of the result to the gradient of x.
     """
     return keep_encoded(_DecodeLines.apply(x_TH, lines_BW, send_back), lines_BW)
 
