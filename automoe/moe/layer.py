@@ -122,7 +122,7 @@ class MoE(nn.Module):
             passed_TK = (ids_TK >= self.num_experts) & (ids_TK < self.num_scored_experts)
             share_T1 = (probs_TK * passed_TK).sum(-1, keepdim=True)
             # The sum is in the weights' float32, and so is their gradient.
-            y_TH = (y_TH + x_TH * share_T1).to(x_TH.dtype)
+            y_TH = y_TH.addcmul(x_TH, share_T1).to(x_TH.dtype)
         return y_TH.view(x_BsH.shape)
 
     def _normed_experts(
