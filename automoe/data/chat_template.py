@@ -283,7 +283,7 @@ class ChatTemplate(ChatRenderer):
             through: rendered text of the conversation through the answer.
             prompt, ids: token ids of ``before`` and of ``through``.
             asked: (True if the answer calls tools, the conversation's arguments for the template as
-                JSON).
+                JSON), by which the token that ends such answers is looked up.
 
         Raises:
             ConfigError: neither template nor tokenizer has a token that ends an answer.

@@ -307,7 +307,7 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
 
 
 def check_gpus(launch: ExternalLaunch, visible: int) -> None:
-    """Raise ``LaunchError`` if this node has fewer GPUs than ranks.
+    """Raise ``LaunchError`` if this node has fewer GPUs than ranks; one GPU under srun is taken for the rank's own.
 
     Args:
         visible: number of GPUs that this rank sees: all GPUs of the node, or only its own under

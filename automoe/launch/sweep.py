@@ -180,7 +180,7 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
 
 
 def _definition(overrides: list[str]) -> list[str]:
-    """Return the overrides that tell sweeps apart: swept ones, and fixed ones that change results."""
+    """Return the overrides that tell sweeps apart: swept ones, and fixed ones whose key ``is_free`` does not name."""
     swept = swept_keys(overrides)
     words = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
     return sorted(

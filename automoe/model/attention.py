@@ -44,7 +44,7 @@ class AttentionSetup:
     this rank's sequences and positions; R: positions of the whole sequence.
 
     Args:
-        tokens: per-token tensors at the S positions.
+        tokens: positions, document ids and the like (``Tokens``) at the S positions.
         dtype: dtype of cos and sin, unless ``backend.rope.angle_dtype`` is set.
         layers: numbers of the layers that get masks.
 

@@ -41,7 +41,7 @@ class IndexInputs(NamedTuple):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm with a bias; torch computes it in at least float32."""
+    """``nn.LayerNorm`` that names its initial values; torch computes it in at least float32."""
 
     first_values = {"weight": "ones"}
 

@@ -222,7 +222,7 @@ class Queue:
         return True
 
     def _legal_mesh(self, axes: Axes, pp: int) -> MeshShape | None:
-        """Return the mesh of ``axes`` (tp, cp, ep, etp, context) and ``pp``; None: not searched, or a broken rule."""
+        """Return the mesh of ``axes`` (tp, cp, ep, etp, kind of cp) and ``pp``; None: no such shape, or it breaks a rule."""
         shape = self.shapes[axes].get(pp)
         if shape is None:
             return None
