@@ -330,7 +330,7 @@ def split_layers(
         num_stages: pp x stages_per_rank.
         layers_per_stage: explicit sizes; None splits as evenly as possible, with the longer stages
             first, because the last stage also holds the final norm and the head.
-        layers_together: number of consecutive layers that are not split (``ModelConfig.layers_together``).
+        layers_together: how many layers are not split (``ModelConfig.layers_together``).
 
     Raises:
         ConfigError: there are more stages than layers, and no explicit sizes.

@@ -190,7 +190,7 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> range:
-        """Numbers of the layers with routed experts: all after the dense ones, or the first of each pair.
+        """Numbers of the layers with routed experts: those after dense ones, or the first of pairs.
 
         Modules for multi-token prediction are counted too.
         """
@@ -203,7 +203,7 @@ class ModelConfig:
 
     @property
     def layers_together(self) -> int:
-        """Number of consecutive layers that a pipeline stage holds together: 2 with ``moe_shortcut``."""
+        """Number of layers that a pipeline stage holds together: 2 with ``moe_shortcut``."""
         return 1 + self.moe_shortcut
 
     @property

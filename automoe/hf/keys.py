@@ -207,10 +207,10 @@ class KeyMap:
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
         router_std, router_seed: standard deviation and seed of the routers' random weights in it.
         table: slices by our name, which replace ``rows`` for a class without a native family.
-        layouts: layouts that files may have, if not as ``rows`` says; the last is transformers' in memory.
-        unread, integers: regular expressions of stored tensors to skip; ends of names of those of int64.
+        layouts: layouts of files, if not as ``rows`` says; the last is transformers' in memory.
+        unread, integers: regular expressions of tensors to skip; ends of names of int64 ones.
         renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
-        layers_together: how many of our layers are one of the files'; {half} is the place among them.
+        layers_together: how many of our layers are one of the files'; {half}: place among them.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -274,7 +274,7 @@ class KeyMap:
     def stacked(self) -> KeyMap:
         """Layout of the same family as mlx-lm 0.32 saves it.
 
-        The gate projections of all experts are one tensor, and so are the up and the down projections.
+        Gate projections of all experts are one tensor, and so are up and down projections.
         """
         stack = self.per_expert.row(DOWN).partition(".")[0] + ".switch_mlp"
         rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I L]"}

@@ -136,7 +136,7 @@ class Block(nn.Module):
     def forward(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, other_BsH: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``, and None.
+        """Return the residual after attention and feed-forward, shaped as ``x_BsH``, and None.
 
         This is ``run`` with the layer's recomputation or compilation, if any. In the first layer of
         a pair (``moe_shortcut``) what its routed experts give replaces None.
@@ -146,16 +146,15 @@ class Block(nn.Module):
                 streams, side by side.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
-            other_BsH: in a module for multi-token prediction, embeddings of the later tokens that it
-                reads; in the second layer of a pair, what the experts of the first give; None in
-                other layers.
+            other_BsH: in a module for multi-token prediction, embeddings of later tokens; in the
+                second layer of a pair, what the experts of the first give; else None.
         """
         return self.wrapped_run(x_BsH, setup, tokens, other_BsH)
 
     def run(
         self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, routed_BsH: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``, and None.
+        """Return the residual after attention and feed-forward, shaped as ``x_BsH``, and None.
 
         In the first layer of a pair (``moe_shortcut``) what its routed experts give replaces None.
 

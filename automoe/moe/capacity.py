@@ -135,8 +135,8 @@ def choose_kept(
         probs_BsK: routing weights of the choices.
         tokens: per-token tensors; the mask of padding and the positions are read.
         pg_collection: process groups, among them those of the ranks that share a sequence.
-        num_experts, num_zero_experts: number of experts, and how many of them, the last ones, compute
-            nothing and so have no limit.
+        num_experts, num_zero_experts: number of experts, and of the last ones among them, which
+            compute nothing and so have no limit.
     """
     num_sequences, size, top_k = topk_ids_BsK.shape
     ids_BsK = topk_ids_BsK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)

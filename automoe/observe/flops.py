@@ -137,8 +137,8 @@ def _passes(param: Param, needs_grad: bool) -> int:
 def _active(model: ModelConfig, param: Param) -> int:
     """Return how many elements of weight ``param`` a layer multiplies with one token.
 
-    Of the routed experts' weights, these are the weights of the K experts that a token chooses, less
-    the share of zero experts under an even load. It is 0 for weights that are not counted (norms,
+    Of the routed experts' weights, these are those of the K experts that a token chooses, less the
+    share of zero experts under an even load. It is 0 for weights that are not counted (norms,
     router) and for embedding and output head.
     """
     if not param.multiplies:

@@ -51,9 +51,9 @@ def draw_plots(
     Args:
         records: step records (``read_metrics``).
         load: (steps [N], tokens per expert [N, L, E]), as ``read_expert_load`` returns them.
-        config: the run's configuration, for the numbers of the layers with experts, zero experts and
-            the gradient clipping threshold. None: layers count from 0, no expert is a zero expert,
-            and the threshold is not drawn.
+        config: the run's configuration, for the layers with experts, the number of experts with
+            weights and the gradient clipping threshold. None: layers count from 0, all experts have
+            weights, and the threshold is not drawn.
 
     Returns:
         (path, caption) of each plot in reading order.
@@ -188,7 +188,7 @@ def relative_load(counts: np.ndarray) -> np.ndarray:
 
 
 def _ends(layers: range) -> tuple[float, float]:
-    """Return where an axis begins and ends on which each of ``layers`` is in the middle of a part."""
+    """Return where an axis begins and ends on which ``layers`` are the middles of its parts."""
     return layers.start - layers.step / 2, layers[-1] + layers.step / 2
 
 

@@ -1,6 +1,6 @@
 """LongCat-Flash (arXiv 2509.01322): keys of ``config.json``, and tensor names.
 
-A layer of its files is a pair of ours: each has attention and a dense FFN, and the first the experts.
+A layer of its files is a pair of ours, each with attention and a dense FFN, the first with experts.
 """
 
 from __future__ import annotations

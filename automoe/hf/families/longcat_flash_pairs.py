@@ -15,7 +15,7 @@ class Pairs(Family):
     """Family whose ``config.json`` counts pairs of layers, as ``num_layers``."""
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """See ``Family``. ``num_hidden_layers`` may count pairs or layers; transformers halves it."""
+        """See ``Family``. ``num_hidden_layers`` may count either; transformers halves it."""
         pairs, layers = hf.get("num_layers"), hf.get("num_hidden_layers")
         if isinstance(pairs, int):
             if layers not in (None, pairs, 2 * pairs):

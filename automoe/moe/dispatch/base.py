@@ -32,7 +32,7 @@ class Dispatcher(Protocol):
 
     Args:
         x_TH: this rank's tokens.
-        topk_ids_TK: int64, chosen experts, numbered over all E of the layer; E or more: of no expert.
+        topk_ids_TK: int64, chosen experts of all E of the layer; E or more: of no expert.
         probs_TK: routing weights.
         experts: function (x_TH, gather_idx_R, offsets_E, probs_R) -> [R, H] that runs this rank's
             experts on R rows sorted by expert (``GroupedExperts.forward``).
