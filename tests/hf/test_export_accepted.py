@@ -117,7 +117,6 @@ def test_sizes_that_deepseek_v2_cannot_have_are_refused(key: str, value: int, fi
         ("olmoe", "attention.o_bias", True, True),
         ("granitemoeshared", "attention.multiplier", None, 8**-0.5),
         ("qwen3_next", "attention.full_attention_interval", 4, 3),  # of two layers
-        ("longcat_flash", "intermediate_size", 12, 24),  # one key for both layers of a pair
     ],
 )
 def test_what_config_json_cannot_say_is_refused(family: str, key: str, value: Any, other: Any) -> None:

@@ -231,9 +231,12 @@ def test_a_stage_has_whole_pairs() -> None:
         validate(config("model.num_layers=8", "parallel.layers_per_stage=[2,2,2]"), 4, "cpu")
 
 
-def test_other_families_have_no_zero_experts_and_their_files_neither() -> None:
+def test_a_config_json_that_cannot_say_it_is_not_written() -> None:
     model = quick_model("small_qwen3_moe")
     model = replace(model, router=replace(model.router, num_zero_experts=2))
+    pairs = replace(quick_model("small_longcat"), intermediate_size=128)
+    with pytest.raises(ConfigError, match="config.json of a longcat_flash checkpoint would say 256"):
+        family_of(pairs).write_config(pairs)
     with pytest.raises(ConfigError, match="num_zero_experts=2: a qwen3_moe checkpoint can only have 0"):
         family_of(model).write_config(model)
 
