@@ -235,7 +235,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.data.tokenizer_files import check_files
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import check_numbers, read_headers, unread_adapter, without_adapter
-    from automoe.hf.wrapper import loading_class, num_parameters
+    from automoe.hf.transformers_models import loading_class, num_parameters
 
     disable_progress_bar()
     for name in _NOISY:

@@ -23,7 +23,7 @@ from automoe.errors import CheckpointError, DataError, spelled_out
 from automoe.generate import Speaker, checkpoint_of, load_checkpoint
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
-from automoe.hf.wrapper import num_parameters
+from automoe.hf.transformers_models import num_parameters
 from automoe.parallel.parallelize import build_decoder
 from automoe.storage import guarded
 from tests.support.chat import save_tokenizer

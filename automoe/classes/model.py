@@ -166,7 +166,7 @@ class ClassRouter(BalancedRouter):
         """In training, count expert choices and attach balance losses to the routing weights; return ``routing``."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
-        shape = (*tokens.index.shape, self.num_experts)
+        shape = (*tokens.index.shape, self.num_scored_experts)
         logits = routing.topk_probs.new_zeros(shape) if self.logits is None else self.logits
         self.logits = None
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
@@ -193,8 +193,8 @@ class _Repeated(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        router, shape = self._router, self._tokens.index.shape
-        if getattr(func, "__name__", "") != "topk" or args[0].shape[-1] != router.num_experts:
+        router, shape, name = self._router, self._tokens.index.shape, getattr(func, "__name__", "")
+        if name != "topk" or args[0].shape[-1] != router.num_scored_experts:
             return out
         live = out.indices
         if live.shape[-1] != router.top_k or live.numel() != shape.numel() * router.top_k:

@@ -83,6 +83,9 @@ class AttentionConfig:
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0  # mla: width of the latent that keys and values are projected from
     qk_nope_head_dim: int = 0  # mla: dims of a head's query and key without rotary embedding
+    # mla: queries are multiplied by (hidden_size / q_lora_rank) ** 0.5, and the latent of keys and
+    # values by the same of kv_lora_rank (LongCat-Flash's mla_scale_q_lora and mla_scale_kv_lora)
+    scale_latents: bool = False
     # mla: dims of a head's query and key with rotary embedding; all heads share the key's.
     # compressed: last dims of a head, which rotate
     qk_rope_head_dim: int = 0

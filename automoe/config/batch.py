@@ -85,12 +85,11 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     model = config.model
     tokens = train.micro_batch_size * train.seq_len // (mesh.cp * mesh.tp)
     # Tokens stay within an ep group, so its mean per rank does not depend on ep.
-    expert_rows = tokens * model.num_experts_per_token * mesh.etp
+    chosen = tokens * model.num_experts_per_token
+    expert_rows = chosen * model.num_experts * mesh.etp // model.num_scored_experts
     if config.moe.pad_to_capacity:
-        capacity = min(
-            ceil(config.moe.capacity_factor * expert_rows / (mesh.etp * model.num_experts)), tokens
-        )
-        expert_rows = capacity * model.num_experts * mesh.etp
+        capacity = ceil(config.moe.capacity_factor * chosen / model.num_scored_experts)
+        expert_rows = min(capacity, tokens) * model.num_experts * mesh.etp
     return BatchPlan(
         tokens_per_step=train.global_batch_size * train.seq_len,
         rows_per_rank=train.global_batch_size // mesh.dp,

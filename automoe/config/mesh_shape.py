@@ -303,21 +303,25 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     )
 
 
-def too_many_stages(num_stages: int) -> tuple[str, str]:
+def too_many_stages(num_stages: int, layers_together: int) -> tuple[str, str]:
     """Return (rule, remedy), the text of a ``ConfigError`` for more pipeline stages than layers.
 
     Args:
         num_stages: pipeline stages of all ranks.
+        layers_together: number of consecutive layers that are not split.
     """
     return (
-        f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
-        "(mesh.pp * parallel.stages_per_rank)",
-        f"Set model.num_layers to {num_stages} or more, or lower mesh.pp or parallel.stages_per_rank",
+        f"every pipeline stage holds at least {layers_together} layer{'s' * (layers_together > 1)}, and "
+        f"there are {num_stages} stages (mesh.pp * parallel.stages_per_rank)",
+        f"Set model.num_layers to {num_stages * layers_together} or more, or lower mesh.pp or parallel.stages_per_rank",
     )
 
 
 def split_layers(
-    num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None
+    num_layers: int,
+    num_stages: int,
+    layers_per_stage: list[int] | None = None,
+    layers_together: int = 1,
 ) -> list[range]:
     """Return the consecutive layers of every pipeline stage, first stage first.
 
@@ -326,15 +330,20 @@ def split_layers(
         num_stages: pp x stages_per_rank.
         layers_per_stage: explicit sizes; None splits as evenly as possible, with the longer stages
             first, because the last stage also holds the final norm and the head.
+        layers_together: how many layers are not split (``ModelConfig.layers_together``).
 
     Raises:
         ConfigError: there are more stages than layers, and no explicit sizes.
     """
-    if layers_per_stage is None and num_layers < num_stages:
-        raise ConfigError("model.num_layers", num_layers, *too_many_stages(num_stages))
+    if layers_per_stage is None and num_layers < num_stages * layers_together:
+        raise ConfigError(
+            "model.num_layers", num_layers, *too_many_stages(num_stages, layers_together)
+        )
     if layers_per_stage is None:
-        each, longer = divmod(num_layers, num_stages)
-        layers_per_stage = [each + (stage < longer) for stage in range(num_stages)]
+        each, longer = divmod(num_layers // layers_together, num_stages)
+        layers_per_stage = [
+            layers_together * (each + (stage < longer)) for stage in range(num_stages)
+        ]
     ends = list(accumulate(layers_per_stage))
     return [range(end - size, end) for end, size in zip(ends, layers_per_stage, strict=True)]
 
@@ -347,7 +356,9 @@ def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
     parallel = config.parallel
     model = config.model
     num_stages = mesh.pp * parallel.stages_per_rank
-    stages = split_layers(model.num_layers, num_stages, parallel.layers_per_stage)
+    stages = split_layers(
+        model.num_layers, num_stages, parallel.layers_per_stage, model.layers_together
+    )
     modules = module_sizes(config, num_stages)
     sizes = [len(stage) + more for stage, more in zip(stages, modules, strict=True)]
     return split_layers(len(model.all_layers), num_stages, sizes)

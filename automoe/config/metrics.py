@@ -15,8 +15,8 @@ REQUIRED_KEYS = (
 OTHER_KEYS = (
     "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents "
     "mfu_full_attention seq_balance_loss global_balance_loss micro_batch_balance_loss z_loss "
-    "indexer_loss routes_differ max_share max_over_mean entropy dropped_share max_attention_logit "
-    "fp8_clipped_share probe_seconds_min probe_seconds_median probe_seconds_max slowest_rank "
+    "indexer_loss routes_differ max_share max_over_mean entropy dropped_share zero_expert_share "
+    "max_attention_logit fp8_clipped_share probe_seconds_min probe_seconds_median probe_seconds_max slowest_rank "
     "slowest_host checkpoint_seconds checkpoint_share checkpoint_in_flight checkpoint_failures"
 ).split()
 VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")

@@ -58,7 +58,7 @@ parallel.recompute: facts.once != parallel.recompute | facts.listed | names a mo
 parallel.recompute has FULL | facts.others | FULL covers all modules by itself | Set parallel.recompute=FULL
 """, MODULES=", ".join(MODULES), FULL=FULL, FIRST=MODULES[2], HALVED="|".join((*IN_HALVES, *V_SHAPED)))
 _NO_EFFECT = table("""
-SELECTED mlp | model.first_k_dense == 0 | mlp: no layer has a dense FFN
+SELECTED mlp | model.num_dense_layers == 0 | mlp: no layer has a dense FFN (model.first_k_dense=0)
 SELECTED moe | model.num_moe_layers == 0
     | moe: no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers
 SELECTED moe; SELECTED full | parallel.overlap_all_to_all
@@ -81,7 +81,7 @@ parallel.recompute_layers: facts.outside != null |
     | layer {facts.outside} is outside 0..{facts.last} (model.num_layers={model.num_layers} and
     num_mtp_layers={model.num_mtp_layers}) | Set parallel.recompute_layers={facts.inside}
 parallel.recompute_layers: facts.twice | | names a layer twice | Set parallel.recompute_layers={facts.inside}
-parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}' (model.first_k_dense={model.first_k_dense})
+parallel.recompute_layers: facts.idle | | none of its layers has '{facts.idle}', which layer {facts.having} has
     | Leave it out of parallel.recompute, or name layers that have it
 """)
 # fmt: on
@@ -98,9 +98,9 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     layers = chosen if isinstance(chosen, list) else []
     interval = _EVERY.fullmatch(chosen) if isinstance(chosen, str) else None
     repeated = set(layers or all_layers[:: int(interval[1]) if interval else 1])
-    dense = set(range(config.model.first_k_dense))
-    lacking = {"mlp": repeated - dense}
-    lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), repeated & dense)
+    lacking = {"mlp": {*config.model.moe_layers}}
+    lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), {*all_layers} - lacking["mlp"])
+    idle = next((name for name in names if chosen and repeated <= lacking.get(name, set())), "")
     see = Scope(config, config.mesh).knowing(
         unknown=next((name for name in names if name not in (*MODULES, FULL)), ""),
         rerun=", ".join(name for name in names if name in (*RERUN, FULL)),
@@ -113,6 +113,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         last=len(all_layers) - 1,
         inside=sorted(set(layers).intersection(all_layers)),
         twice=len(set(layers)) < len(layers),
-        idle=next((name for name in names if chosen and lacking.get(name) == repeated), ""),
+        idle=idle,
+        having=next((layer for layer in all_layers if layer not in lacking.get(idle, ())), None),
     )
     yield from refused(see, _NAMES, _NO_EFFECT, _LAYERS)

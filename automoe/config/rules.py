@@ -29,7 +29,7 @@ _AT_LEAST = {
         "moe.router_jitter moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
         "moe.bias_update_rate lora.rank cluster.cores observe.log_every model.moe_latent_size "
         "model.router.num_hash_layers model.residual_gate_temperature model.attention.full_attention_offset "
-        "model.hc_mult model.hc_eps"
+        "model.hc_mult model.hc_eps model.router.num_zero_experts"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "

@@ -261,7 +261,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
     """Yield (description, number of rows or columns on a rank) of each weight that tp shards."""
     a = model.attention
-    if model.first_k_dense:
+    if model.num_dense_layers:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
     if model.shared_width and model.num_moe_layers:
         said = "" if model.shared_intermediate_size else " (num_shared_experts * moe_intermediate_size)"

@@ -62,8 +62,12 @@ cluster.gpus_per_node: facts.uneven | moe.dispatcher == hierarchical and mesh.ep
     multiple, or moe.dispatcher=alltoall
 """)
 _ROUTING = table("""
-model.num_experts_per_token > model.num_experts |
-    | a token cannot choose more than all {model.num_experts} experts (model.num_experts)
+model.num_experts_per_token > model.num_scored_experts |
+    | a token cannot choose more than all {model.num_scored_experts} experts (model.num_experts, with zero experts)
+model.router.zero_expert_type != default | model.router.num_zero_experts == 0 | there are no zero experts
+model.router.num_zero_experts > 0 | model.router.num_groups > 1 | zero experts are in no group
+model.router.num_zero_experts > 0 | model.post_norm_eps != null | a zero expert's output has no norm
+model.router.num_zero_experts > 0 | model.router.num_hash_layers > 0 | a table of token ids names experts that compute
 model.router.num_groups: model.num_experts % model.router.num_groups | | groups hold equal numbers of experts
 model.router.topk_groups > model.router.num_groups |
     | there are only {model.router.num_groups} groups (model.router.num_groups)
@@ -198,6 +202,18 @@ checkpoint.export_hf | model.family == muse_spark_text and model.hf_path == null
     | transformers loads its text model only in a wrapper with vision and audio, which a checkpoint has
     | Set checkpoint.export_hf=false, or model.hf_path=DIR
 model.hc_mult < 1 | model.family == deepseek_v4 | models of family {model.family} have hyper-connections | Set 1 or more
+model.moe_shortcut: model.num_layers % model.layers_together | | layers are pairs, and there are {model.num_layers}
+    | Set an even model.num_layers, or model.moe_shortcut=false
+model.moe_shortcut | model.shared_width == 0 | the first layer of a pair has a dense FFN beside its experts
+    | Set model.shared_intermediate_size={model.intermediate_size}
+model.moe_shortcut | model.first_k_dense > 0; model.num_mtp_layers > 0; model.hc_mult > 0; model.post_norm_eps != null;
+    model.router.num_hash_layers > 0 | layers are pairs of one stream: the second adds what the first's experts give
+not model.moe_shortcut | model.family == longcat_flash | its layers are pairs | Set model.moe_shortcut=true
+model.shared_intermediate_size != model.intermediate_size | model.family == longcat_flash
+    | config.json has one width for the dense FFNs of a pair, and the first one is the shared experts
+    | Set model.shared_intermediate_size={model.intermediate_size}
+model.attention.scale_latents | model.attention.kind != mla; model.attention.q_lora_rank == null
+    | both factors are of the width of a latent
 model.router.num_hash_layers: model.router.num_hash_layers > model.num_moe_layers |
     | there are {model.num_moe_layers} layers with experts
 model.rope.attention_factor == null | model.family == deepseek_v4 and model.rope.scaling == yarn
@@ -208,7 +224,7 @@ model.final_logit_softcapping != null and model.final_logit_softcapping <= 0 | |
 _TENSOR = table("""
 model.attention.num_heads % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of attention heads
 model.vocab_size % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of rows of the embedding
-model.intermediate_size % mesh.tp | model.first_k_dense > 0
+model.intermediate_size % mesh.tp | model.num_dense_layers > 0
     | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the dense FFN
 model.shared_intermediate_size % mesh.tp |
     | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the shared experts
@@ -244,7 +260,9 @@ model.expert_hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher 
     | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
     | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
 moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose
-moe.gate == empty | model.num_experts_per_token >= model.num_experts
+moe.gate == empty | model.router.num_zero_experts > 0 | it leaves the last expert out, a zero expert without rows
+    | Set moe.gate=balanced
+moe.gate == empty | model.num_experts_per_token >= model.num_scored_experts
     | it leaves one expert out, and a token chooses model.num_experts_per_token={model.num_experts_per_token} of
     {facts.others}
     | Set moe.gate=balanced, or choose fewer experts
@@ -334,7 +352,7 @@ def moe_rows(config: Config) -> Iterator[Row]:
         for folder in (config.moe.replay_routing, config.moe.record_routing)
     )
     see = Scope(config, config.mesh).knowing(
-        others=config.model.num_experts - 1,
+        others=config.model.num_scored_experts - 1,
         foreign=config.moe.dispatcher in registered_names("moe.dispatcher"),
         replays=replayed,
         same=replayed == recorded,

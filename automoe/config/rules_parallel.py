@@ -54,6 +54,9 @@ _OVERLAP = table("""
 model.attention.index_shared_layers: facts.orphans | model.attention.index_topk > 0
     | layers {facts.orphans} begin a pipeline stage, and the layers whose choice they use are in another
     | Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1
+parallel.layers_per_stage: facts.seconds |
+    | layers {facts.seconds} begin a pipeline stage, and are the second ones of pairs
+    | Set parallel.layers_per_stage to even numbers, or mesh.pp=1
 MERGED | mesh.ep == 1 | with mesh.ep=1 there is no all-to-all to hide
     | Set mesh.ep=2 or more, or MERGED=false
 moe.dispatcher == allgather | MERGED | there is no all-to-all to hide
@@ -155,11 +158,13 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from refused(see, _STAGES)
     yield from _stage_rows(see, config, shape)
     shared = config.model.attention.index_shared_layers
+    held = stage_layers(config, shape)
     least = least_micro_batches(config, shape)
     _, *modules = module_sizes(config, pp * stages)
     tied = modules[-1:] > [0] and config.model.tie_embeddings
     see = see.knowing(
-        orphans=[stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared],
+        orphans=[stage.start for stage in held if stage and stage.start in shared],
+        seconds=[stage.start for stage in held if stage and stage.start % config.model.layers_together],
         micro_batches=train.global_batch_size // (shape.dp * train.micro_batch_size),
         more=more_micro_batches(config, shape),
         least=least,
@@ -186,12 +191,13 @@ def _stage_rows(see: Scope, config: Config, shape: MeshShape) -> Iterator[Row]:
     """
     parallel, num_layers, sizes = config.parallel, config.model.num_layers, config.parallel.layers_per_stage
     num_stages = shape.pp * parallel.stages_per_rank
-    rule, remedy = too_many_stages(num_stages)
-    yield "model.num_layers", sizes is None and num_layers < num_stages, rule, remedy
+    layers_together = config.model.layers_together
+    rule, remedy = too_many_stages(num_stages, layers_together)
+    yield "model.num_layers", sizes is None and num_layers < num_stages * layers_together, rule, remedy
     if sizes is None:
         return
-    if num_layers >= num_stages:
-        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+    if num_layers >= num_stages * layers_together:
+        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages, None, layers_together))
         remedy = f"Set parallel.layers_per_stage=[{even}] or null"
     held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
     if parallel.layout is not None:

@@ -48,7 +48,7 @@ class RouterConfig:
     sums of their ``group_score_topk`` best scores. ``expert_bias`` adds to the scores, for the
     selection alone, a bias that balances the load; ``logit_bias`` is a trained one. Of equal scores
     ``exact_ties`` selects the expert with the lowest index. In the first ``num_hash_layers`` a
-    table of token ids selects.
+    table of token ids selects. Zero experts follow the others and compute nothing.
     """
 
     # function that turns the router's logits into scores (docs/routing.md)
@@ -72,6 +72,11 @@ class RouterConfig:
     # (DeepSeek-V4); scores weight them
     num_hash_layers: int = 0
     logit_scale: float = 1.0  # factor of the router's logits (Muse-Spark)
+    # experts beyond model.num_experts that have no weights (LongCat-Flash, arXiv 2509.01322): a token
+    # that chooses them has fewer experts that compute
+    num_zero_experts: int = 0
+    # what a zero expert gives: its input (identity), times the weight of the choice, or nothing (zero)
+    zero_expert_type: Literal["identity", "zero"] = "identity"
 
 
 @dataclass
@@ -103,6 +108,7 @@ class ModelConfig:
         "ernie4_5_moe",
         "deepseek_v4",
         "muse_spark_text",
+        "longcat_flash",
         "llama",
         "qwen3",
         "transformers",
@@ -139,6 +145,9 @@ class ModelConfig:
     num_shared_experts: int = 0
     # width of the shared FFN if it is no such multiple; 0: num_shared_experts determines it
     shared_intermediate_size: int = 0
+    # layers are pairs: the shared experts of the first are its dense FFN, and what its routed experts
+    # give is added after the second, which has none (LongCat-Flash, arXiv 2404.05019)
+    moe_shortcut: bool = False
     # multiply the shared FFN's output by sigmoid(x @ w), one number per token
     shared_expert_gate: bool = False
     biased_experts: bool = False  # trained biases in both projections of routed experts
@@ -180,12 +189,32 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     @property
-    def num_moe_layers(self) -> int:
-        """Number of layers with experts: all after the dense ones; 0 for a dense model.
+    def moe_layers(self) -> range:
+        """Numbers of the layers with routed experts: those after dense ones, or the first of pairs.
 
         Modules for multi-token prediction are counted too.
         """
-        return len(self.all_layers) - self.first_k_dense
+        return self.all_layers[self.first_k_dense :: self.layers_together]
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of layers with routed experts; 0 for a dense model."""
+        return len(self.moe_layers)
+
+    @property
+    def layers_together(self) -> int:
+        """Number of layers that a pipeline stage holds together: 2 with ``moe_shortcut``."""
+        return 1 + self.moe_shortcut
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Number of layers without experts."""
+        return len(self.all_layers) - self.num_moe_layers
+
+    @property
+    def num_scored_experts(self) -> int:
+        """Number of experts that a router scores: those with weights, then zero experts."""
+        return self.num_experts + self.router.num_zero_experts
 
     @property
     def all_layers(self) -> range:
@@ -417,6 +446,11 @@ def export_name(config: Config) -> str | None:
 def window_of(attention: AttentionConfig, layer: int) -> int:
     """Return a layer's sliding window in tokens, including the query's own; 0: full attention."""
     return 0 if _full(attention, layer) else attention.sliding_window
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Return True if layer number ``layer`` has routed experts."""
+    return layer in model.moe_layers
 
 
 def has_token_table(model: ModelConfig, layer: int) -> bool:

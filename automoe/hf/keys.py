@@ -1,9 +1,8 @@
 """Map between tensors of a HuggingFace checkpoint and tensors of the model. Needs no torch.
 
-Both are cut into boxes (rectangular slices), and each box of one has an equal box in the other.
-Checkpoints of the families differ from our model only in the names of the feed-forward and in the
-split of routed experts: published files have one tensor per expert and projection, transformers 5
-keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hidden size.
+Both are cut into boxes (rectangular slices), and each box of one has an equal box in the other. Checkpoints of the
+families differ from our model in names, above all of the feed-forward, and in the split of routed experts: published files
+have one tensor per expert and projection, transformers 5 two. Shapes: E experts, I their width, L that of their input.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Encoding = WrittenEncoding | Literal["float8", "int8", "int8_packed", "mxfp4_row
 SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of its scales
 ROUTER, SHARED_GATE = "mlp.router.weight", "mlp.shared_experts.output_gate.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-_LAYER = re.compile(r"(layers\.\d+\.)(.+)")
+_LAYER = re.compile(r"(layers\.(\d+)\.)(.+)")
 # Block-FP8 does not quantize these matrices of an indexer and of a multi-token prediction module.
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
@@ -206,14 +205,12 @@ class KeyMap:
             ``[1/2]``: our tensor is the second half of its rows. ``[1 E]``: it is one row of a matrix.
         ffn_parts: number of experts that each dense FFN is cut into when a dense checkpoint becomes
             a mixture: expert e gets part e mod ``ffn_parts``. 0 for other checkpoints.
-        router_std, router_seed: standard deviation and seed of the routers' random weights in such
-            a mixture.
+        router_std, router_seed: standard deviation and seed of the routers' random weights in it.
         table: slices by our name, which replace ``rows`` for a class without a native family.
-        layouts: layouts that files may have, if they do not follow from ``rows``; the last one is
-            that of transformers' parameters in memory.
-        unread: regular expressions of stored tensors to skip.
-        integers: ends of the names of stored tensors of int64, such as tables of token ids.
+        layouts: layouts of files, if not as ``rows`` says; the last is transformers' in memory.
+        unread, integers: regular expressions of tensors to skip; ends of names of int64 ones.
         renames: (old, new) parts of names, replaced in this order in every name that ``rows`` gives.
+        layers_together: how many of our layers are one of the files'; {half}: place among them.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -225,10 +222,15 @@ class KeyMap:
     unread: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    layers_together: int = 1
 
     def renamed(self, key: str) -> str:
         """Return the name in files of the tensor that transformers calls ``key``."""
-        return reduce(lambda key, pair: key.replace(*pair), self.renames, key)
+        key = reduce(lambda key, pair: key.replace(*pair), self.renames, key)
+        if self.layers_together > 1 and (layer := re.search(r"\d+", key)):
+            pair, half = divmod(int(layer[0]), self.layers_together)
+            key = key.replace(layer[0], str(pair), 1).replace("{half}", str(half))
+        return key
 
     def row(self, name: str) -> str:
         """Return the stored name of our layer tensor ``name``, such as ``mlp.gate.weight``.
@@ -272,8 +274,7 @@ class KeyMap:
     def stacked(self) -> KeyMap:
         """Layout of the same family as mlx-lm 0.32 saves it.
 
-        The gate projections of all experts are one tensor, and so are the up and the down
-        projections.
+        Gate projections of all experts are one tensor, and so are up and down projections.
         """
         stack = self.per_expert.row(DOWN).partition(".")[0] + ".switch_mlp"
         rows = {GATE_UP: f"{stack}.gate_proj.weight {stack}.up_proj.weight [E I L]"}
@@ -317,7 +318,7 @@ class KeyMap:
         match = _LAYER.fullmatch(name)
         if match is None:
             return [whole(name if name.startswith("lm_head.") else f"model.{name}", shape)]
-        layer, name = match.groups()
+        layer, _, name = match.groups()
         row, _, dims = self.row(name).partition(" [")
         keys = [f"model.{layer}{key}" for key in row.split()]
         if "{" in row or (self.ffn_parts and keys and name in (GATE_UP, DOWN)):
@@ -384,8 +385,10 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     alike = {}  # names below a layer and shapes, which are made once for equal layers
     for name, shape in our_tensors(config):
         layer = None if keys.table else _LAYER.fullmatch(name)
-        prefix, kind = ("", name) if layer is None else (f"model.{layer[1]}", (layer[2], shape))
-        prefix = keys.renamed(prefix)
+        prefix, kind = "", (name, shape)
+        if layer is not None:
+            half = int(layer[2]) % keys.layers_together
+            prefix, kind = keys.renamed(f"model.{layer[1]}"), (layer[3], shape, half)
         if kind not in alike:
             pieces = keys.pieces(name, shape)
             alike[kind] = [
@@ -472,9 +475,7 @@ def quantization_config(
 def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     keys = keys.per_expert
     if keys.fused or keys.renames:
-        form = (
-            "all experts of a layer in one tensor" if keys.fused else "codes in a form of its own"
-        )
+        form = "all experts of a layer in one tensor" if keys.fused else "codes or names of its own"
         raise ConfigError(
             "model.family",
             config.family,

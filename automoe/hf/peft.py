@@ -2,9 +2,8 @@
 
 Adapters of routed experts can be stored in two layouts, both exact at rank r. ``published`` has one adapter for each
 matrix as published checkpoints of the family store it, mostly one per expert and projection; gate and up then have the
-same factor A. ``fused`` has one adapter for each tensor that stacks all experts, as in transformers 5 and in published
-GPT-OSS: lora_A [E r, I] and lora_B [O, r E]. If the checkpoint has vision or audio, parameters have their names in
-transformers' class for the whole model. Shapes: E experts, I input and O output features of a matrix, r rank.
+same factor A. ``fused`` has one for each tensor that stacks all experts, as in transformers 5: lora_A [E r, I] and lora_B
+[O, r E]. Beside vision or audio, names are those of transformers' whole class. E experts, I in and O out features, r rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config, weightless
+from automoe.hf.transformers_models import weightless
+from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import model_params
@@ -359,7 +359,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
                 parameters |= {*matrices}
             continue
         matrices = [key.split(".", 3)[3] for key in matrices]
-        in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
+        in_ffn_of_moe = matrices[0].startswith("mlp") and not family_of(config).dense
         if keys.fused if suffix else in_ffn_of_moe and apart:
             parameters.add(matrices[0])
         else:

@@ -37,7 +37,8 @@ from automoe.hf.merge import adapters_of
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import Transfer, compare_beside, not_exported, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
-from automoe.hf.wrapper import loading_class, names_in_class, weightless
+from automoe.hf.transformers_models import loading_class, weightless
+from automoe.hf.wrapper import names_in_class
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices

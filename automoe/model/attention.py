@@ -290,6 +290,10 @@ class LatentAttention(nn.Module):
         self.core_attention = calls.core_attention(AttentionSetup.softmax_attention)
         self.wrapped_project_up = bind(calls.project_up, self.project_up)
         self.scale = softmax_scale(config.rope, qk_dim)
+        self.latent_scale = 1.0
+        if attention.scale_latents:
+            self.scale *= (hidden / self.q_lora_rank) ** 0.5
+            self.latent_scale = (hidden / self.kv_lora_rank) ** 0.5
         self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
 
@@ -305,7 +309,10 @@ class LatentAttention(nn.Module):
         query_BSL = self.gather(query)
         widths = self.kv_lora_rank, self.rope_dim
         latent_BsL, k_rope_BsD = self.kv_a_proj_with_mqa(x_BsH).split(widths, dim=-1)
-        latent = self.gather(self.kv_a_layernorm(latent_BsL))
+        latent_BsL = self.kv_a_layernorm(latent_BsL)
+        if self.latent_scale != 1:
+            latent_BsL = latent_BsL * self.latent_scale
+        latent = self.gather(latent_BsL)
         k_rope = setup.rotate(self.gather(k_rope_BsD).unsqueeze(2)).squeeze(2)
         if setup.key_gather.num_ranks > 1 and self.gathers_latents(latent):
             row_BRL = gather_row(torch.cat((latent, k_rope), dim=-1), setup.key_gather)

@@ -93,7 +93,7 @@ class Latent(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer number ``layer``, from 0: attention and a feed-forward with residuals.
 
-    The feed-forward of the first ``first_k_dense`` layers is an ``MLP``, of the others an ``MoE``.
+    The feed-forward is an ``MoE`` in ``ModelConfig.moe_layers``, and an ``MLP`` in others.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Block(nn.Module):
             residual_of(config, backend.router_dtype) for _ in range(2)
         )
         self.attention_out_norm = OutputNorm(config.post_norm_eps)
+        self.shortcut = config.moe_shortcut
         self.call_norm = calls.norm(call_module)
         norm = partial(backend.norm, hidden, config.norm_eps, config.zero_centered_norms)
         self.input_layernorm = norm()
@@ -119,7 +120,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.post_feedforward_layernorm = OutputNorm(config.post_norm_eps, hidden)
         self.mlp: nn.Module
-        if layer < config.first_k_dense:
+        if layer not in config.moe_layers:
             self.mlp = MLP(hidden, config.intermediate_size, False, *mlp_args)
             self.call_mlp = calls.mlp(call_module)
         else:
@@ -133,34 +134,46 @@ class Block(nn.Module):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(
-        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, *embedded_BsH: Tensor
-    ) -> Tensor:
-        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, other_BsH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual after attention and feed-forward, shaped as ``x_BsH``, and None.
 
-        This is ``run`` with the layer's recomputation or compilation, if any.
+        This is ``run`` with the layer's recomputation or compilation, if any. In the first layer of
+        a pair (``moe_shortcut``) what its routed experts give replaces None.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank; with hyper-connections all
                 streams, side by side.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
-            embedded_BsH: in a module for multi-token prediction, embeddings of the later tokens
-                that it reads; nothing in other layers.
+            other_BsH: in a module for multi-token prediction, embeddings of later tokens; in the
+                second layer of a pair, what the experts of the first give; else None.
         """
-        return self.wrapped_run(x_BsH, setup, tokens, *embedded_BsH)
+        return self.wrapped_run(x_BsH, setup, tokens, other_BsH)
 
-    def run(self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens) -> Tensor:
-        """Return the residual after attention and feed-forward, in the shape of ``x_BsH``.
+    def run(
+        self, x_BsH: Tensor, setup: AttentionSetup, tokens: Tokens, routed_BsH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual after attention and feed-forward, shaped as ``x_BsH``, and None.
+
+        In the first layer of a pair (``moe_shortcut``) what its routed experts give replaces None.
 
         Args:
             x_BsH: hidden states at the s positions of this tp rank.
             setup: angles, masks and kernel of attention, for all S positions.
             tokens: per-token tensors at the s positions.
+            routed_BsH: in the second layer of a pair, what the routed experts of the first give.
         """
         x_BsH, h_BsH, *weights = self.wrapped_run_attention(x_BsH, setup)
         moe = isinstance(self.mlp, MoE)
         out_BsH = self.mlp(h_BsH, tokens) if moe else self.call_mlp(self.mlp, h_BsH)
-        return self.ffn_residual.join(x_BsH, self.post_feedforward_layernorm(out_BsH), *weights)
+        later_BsH = None
+        if self.shortcut and moe:
+            out_BsH, later_BsH = out_BsH
+        if routed_BsH is not None:
+            out_BsH = out_BsH + routed_BsH
+        out_BsH = self.post_feedforward_layernorm(out_BsH)
+        return self.ffn_residual.join(x_BsH, out_BsH, *weights), later_BsH
 
     def run_attention(self, x_BsH: Tensor, setup: AttentionSetup) -> tuple[Tensor, ...]:
         """Return the residual after attention, the input of the feed-forward, and weights for ``join``.

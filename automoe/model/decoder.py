@@ -95,8 +95,9 @@ class Decoder(CausalLM):
             return x
         setup = self._setup(tokens, x.dtype)
         local_tokens = tokens.local_shard(self.tp)
+        routed = None  # what the second layer of a pair adds
         for block in blocks:
-            x = block(x, setup, local_tokens)
+            x, routed = block(x, setup, local_tokens, routed)
         return x
 
     def mtp_states(

@@ -55,7 +55,7 @@ class MTPBlock(Block):
             embedded_BsH: embeddings of the later tokens that this depth reads.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
-        x_BsH = super().run(self.eh_proj(joined), setup, tokens)
+        x_BsH, _ = super().run(self.eh_proj(joined), setup, tokens)
         return self.shared_head["norm"](x_BsH).clone()  # a view could lose FSDP's hooks
 
 

@@ -19,6 +19,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     K  delta net: width of its convolution
     Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
     U  streams of hyper-connections                Ek  experts that a token chooses
+    Z  zero experts, which have a router's column alone
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from functools import cache, partial
 from itertools import chain
 from math import prod
 
-from automoe.config.schema import ModelConfig, has_indexer, has_token_table, is_linear, ratio_of
+from automoe.config.schema import (
+    ModelConfig,
+    has_experts,
+    has_indexer,
+    has_token_table,
+    is_linear,
+    ratio_of,
+)
 from automoe.config.tier import tier_of
 from automoe.model.param_spec import PARTS, Param, ParamSpec, parse_rows
 
@@ -132,11 +140,11 @@ up_proj.weight   | F H | 7 | colwise
 down_proj.weight | H F | 8 | rowwise
 """)
 _ROUTER = parse_rows("""
-weight | E H | 7 | matrix hf=mlp.gate.weight
-bias   | E   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
+weight | E+Z H | 7 | matrix hf=mlp.gate.weight
+bias   | E+Z   | 7 | vector hf=mlp.gate.bias when=router.logit_bias
 """)
 _BY_SCORES = parse_rows("""
-expert_bias | E | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
+expert_bias | E+Z | 7 | buffer hf=mlp.gate.e_score_correction_bias when=router.expert_bias
 """)
 _BY_TABLE = parse_rows("""
 tid2eid | V Ek | 7 | buffer hf=mlp.gate.tid2eid
@@ -222,12 +230,8 @@ def _indexes(kind: str) -> Callable[[ModelConfig, int], bool]:
     return lambda model, layer: model.attention.kind == kind and has_indexer(model.attention, layer)
 
 
-def _is_moe(model: ModelConfig, layer: int) -> bool:
-    return layer >= model.first_k_dense
-
-
 def _selects_by_scores(model: ModelConfig, layer: int) -> bool:
-    return _is_moe(model, layer) and not has_token_table(model, layer)
+    return has_experts(model, layer) and not has_token_table(model, layer)
 
 
 def _always(model: ModelConfig, layer: int) -> bool:
@@ -246,17 +250,17 @@ _MODULES = (
     _Module("self_attn", "attention", _COMPRESSED, _has_softmax("compressed"), "attention"),
     _Module("self_attn.compressor", "attention", _COMPRESSOR, _has_entries),
     _Module("self_attn.compressor.indexer", "attention", _ENTRY_INDEXER, _indexes("compressed")),
-    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not _is_moe(*where), "mlp"),
-    _Module("mlp.router", "router", _ROUTER, _is_moe),
+    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not has_experts(*where), "mlp"),
+    _Module("mlp.router", "router", _ROUTER, has_experts),
     _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
     _Module("mlp.router", "router", _BY_TABLE, has_token_table),
-    _Module("mlp.latent", "latent", _LATENT, _is_moe, "latent"),
-    _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
+    _Module("mlp.latent", "latent", _LATENT, has_experts, "latent"),
+    _Module("mlp.experts", "routed_experts", _EXPERTS, has_experts, "experts"),
     _Module(
         "mlp.shared_experts",
         "shared_experts",
         _SHARED_EXPERTS,
-        lambda model, layer: _is_moe(model, layer) and model.shared_width > 0,
+        lambda model, layer: has_experts(model, layer) and model.shared_width > 0,
         "shared_experts",
     ),
 )
@@ -339,6 +343,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "H": model.hidden_size,
         "V": model.vocab_size,
         "E": model.num_experts,
+        "Z": model.router.num_zero_experts,
         "F": model.intermediate_size,
         "S": model.shared_width,
         "I": model.moe_intermediate_size,
@@ -489,5 +494,5 @@ def count_params(model: ModelConfig) -> ParamCount:
         by_part[param.part] += param.numel
     total = sum(by_part.values())
     routed = by_part["routed_experts"]
-    idle = routed - routed * model.num_experts_per_token // model.num_experts
+    idle = routed - routed * model.num_experts_per_token // model.num_scored_experts
     return ParamCount(total=total, active=total - idle, by_part=by_part)

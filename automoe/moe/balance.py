@@ -190,8 +190,8 @@ def update_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     """Update the expert bias in place: b += rate * sign(mean - count) (arXiv 2408.15664, alg. 1).
 
     Args:
-        bias_E: float32 bias.
-        counts_E: number of tokens of the global batch given to each expert.
+        bias_E: float32 bias; of the first experts alone, if the others' stay (arXiv 2509.01322).
+        counts_E: number of tokens of the global batch given to each expert; the mean is over all.
         rate: amount that is added to or subtracted from each bias.
     """
-    bias_E += rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
+    bias_E += rate * torch.sign(counts_E.mean() - counts_E[: len(bias_E)]).to(bias_E.dtype)

@@ -121,6 +121,7 @@ def choose_kept(
     pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
     num_experts: int,
+    num_zero_experts: int = 0,
 ) -> Tensor:
     """Return the mask [B, s, K] of choices that fit into their expert's capacity. No host sync.
 
@@ -134,6 +135,8 @@ def choose_kept(
         probs_BsK: routing weights of the choices.
         tokens: per-token tensors; the mask of padding and the positions are read.
         pg_collection: process groups, among them those of the ranks that share a sequence.
+        num_experts, num_zero_experts: number of experts, and of the last ones among them, which
+            compute nothing and so have no limit.
     """
     num_sequences, size, top_k = topk_ids_BsK.shape
     ids_BsK = topk_ids_BsK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
@@ -158,6 +161,7 @@ def choose_kept(
         fits_BsK = fits_GN.view(num_sequences, num_tokens, top_k)
         if num_tokens > size:  # only the positions of this rank
             fits_BsK = fits_BsK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BsK))
+    fits_BsK |= ids_BsK >= num_experts - num_zero_experts
     return fits_BsK & (ids_BsK < num_experts)
 
 

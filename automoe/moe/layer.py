@@ -31,8 +31,7 @@ class MoE(nn.Module):
     """Sparse feed-forward layer: router, dispatch to experts, combination of their outputs.
 
     Args:
-        layer: number of this layer in the model, counted from 0; the first ``first_k_dense``
-            layers have no experts.
+        layer: number of this layer in the model, counted from 0.
         shared_experts: dense FFN that every token passes, or None.
         backend: communicators, dispatcher, expert backend and wrappers of this layer's calls.
         latent: projections to the routed experts' input width and back, and the norm of their
@@ -54,7 +53,7 @@ class MoE(nn.Module):
         self.router = Router(
             config,
             moe,
-            moe_index=layer - config.first_k_dense,
+            moe_index=(layer - config.first_k_dense) // config.layers_together,
             pg_collection=self.pg_collection,
             seed=backend.seed,
             dtype=backend.router_dtype,
@@ -62,7 +61,9 @@ class MoE(nn.Module):
         )
         make_backend = backend.make_expert_backend or (lambda _: expert_backend(moe.experts))
         self.experts = GroupedExperts(config, make_backend)
-        self.dispatcher = backend.dispatcher or LocalDispatcher(config.num_experts, moe)
+        zeros = config.router.num_zero_experts
+        self.dispatcher = backend.dispatcher or LocalDispatcher(config.num_experts, moe, zeros > 0)
+        self.identities = zeros > 0 and config.router.zero_expert_type == "identity"
         fp8 = moe.dispatch_dtype == "fp8"
         scope = partial(discard_scope, outermost=True) if fp8 else as_it_is
         self.wrapped_run_experts = bind(chain(scope, calls.run_experts), self.run_experts)
@@ -72,12 +73,15 @@ class MoE(nn.Module):
         self.call_shared_experts = calls.shared_experts(call_module)
         self.side_stream = moe.overlap_shared_experts and calls.side_stream
         self.moe = moe
+        self.shortcut = config.moe_shortcut
         self.num_experts = config.num_experts
+        self.num_scored_experts = config.num_scored_experts
 
-    def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, x_BsH: Tensor, tokens: Tokens) -> Tensor | tuple[Tensor, Tensor]:
         """Return the layer's output [B, s, H], without residual, for hidden states [B, s, H].
 
-        ``tokens`` has per-token tensors of the same positions, such as the mask of padding.
+        ``tokens`` has per-token tensors of the same positions, such as the mask of padding. With
+        ``moe_shortcut`` there are two outputs: of the shared experts, and of the routed ones.
         """
         routing = self.router(x_BsH, tokens)
         # On a side stream shared experts start first, so the GPU has work while the host waits for
@@ -88,7 +92,9 @@ class MoE(nn.Module):
             shared = start(partial(self.call_shared_experts, self.shared_experts), x_BsH)
         y_BsL = self.wrapped_run_experts(self.latent(x_BsH), routing, tokens)
         y_BsH = self.latent.post_expert_proj(y_BsL)
-        return y_BsH if shared is None else y_BsH + shared()
+        if shared is None:
+            return y_BsH
+        return (shared(), y_BsH) if self.shortcut else y_BsH + shared()
 
     def run_experts(self, x_BsH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
         """Dispatch tokens, run their experts and combine the results, in the shape of ``x_BsH``.
@@ -103,15 +109,21 @@ class MoE(nn.Module):
             x.flatten(0, 1) for x in (x_BsH, routing.topk_expert_ids, routing.topk_probs)
         )
         if routing.kept is not None:
-            ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
+            ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_scored_experts)
         run: Dispatcher = self.dispatcher
         if routing.kept is not None and self.moe.pad_to_capacity:
-            sizes = ids_TK.shape[1], self.num_experts
+            sizes = ids_TK.shape[1], self.num_scored_experts
             slots = slots_per_expert(self.moe, tokens, self.pg_collection, *sizes)
             run = partial(dispatch_padded, run, self.num_experts, slots)
         # Rows travel to the ranks of their experts, these run on them, and their sums come back.
         experts = self._normed_experts if self.norms_outputs else self.experts
-        return run(x_TH, ids_TK, probs_TK, experts).view(x_BsH.shape)
+        y_TH = run(x_TH, ids_TK, probs_TK, experts)
+        if self.identities:
+            passed_TK = (ids_TK >= self.num_experts) & (ids_TK < self.num_scored_experts)
+            share_T1 = (probs_TK * passed_TK).sum(-1, keepdim=True)
+            # The sum is in the weights' float32, and so is their gradient.
+            y_TH = y_TH.addcmul(x_TH, share_T1).to(x_TH.dtype)
+        return y_TH.view(x_BsH.shape)
 
     def _normed_experts(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor

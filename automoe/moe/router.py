@@ -43,7 +43,7 @@ class Routing(NamedTuple):
     """Experts that serve each token, and their routing weights (``probs``, as in Megatron-Core).
 
     Attributes:
-        topk_expert_ids: [B, s, K] int64, the experts that compute.
+        topk_expert_ids: [B, s, K] int64, the chosen experts; zero experts have the last ids.
         topk_probs: [B, s, K] in at least float32, routing weights: they multiply experts' outputs.
         plain_ids: [B, s, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, s, K] bool, choices within their expert's capacity; None: no expert has a limit.
@@ -164,10 +164,9 @@ def _overlay(forced_BsK: Tensor, live_BsK: Tensor) -> Tensor:
 class BalancedRouter(nn.Module):
     """Base class of routers: balance losses and load counters. Subclasses choose the experts and set ``weight`` [E, H].
 
-    The buffer ``expert_bias`` [E] float32 is added to scores when experts are chosen (None: no bias), and
-    ``load_fractions`` [E] float64 are each expert's share of the choices of the previous step, for the global balance
-    loss. Checkpoints have both. ``moe_index`` is the layer's number among MoE layers, from 0. ``wrap`` is a wrapper of
-    the router's methods, such as recomputation (``LayerCalls.router``).
+    The buffer ``expert_bias`` [E] float32 is added to scores when experts are chosen (None: no bias); ``load_fractions``
+    [E] float64 are experts' shares of the previous step's choices, for the global balance loss. Checkpoints have both.
+    Zero experts are the last of the E. ``moe_index`` counts MoE layers from 0. ``wrap`` is ``LayerCalls.router``.
     """
 
     expert_bias: Tensor | None
@@ -187,20 +186,20 @@ class BalancedRouter(nn.Module):
         self.wrapped_load_and_losses = bind(wrap, self.load_and_losses)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        self.num_experts = config.num_experts
+        self.num_scored_experts = config.num_scored_experts
         self.top_k = config.num_experts_per_token
         self.moe_index = moe_index
         self.register_buffer("expert_bias", expert_bias)
-        fractions = torch.empty(self.num_experts, dtype=torch.float64)
+        fractions = torch.empty(self.num_scored_experts, dtype=torch.float64)
         self.register_buffer("load_fractions", fractions)
-        self.load = LoadCounter(self.num_experts)
+        self.load = LoadCounter(self.num_scored_experts)
         BalancedRouter.reset_buffers(self)
 
     def reset_buffers(self) -> None:
         """Set the expert bias to zeros and load fractions to 1 / E; ``to_empty`` left them undefined."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
-        self.load_fractions.fill_(1.0 / self.num_experts)
+        self.load_fractions.fill_(1.0 / self.num_scored_experts)
 
     def load_and_losses(
         self, scores: Scores, topk_ids_BsK: Tensor, plain_ids_BsK: Tensor, tokens: Tokens
@@ -211,10 +210,10 @@ class BalancedRouter(nn.Module):
         plain top-k would, which ignores the expert bias and groups. The losses are sequence, global
         and micro-batch balance loss, and z-loss: this rank's shares times their coefficients.
         """
-        chosen_BE = choices_by_sequence(topk_ids_BsK, tokens.valid, self.num_experts)
+        chosen_BE = choices_by_sequence(topk_ids_BsK, tokens.valid, self.num_scored_experts)
         plain_BE = chosen_BE
         if plain_ids_BsK is not topk_ids_BsK:
-            plain_BE = choices_by_sequence(plain_ids_BsK, tokens.valid, self.num_experts)
+            plain_BE = choices_by_sequence(plain_ids_BsK, tokens.valid, self.num_scored_experts)
         moe, ranks = self.moe, self.pg_collection
         shares_BsE = scores.shares()
         off = shares_BsE.new_zeros(())
@@ -304,7 +303,7 @@ class Router(BalancedRouter):
         dtype: torch.dtype | None = None,
         wrap: Wrap = as_it_is,
     ) -> None:
-        num_experts = config.num_experts
+        num_experts = config.num_scored_experts
         bias = table = None
         if moe_index < config.router.num_hash_layers:
             table = torch.empty(config.vocab_size, config.num_experts_per_token, dtype=torch.int64)
@@ -327,7 +326,7 @@ class Router(BalancedRouter):
         super().reset_buffers()
         if self.tid2eid is not None:
             ids_V = torch.arange(len(self.tid2eid), device=self.tid2eid.device)
-            self.tid2eid.copy_(gate_ids("balanced", ids_V, self.num_experts, self.top_k))
+            self.tid2eid.copy_(gate_ids("balanced", ids_V, self.num_scored_experts, self.top_k))
 
     def forward(self, x_BsH: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of x [B, s, H]: chosen experts, their weights, and which are dropped.
@@ -347,8 +346,9 @@ class Router(BalancedRouter):
         probs_BsK = self.wrapped_topk_probs(scores.choice, topk_ids_BsK)
         routing = Routing(topk_ids_BsK, probs_BsK, plain_ids_BsK, differing=differing)
         if self.moe.capacity_factor:
-            args = topk_ids_BsK, probs_BsK, tokens, self.pg_collection, self.moe, self.num_experts
-            routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
+            args = topk_ids_BsK, probs_BsK, tokens, self.pg_collection, self.moe
+            sizes = self.num_scored_experts, self.config.num_zero_experts
+            routing = routing._replace(kept=save_for_recompute(choose_kept, *args, *sizes))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
         return routing
@@ -406,7 +406,7 @@ class Router(BalancedRouter):
         elif self.moe.gate == "learned":
             ids_BsK = plain_BsK = self.tid2eid[tokens.ids]
         else:
-            gate = self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
+            gate = self.moe.gate, tokens.index, self.num_scored_experts, self.top_k, self.moe_index
             ids_BsK = plain_BsK = gate_ids(*gate)
         return self.replay(ids_BsK, plain_BsK, tokens)
 

@@ -137,13 +137,14 @@ def _passes(param: Param, needs_grad: bool) -> int:
 def _active(model: ModelConfig, param: Param) -> int:
     """Return how many elements of weight ``param`` a layer multiplies with one token.
 
-    Of the routed experts' weights, these are the weights of the K experts that a token chooses. It
-    is 0 for weights that are not counted (norms, router) and for embedding and output head.
+    Of the routed experts' weights, these are those of the K experts that a token chooses, less the
+    share of zero experts under an even load. It is 0 for weights that are not counted (norms,
+    router) and for embedding and output head.
     """
     if not param.multiplies:
         return 0
     if param.part == "routed_experts":
-        return param.numel * model.num_experts_per_token // model.num_experts
+        return param.numel * model.num_experts_per_token // model.num_scored_experts
     counted = ("attention", "dense_ffn", "latent", "shared_experts", "mtp")
     return param.numel if param.part in counted else 0
 

@@ -44,30 +44,35 @@ def to_stderr(text: str) -> None:
     say(f"automoe: {text}")
 
 
-def load_summary(counts: Any) -> Record:
+def load_summary(counts: Any, num_zero_experts: int = 0) -> Record:
     """Return load balance statistics of each MoE layer; all are 0 for a layer without tokens.
 
     Args:
         counts: [L, E] tokens that each expert of each layer received in one optimizer step.
+        num_zero_experts: number of the last experts that compute nothing.
 
     Returns:
         ``max_share`` [L]: the busiest expert's share of the layer's (token, expert) choices.
         ``max_over_mean`` [L]: tokens of the busiest expert over the mean of all experts ("MaxVio");
         1 if balanced, E/K if one expert gets every token. ``entropy`` [L]: entropy of the experts'
         shares over log E; 1 if balanced, 0 for a single expert. ``expert_max_load``: the largest
-        ``max_over_mean`` of all layers.
+        ``max_over_mean`` of all layers. With zero experts these are of the others, and
+        ``zero_expert_share`` is the share of all choices that zero experts get.
     """
     counts_LE = np.asarray(counts, dtype=np.float64)
     if counts_LE.ndim != 2:
         raise ValueError(f"expert counts are [layers, experts], got shape {counts_LE.shape}")
-    num_experts = counts_LE.shape[1]
+    num_experts = counts_LE.shape[1] - num_zero_experts
+    counts_LE, zeros_LZ = np.split(counts_LE, [num_experts], axis=1)
     total_L1 = counts_LE.sum(axis=1, keepdims=True)
     shares_LE = np.divide(counts_LE, total_L1, out=np.zeros_like(counts_LE), where=total_L1 > 0)
     log_LE = np.log(shares_LE, out=np.zeros_like(shares_LE), where=shares_LE > 0)
     entropy_L = -(shares_LE * log_LE).sum(axis=1) / max(math.log(num_experts), 1e-12)
     max_share_L = shares_LE.max(axis=1)
     max_over_mean_L = max_share_L * num_experts
-    return {
+    num_zeros = zeros_LZ.sum()
+    share = {"zero_expert_share": float(num_zeros / max(num_zeros + counts_LE.sum(), 1))}
+    return (share if num_zero_experts else {}) | {
         "max_share": max_share_L.tolist(),
         "max_over_mean": max_over_mean_L.tolist(),
         "entropy": np.abs(entropy_L).tolist(),  # abs avoids -0.0

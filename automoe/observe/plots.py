@@ -51,14 +51,14 @@ def draw_plots(
     Args:
         records: step records (``read_metrics``).
         load: (steps [N], tokens per expert [N, L, E]), as ``read_expert_load`` returns them.
-        config: the run's configuration, for the number of the first MoE layer and the gradient
-            clipping threshold. None: layers count from 0, and the threshold is not drawn.
+        config: the run's configuration, for the layers with experts, the number of experts with
+            weights and the gradient clipping threshold. None: layers count from 0, all experts have
+            weights, and the threshold is not drawn.
 
     Returns:
         (path, caption) of each plot in reading order.
     """
     grad_clip = config.train.grad_clip if config else 0.0
-    first_moe_layer = config.model.first_k_dense if config else 0
     speed = median(records, "tokens_per_second")
     speed_label = f"median {short_number(speed)}"
     if (mfu := median(records, "mfu")) is not None:
@@ -102,9 +102,11 @@ def draw_plots(
     steps, counts = load
     if counts.size:  # not of a dense model
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
-        figures.append(("expert_load", caption, _load_heat_map(steps, counts, first_moe_layer)))
+        layers = config.model.moe_layers if config else range(counts.shape[1])
+        figures.append(("expert_load", caption, _load_heat_map(steps, counts, layers)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
-        figure = _load_over_time(records, steps, counts, first_moe_layer)
+        computing = counts[..., : config.model.num_experts] if config else counts
+        figure = _load_over_time(records, steps, computing, layers)
         figures.append(("expert_balance", caption, figure))
     return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]
 
@@ -185,7 +187,12 @@ def relative_load(counts: np.ndarray) -> np.ndarray:
     return np.divide(counts, mean, out=np.full_like(counts, np.nan), where=mean > 0)
 
 
-def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:
+def _ends(layers: range) -> tuple[float, float]:
+    """Return where an axis begins and ends on which ``layers`` are the middles of its parts."""
+    return layers.start - layers.step / 2, layers[-1] + layers.step / 2
+
+
+def _load_heat_map(steps: np.ndarray, counts: np.ndarray, layers: range) -> Figure:
     num_layers, num_experts = counts.shape[1:]
     height = min(7.5, 1.9 + 0.24 * max(num_layers, 6))
     both = len(steps) > 1
@@ -196,14 +203,13 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
-        last = first_moe_layer + num_layers - 0.5
         axis.imshow(
             np.maximum(load_LE, 1e-9),  # A logarithmic scale would show 0 as a missing value.
             aspect="auto",
             interpolation="nearest",
             norm=LogNorm(1 / limit, limit),
             cmap=BALANCE,
-            extent=(-0.5, num_experts - 0.5, last, first_moe_layer - 0.5),
+            extent=(-0.5, num_experts - 0.5, *_ends(layers)[::-1]),
         )
         axis.set(title=title, xlabel="expert")
         axis.grid(False)
@@ -211,7 +217,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
             ticks.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 4, 8]))
         if num_experts <= 16 and num_layers <= 16:
             for (layer, expert), load in np.ndenumerate(load_LE):
-                place = expert, first_moe_layer + layer
+                place = expert, layers[layer]
                 axis.text(*place, f"{load:.1f}", ha="center", va="center", fontsize=7.5)
     axes[0].set_ylabel("layer")
     bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30, extend="both")
@@ -222,7 +228,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
 
 
 def _load_over_time(
-    records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int
+    records: Records, steps: np.ndarray, counts: np.ndarray, layers: range
 ) -> Figure:
     figure, (axis,) = new_figure(WIDE, 3.6)
     _over_steps(axis, "Balance over time", "busiest / mean expert")
@@ -233,8 +239,7 @@ def _load_over_time(
     axis.set_prop_cycle(color=colours)
     axis.plot(steps, load_NL, linewidth=1.4, marker=_marker(steps))
     # Each layer has a part of the bar, whose middle is the layer's number.
-    layers = Normalize(first_moe_layer - 0.5, first_moe_layer + num_layers - 0.5)
-    scale = ScalarMappable(layers, ListedColormap(colours))
+    scale = ScalarMappable(Normalize(*_ends(layers)), ListedColormap(colours))
     bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
     bar.locator = MaxNLocator("auto", integer=True)
     axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")

@@ -42,7 +42,9 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
     if model.shared_intermediate_size:
         shared = f" + one shared of width {model.shared_intermediate_size}"
-    layers = ((model.first_k_dense, "dense"), (model.num_layers - model.first_k_dense, "MoE"))
+    if zeros := model.router.num_zero_experts:
+        shared += f" + {zeros} {model.router.zero_expert_type}"
+    layers = ((model.num_dense_layers, "dense"), (model.num_layers - model.num_dense_layers, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     modules = f", {model.num_mtp_layers} MTP" * bool(model.num_mtp_layers)
     in_8_bits = ", rows in 8 bits" * (config.moe.dispatch_dtype == "fp8")

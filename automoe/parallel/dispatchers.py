@@ -150,7 +150,9 @@ class Dispatchers:
         self._over_ep = over_ep
         self._in_8_bits = in_8_bits
 
-    def over(self, device_mesh: DeviceMesh, num_experts: int, moe: MoEConfig) -> Dispatcher:
+    def over(
+        self, device_mesh: DeviceMesh, num_experts: int, moe: MoEConfig, zero_experts: bool = False
+    ) -> Dispatcher:
         """Return the dispatcher to experts sharded over ``device_mesh``, for all MoE layers.
 
         Making it is collective over the world.
@@ -158,11 +160,12 @@ class Dispatchers:
         Args:
             device_mesh: mesh with the axes ep, etp or both.
             num_experts: number of experts of all ranks.
-            moe: ``moe`` section of the configuration, read only without an axis ep: this rank then
-                has all experts (``LocalDispatcher``).
+            moe, zero_experts: ``moe`` section of the configuration, and whether the model has zero
+                experts; read only without an axis ep: this rank then has all experts
+                (``LocalDispatcher``).
         """
         meshes = expert_axes(device_mesh, ("ep", "etp"))
-        dispatcher: Dispatcher = LocalDispatcher(num_experts, moe)
+        dispatcher: Dispatcher = LocalDispatcher(num_experts, moe, zero_experts)
         if "ep" in meshes:
             dispatcher = self._over_ep(meshes["ep"].get_group(), num_experts)
         if "etp" in meshes:
@@ -204,4 +207,6 @@ def expert_dispatcher(
     """
     if (mesh := expert_mesh(meshes)) is None:
         return None
-    return dispatchers.over(mesh, config.model.num_experts, config.moe)
+    model = config.model
+    zeros = model.router.num_zero_experts > 0
+    return dispatchers.over(mesh, model.num_experts, config.moe, zeros)

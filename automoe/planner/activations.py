@@ -211,12 +211,13 @@ def layer_activation_bytes(
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
-    routed = layer >= model.first_k_dense
+    routed = layer in model.moe_layers
     top_k = model.num_experts_per_token
     mtp = layer >= model.num_layers
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
-        by_part = {"norms": float(size * tokens * (model.residual_width + hidden * mtp))}
+        more = mtp or (model.moe_shortcut and not routed)  # a second input
+        by_part = {"norms": float(size * tokens * (model.residual_width + hidden * more))}
         if has_indexer(model.attention, layer):
             # the chosen keys or entries, a byte each
             by_part["attention"] = load.window_numbers / (ratio_of(model.attention, layer) or 1.0)
@@ -260,7 +261,7 @@ def layer_activation_bytes(
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
     # softmax_after_topk gathers chosen logits, which keeps all logits besides the scores.
     scored = 1 + model.router.softmax_after_topk
-    parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
+    parts["router"] = float(wide * tokens * scored * model.num_scored_experts + per_choice)
     return parts
 
 

@@ -187,15 +187,16 @@ def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Ca
     if shape.pp == 1 or PIPELINE_KEYS & set(fixed):
         return candidate
     parallel = candidate.config.parallel
-    num_layers = candidate.config.model.num_layers
+    model = candidate.config.model
     num_stages = shape.pp * parallel.stages_per_rank
     held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
-    sizes = list(map(len, split_layers(num_layers, num_stages, parallel.layers_per_stage)))
+    unit = model.layers_together
+    sizes = [*map(len, split_layers(model.num_layers, num_stages, parallel.layers_per_stage, unit))]
     for _ in range(MOVES):
         by_rank = candidate.time.by_rank
         most, least = (by_rank.index(edge(by_rank)) for edge in (max, min))
-        sizes[max(held[most], key=lambda stage: sizes[stage])] -= 1
-        sizes[min(held[least], key=lambda stage: sizes[stage])] += 1
+        sizes[max(held[most], key=lambda stage: sizes[stage])] -= unit
+        sizes[min(held[least], key=lambda stage: sizes[stage])] += unit
         other = candidate.changed(parallel={"layers_per_stage": list(sizes)})
         if any(broken for _, broken, _, _ in mesh_rows(other.config, shape, device)):
             break

@@ -203,12 +203,12 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
         if config.train.fp8 == "delayed" and param.spec.fp8:
             yield _Tensor(f"model.{param.name}.history", HISTORY_BYTES, HISTORY_BYTES, 1, ranks)
     for layer in layers[stage]:
-        if layer >= model.first_k_dense:
-            buffers = {"load_fractions": 8 * model.num_experts}
+        if layer in model.moe_layers:
+            buffers = {"load_fractions": 8 * model.num_scored_experts}
             if has_token_table(model, layer):
                 buffers["tid2eid"] = 8 * model.vocab_size * model.num_experts_per_token
             elif model.router.expert_bias:
-                buffers["expert_bias"] = 4 * model.num_experts
+                buffers["expert_bias"] = 4 * model.num_scored_experts
             for name, numbers in buffers.items():
                 yield _Tensor(f"model.layers.{layer}.mlp.router.{name}", numbers, numbers, 1, ranks)
 

@@ -69,7 +69,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
         again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
     """
     passes = local_time(place, layer)
-    if layer >= place.config.model.first_k_dense:
+    if layer in place.config.model.moe_layers:
         add_experts(place, layer, passes, arrives_again=bool(again & {FULL, "moe"}))
     seconds, sent = time_again(passes.forward, again)
     passes.backward.add("again", seconds)
@@ -85,7 +85,7 @@ def local_time(place: Place, layer: int) -> Passes:
         place: configuration, mesh, speeds of the machine, and sizes of the micro-batch.
     """
     model = place.config.model
-    routed = layer >= model.first_k_dense
+    routed = layer in model.moe_layers
     passes = Passes(Pass(), Pass())
     _products(place, layer, passes, experts=False)
     _attention(place, layer, passes)
@@ -345,7 +345,7 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
     elif attention.kind == "compressed":
         inwards = compressed.gathered_width(attention, layer)
     widths = [inwards, model.hidden_size]
-    if layer < model.first_k_dense or model.shared_width:
+    if layer not in model.moe_layers or model.shared_width:
         widths += [model.hidden_size] * 2
     for width in widths:
         cost = gather(place.machine, group, row * width)
@@ -367,7 +367,7 @@ def _routing(place: Place, passes: Passes, run_again: bool) -> None:
     forward = passes.forward
     size = machine.number_bytes
     chosen = place.rows / mesh.etp  # number of rows that this rank receives over ep
-    scores = machine.pass_over(24.0 * place.tokens * model.num_experts)
+    scores = machine.pass_over(24.0 * place.tokens * model.num_scored_experts)
     passes.add("router", scores, scores)
     # Rows are permuted by rank before they are sent, by expert after they arrive, and back. DeepEP
     # sends unpermuted rows.

@@ -115,7 +115,7 @@ class LayerKind(NamedTuple):
 def layer_kind(config: Config, layer: int) -> LayerKind:
     model = config.model
     return LayerKind(
-        layer >= model.first_k_dense,
+        layer in model.moe_layers,
         is_linear(model.attention, layer),
         window_of(model.attention, layer),
         recomputed_modules(config.parallel, layer),

@@ -383,7 +383,7 @@ def host_times(place: Place, layer: int) -> tuple[float, float]:
         place: configuration, mesh, speeds of the machine, and sizes of a step.
     """
     config, constants = place.config, place.machine.constants
-    cpu, routed = config.cluster.on_cpu, layer >= config.model.first_k_dense
+    cpu, routed = config.cluster.on_cpu, layer in config.model.moe_layers
     # A dense layer launches half as many kernels. A CPU's time counts if host_layer was measured.
     share = float(not cpu or "host_layer" in config.cluster.constants) * (1 if routed else 0.5)
     forward = backward = share * constants.host_layer

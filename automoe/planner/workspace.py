@@ -88,7 +88,7 @@ def layer_workspaces(
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     all_again = dropped.get(FULL, 0.0)
     kept_now = nothing if all_again else now
-    routed = layer >= model.first_k_dense
+    routed = layer in model.moe_layers
     residual = load.number_bytes * load.tokens * model.residual_width
     # bytes freed by now, computed again, and temporary
     parts: list[tuple[float, float, float]] = []

@@ -45,7 +45,8 @@ def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) 
         DataError: entries are missing, a dense layer has expert ids, or an id is wrong.
     """
     lines_TLK = np.asarray(routes)
-    count, dense = num_tokens - 1 - start, model.first_k_dense
+    count = num_tokens - 1 - start
+    dense = [layer for layer in range(model.num_layers) if layer not in model.moe_layers]
     if (
         lines_TLK.dtype.kind not in "iu"
         or lines_TLK.ndim != 3
@@ -57,13 +58,13 @@ def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) 
             f"[{count}, layers, K]. An engine leaves lines out after hits in its prefix cache: switch the cache off"
         )
     if dense and lines_TLK.shape[1] == model.num_layers:
-        if lines_TLK[:, :dense].any():
-            token, layer, _ = np.argwhere(lines_TLK[:, :dense])[0].tolist()
+        if lines_TLK[:, dense].any():
+            token, place, _ = np.argwhere(lines_TLK[:, dense])[0].tolist()
             raise DataError(
-                f"routes give token {token + start} experts in layer {layer}, and the first {dense} layers are dense: "
-                "the layers are shifted, or routes are of another model"
+                f"routes give token {token + start} experts in layer {dense[place]}, which is dense: the layers are "
+                "shifted, or routes are of another model"
             )
-        lines_TLK = lines_TLK[:, dense:]
+        lines_TLK = np.delete(lines_TLK, dense, axis=1)
     read_TLK = torch.from_numpy(lines_TLK.astype(np.int64))
     if (wrong := check_routes(read_TLK, model, start)) is not None:
         raise DataError(f"routes: {wrong}")
@@ -106,8 +107,8 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
             layer, where the router chooses.
         start: index in the sample of the first token of ``routes_TLK``, for the message.
     """
-    dense, num_experts = model.first_k_dense, model.num_experts
-    expected = [model.num_layers - dense, model.num_experts_per_token]
+    num_experts = model.num_scored_experts
+    expected = [model.num_moe_layers - model.num_mtp_layers, model.num_experts_per_token]
     if list(routes_TLK.shape[1:]) != expected:
         return (
             f"{routes_TLK.shape[1]} layers and K={routes_TLK.shape[2]}, and the model has {expected[0]} MoE layers and "
@@ -125,7 +126,7 @@ def check_routes(routes_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -
         if wrong.any():
             token, layer = wrong.nonzero()[0].tolist()
             ids = routes_TLK[token, layer].tolist()
-            return f"token {token + start}, layer {layer + dense}: experts {ids}; {rule}"
+            return f"token {token + start}, layer {model.moe_layers[layer]}: experts {ids}; {rule}"
     return None
 
 

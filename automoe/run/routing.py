@@ -101,7 +101,7 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
         return None
     model, (num_rows, seq_len) = config.model, batch.tokens.shape
     top_k, num_layers = model.num_experts_per_token, model.num_moe_layers
-    most = (top_k, seq_len, num_layers, model.num_experts)
+    most = (top_k, seq_len, num_layers, model.num_scored_experts)
     folder = Path(config.moe.replay_routing).expanduser() / f"step-{step}"
     files = sorted(folder.glob("rank-*.npz"))
     if not files:
@@ -124,7 +124,7 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
                     raise DataError(
                         f"{path}: recorded with K={seen[0]}, rows of at least {seen[1]} tokens and at least "
                         f"{seen[2]} MoE layers of {seen[3]} experts; this run has K={top_k}, train.seq_len={seq_len}, "
-                        f"{num_layers} and {model.num_experts}. Replay with the model and rows of the recording"
+                        f"{num_layers} and {most[-1]}. Replay with the model and rows of the recording"
                     )
                 forced[rows[mine][:, None], index[mine][:, None], layers] = choices[mine]
         except DataError:

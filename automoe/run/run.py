@@ -204,7 +204,8 @@ class Run:
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
             record["mfu"], record["mfu_full_attention"] = mfu
-        record |= load_summary(stats.expert_counts) | self.store.record(seconds)
+        record |= load_summary(stats.expert_counts, config.model.router.num_zero_experts)
+        record |= self.store.record(seconds)
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
         if config.optim.qk_clip:

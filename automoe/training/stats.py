@@ -79,7 +79,7 @@ def gather_stats(
     num_layers = model.num_moe_layers
     device = loss_share.device
     # from the configuration, since a dense model has no router to ask
-    size = LoadCounter.size(model.num_experts)
+    size = LoadCounter.size(model.num_scored_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
     for place, share in enumerate((loss_share, *reported.values()), start=end):
@@ -127,7 +127,9 @@ def update_balance_state(
             router = layer.router
             counts, plain = stats.device_counts[router.moe_index]
             if router.expert_bias is not None and router.weight.requires_grad:
-                update_expert_bias(router.expert_bias, counts, bias_update_rate)
+                # zero experts, the last ones, have no target
+                bias_E = router.expert_bias[: part.config.num_experts]
+                update_expert_bias(bias_E, counts, bias_update_rate)
             router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
 
 

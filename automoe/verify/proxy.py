@@ -102,7 +102,9 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         apart = model.num_mtp_layers * any(module_sizes(config, full)[:-1])
         parallel.layout = None
         later = max(0, num_stages - 1 - apart)  # stages with a layer, besides the first
-        sizes = [model.num_layers - later] + [1] * later + [0] * (num_stages - 1 - later)
+        unit = model.layers_together
+        sizes = [model.num_layers - unit * later] + [unit] * later
+        sizes += [0] * (num_stages - 1 - later)
         if apart and num_stages > 1:
             texts = ["t" * size for size in sizes]
             for module in range(apart):
@@ -110,9 +112,14 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
             parallel.layout = f"E{'|'.join(texts)}L"
         parallel.layers_per_stage = sizes
     if isinstance(parallel.recompute_layers, list):
-        # The listed layers that exist recompute; if none exists, the last layer does.
-        there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
-        parallel.recompute_layers = there or [model.num_layers - 1]
+        # For a listed layer that does not exist the last one of its kind recomputes.
+        last = {layer in model.moe_layers: layer for layer in range(model.num_layers)}
+        parallel.recompute_layers = sorted(
+            {
+                layer if layer < model.num_layers else last[layer in config.model.moe_layers]
+                for layer in parallel.recompute_layers
+            }
+        )
     data = replace(config.data, on_long="truncate" if config.data.is_chat else "split")
     if data.is_preference:  # pairs are conversations that cannot be truncated
         data.on_long = "drop"
@@ -153,7 +160,9 @@ def _cut_model(
     model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool
 ) -> ModelConfig:
     widest = MAX_BLOCKED if blocked else 32
-    num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
+    # One stage at least has more than its pair or its one layer.
+    unit = model.layers_together
+    num_layers = min(model.num_layers, max(MAX_LAYERS, unit * (num_stages + 1)))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = model.router
     groups = largest_divisor(num_experts, min(router.num_groups, MAX_GROUPS))
@@ -164,6 +173,7 @@ def _cut_model(
         topk_groups=max(1, groups // 2) if limits else groups,
         group_score_topk=min(router.group_score_topk, num_experts // groups),
         num_hash_layers=min(router.num_hash_layers, 1),
+        num_zero_experts=-(-router.num_zero_experts * num_experts // model.num_experts),
     )
     allowed = num_experts // router.num_groups * router.topk_groups
     attention = (
@@ -186,7 +196,10 @@ def _cut_model(
         moe_intermediate_size=_multiple(min(model.moe_intermediate_size, widest), 8),
         moe_latent_size=model.moe_latent_size and _multiple(min(model.moe_latent_size, widest), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
-        shared_intermediate_size=min(model.shared_intermediate_size, widest),
+        # of a pair as wide as the other dense FFN
+        shared_intermediate_size=min(
+            model.shared_intermediate_size, max(widest, 96) if model.moe_shortcut else widest
+        ),
         attention=replace(attention, compress_ratios=ratios),
         router=router,
     )

@@ -118,3 +118,12 @@ def test_blocks_of_scales_meet_in_every_width_that_the_mesh_cuts(name: str, mesh
     dense = proxy.model.first_k_dense == proxy.model.num_layers
     assert (proxy.model.intermediate_size if dense else proxy.model.moe_intermediate_size) == 2 * BLOCK
     assert count_params(proxy.model).total < 20_000_000
+
+
+@pytest.mark.parametrize("overrides", [[], ["mesh.pp=2"], ["mesh.pp=2", "parallel.layers_per_stage=[40,16]"]])
+def test_pairs_stay_pairs_with_dense_ffns_of_one_width(overrides: list[str]) -> None:
+    full = ["model=small_longcat", "model.num_layers=56", "mesh.ep=1", "mesh.dp_shard=1", "mesh.pp=1"]
+    proxy = proxy_of(quick_config(overrides=[*full, *overrides])).model
+    assert proxy.moe_shortcut and proxy.num_layers % 2 == 0
+    assert proxy.intermediate_size == proxy.shared_intermediate_size == 96
+    assert 0 < proxy.router.num_zero_experts < proxy.num_experts

@@ -73,11 +73,15 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
         (["parallel.recompute=full", "parallel.recompute_layers=[1,1]"], ["twice", "parallel.recompute_layers=[1]"]),
         (
             ["parallel.recompute=[mlp,core_attn]", "model.first_k_dense=2", "parallel.recompute_layers=[2,3]"],
-            ["none of its layers has 'mlp'", "model.first_k_dense=2"],
+            ["none of its layers has 'mlp', which layer 0 has"],
         ),
         (
             ["parallel.recompute=[moe]", "model.first_k_dense=3", "parallel.recompute_layers=every 4"],
-            ["none of its layers has 'moe'", "model.first_k_dense=3"],
+            ["none of its layers has 'moe', which layer 3 has"],
+        ),
+        (
+            ["model=small_longcat", "parallel.recompute=[moe]", "parallel.recompute_layers=[1,3]"],
+            ["none of its layers has 'moe', which layer 0 has"],
         ),
         (["parallel.recompute=full", "parallel.recompute_layers=2"], ["a list of whole numbers or text"]),
         (["parallel.recompute=full", "parallel.recompute_layers=every"], ["'every N'", "every 2"]),
@@ -93,7 +97,7 @@ def test_errors_name_the_rule_and_what_to_write(overrides: list[str], words: lis
 
 
 def test_the_proxy_of_a_deep_model_recomputes_some_of_its_layers() -> None:
-    for layers, expected in (([0, 2, 30], [0, 2]), ([40, 50], [3]), ("every 2", "every 2"), (None, None)):
+    for layers, expected in (([0, 2, 30], [0, 2, 3]), ([40, 50], [3]), ("every 2", "every 2"), (None, None)):
         config = composed("model.num_layers=61", "parallel.recompute=full", "mesh=fsdp")
         config.parallel.recompute_layers = layers
         shape = validate(config, 4)
@@ -101,3 +105,17 @@ def test_the_proxy_of_a_deep_model_recomputes_some_of_its_layers() -> None:
         assert proxy.model.num_layers == 4
         assert proxy.parallel == ParallelConfig(recompute="full", recompute_layers=expected)
         assert validate(proxy, None) == small
+
+
+@pytest.mark.parametrize(
+    ("modules", "layers", "expected"),
+    [(["moe"], [40, 42], [2]), (["mlp"], [41], [3]), (["moe", "mlp"], [0, 55], [0, 3])],
+)
+def test_the_proxy_of_pairs_recomputes_layers_of_the_same_kinds(
+    modules: list[str], layers: list[int], expected: list[int]
+) -> None:
+    config = composed("model=small_longcat", "model.num_layers=56", f"parallel.recompute={modules}", "mesh=fsdp")
+    config.parallel.recompute_layers = layers
+    proxy, small = make_proxy(config, validate(config, 4), 264)
+    assert proxy.model.num_layers == 4 and proxy.parallel.recompute_layers == expected
+    assert validate(proxy, None) == small

@@ -19,7 +19,8 @@ from automoe.config.schema import MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
 from automoe.hf.keys import hf_tensors
-from automoe.hf.wrapper import loading_class, names_in_class
+from automoe.hf.transformers_models import loading_class
+from automoe.hf.wrapper import names_in_class
 from automoe.parallel.parallelize import build_decoder
 from tests.support.hf_models import as_our_tensor, in_wrapper
 from tests.support.releases import lacks, skip_without
@@ -136,6 +137,9 @@ BASES: dict[str, Variant] = {
         "post_norm_eps": 1e-3,
         "residual_gate_temperature": 3.0,
     },
+    "longcat_flash": _MLA
+    | {"n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 16}
+    | {"routed_scaling_factor": 1.5, "head_dim": 8},
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }
@@ -256,7 +260,7 @@ def _field_changes(start: Variant) -> Iterator[tuple[str, Variant]]:
 
 
 def _others(key: str, value: Any, start: Variant) -> list[Any]:
-    layers = start["num_hidden_layers"]
+    layers = start.get("num_hidden_layers")  # LongCat-Flash counts pairs
     if key == "hidden_act":
         return [ABSENT, None, "swish", "gelu", "relu", "nothing"]
     if key == "indexer_types":

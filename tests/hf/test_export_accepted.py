@@ -34,6 +34,7 @@ KNOWN = [
     ("glm4_moe_lite", "num_shared_experts", 0),
     ("glm_moe_dsa", "num_experts", 1),
     ("deepseek_v2", "num_shared_experts", 0),
+    ("longcat_flash", "num_experts_per_token", 1),
 ]
 
 

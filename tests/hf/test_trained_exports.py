@@ -18,7 +18,7 @@ from automoe.config.schema import LoraConfig, MeshConfig
 from automoe.hf.families.registry import FAMILIES, model_config_from_hf
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
-from automoe.hf.wrapper import loading_class
+from automoe.hf.transformers_models import loading_class
 from automoe.hf.write import to_hf
 from automoe.model.params import LORA_GROUPS, model_params
 from automoe.optim.adamw import build_optimizer

@@ -312,6 +312,20 @@ MODELS["deepseek-v4"] = ModelConfig(
     router=RouterConfig(score="sqrt_softplus", expert_bias=True, routed_scaling_factor=1.5, num_hash_layers=1),
     **SIZES,
 )
+# Pairs of layers: experts of the first are added after the second. Some choices are of experts that pass their token on.
+MODELS["longcat"] = ModelConfig(
+    family="longcat_flash",
+    num_layers=4,
+    intermediate_size=24,
+    shared_intermediate_size=24,
+    num_experts_per_token=3,
+    moe_shortcut=True,
+    attention=replace(DEEPSEEK.attention, scale_latents=True),
+    rope=RopeConfig(interleaved=True),
+    router=RouterConfig(norm_topk_prob=False, routed_scaling_factor=2.5, expert_bias=True, num_zero_experts=4),
+    **SIZES,
+)
+MODELS["longcat-deep"] = replace(MODELS["longcat"], num_layers=8)
 # No experts at all.
 MODELS["llama"] = ModelConfig(
     family="llama",

@@ -98,6 +98,9 @@ CORE = [
     # gates of the residual, experts on a latent, norms of outputs
     Case("muse", dict(cp=2, tp=2, ep=2), rows=4),
     Case("muse", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
+    # pairs of layers, experts that pass tokens on
+    Case("longcat", dict(cp=2, tp=2, ep=2), rows=4),
+    Case("longcat", dict(pp=2, dp_shard=2, ep=2), rows=1),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
     # what is evaluated between steps counts nowhere; keys of their own are clipped too
@@ -106,6 +109,17 @@ CORE = [
 ]
 
 MORE = [
+    # choices of no expert that computes
+    Case("longcat", rows=2),
+    Case("longcat", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=PER_MICRO_BATCH),
+    Case("longcat", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, parallel=FULL, **NODES),
+    Case("longcat", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=PARTS, lora=LORA),
+    Case("longcat-deep", dict(pp=2, tp=2, ep=2), rows=2, parallel=ZBV, optim=CLIP),
+    Case("longcat-deep", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | DELAYED),
+    Case("longcat", dict(tp=2, etp=2), rows=2, optim=MUON, moe=DROP),
+    Case(
+        "longcat", dict(dp_shard=2, ep=2), rows=2, moe=PADDED, parallel=dict(recompute=["layernorm", "shared_experts"])
+    ),
     # experts on a latent
     Case("muse", rows=2),
     Case("muse", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=PER_MICRO_BATCH),

@@ -59,13 +59,13 @@ PARTS = ("embed_tokens", "self_attn", "layernorm", "norm")
 def test_the_reference_has_something_to_compare(reference, family: str) -> None:
     """Gradients that are zero, balance losses that vanish or counts that tie would compare equal for nothing."""
     run, model = reference(Case(family)), MODELS[family]
-    moe_layers = model.num_layers - model.first_k_dense + model.num_mtp_layers
+    moe_layers = model.num_moe_layers
     parts = {
         "mlp.router": moe_layers,
         "mlp.experts": moe_layers,
         "mlp.shared_experts": model.shared_width,
         "output_gate": model.shared_expert_gate,
-        "mlp.gate_proj": model.first_k_dense,
+        "mlp.gate_proj": model.num_dense_layers,
         "_proj.bias": model.attention.qkv_bias,
         "eh_proj": model.num_mtp_layers,
         "_residual.fn": model.hc_mult,

@@ -60,7 +60,7 @@ def train_both(config: Config) -> list[tuple[float, dict[str, torch.Tensor], lis
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
-    ("family", "cp"), [("qwen3", 1), ("qwen3", 2), ("deepseek", 1), ("deepseek", 2), ("deepseek-v4", 1)]
+    ("family", "cp"), [("qwen3", 1), ("qwen3", 2), ("deepseek", 1), ("deepseek", 2), ("deepseek-v4", 1), ("longcat", 2)]
 )
 def test_a_packed_batch_trains_as_its_samples_alone(ranks: RankPool, family: str, cp: int) -> None:
     packed = rows(True)

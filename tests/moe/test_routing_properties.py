@@ -35,6 +35,7 @@ def model_configs(draw: st.DrawFn, num_experts: tuple[int, ...] = (1, 2, 4, 6, 8
     top_k = draw(st.integers(1, min(4, topk_groups * group if num_groups > 1 else experts)))
     score = draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"]))
     after = score == "softmax" and draw(st.booleans())
+    zeros = draw(st.integers(0, 3)) if num_groups == 1 else 0
     router = RouterConfig(
         score=score,
         softmax_after_topk=after,
@@ -45,9 +46,14 @@ def model_configs(draw: st.DrawFn, num_experts: tuple[int, ...] = (1, 2, 4, 6, 8
         group_score_topk=draw(st.integers(1, group)),
         expert_bias=draw(st.booleans()),
         exact_ties=draw(st.booleans()),
+        num_zero_experts=zeros,
     )
     return ModelConfig(
-        hidden_size=experts, num_experts=experts, num_experts_per_token=top_k, moe_intermediate_size=3, router=router
+        hidden_size=experts + zeros,
+        num_experts=experts,
+        num_experts_per_token=top_k,
+        moe_intermediate_size=3,
+        router=router,
     )
 
 
@@ -87,7 +93,7 @@ def draw_tokens(shape: tuple[int, ...], seed: int, ties: bool) -> torch.Tensor:
 def test_the_router_is_the_reference(
     model: ModelConfig, moe: dict, batch: int, size: int, padding: int, seed: int
 ) -> None:
-    config, experts, k = model.router, model.num_experts, model.num_experts_per_token
+    config, experts, k = model.router, model.num_scored_experts, model.num_experts_per_token
     losses = dict(seq_balance_coef=COEF, micro_batch_balance_coef=COEF, z_loss_coef=COEF)
     router = Router(model, MoEConfig(**losses, **moe), moe_index=0)
     router.weight = torch.nn.Parameter(torch.eye(experts, dtype=torch.float64))
@@ -148,6 +154,8 @@ def test_the_router_is_the_reference(
     kept: list[bool] = []
     for start in range(0, len(flat), group * k):
         kept += reference.keep(flat[start : start + group * k], capacity, moe["drop_policy"])
+    # An expert that computes nothing has no limit.
+    kept = [on or (e >= model.num_experts and v) for on, (e, _, v) in zip(kept, flat, strict=True)]
     assert [on for b, s in order for on in routing.kept[b, s].tolist()] == kept
     assert totals[-3] == sum(v and not on for (_, _, v), on in zip(flat, kept, strict=True))
 
@@ -192,7 +200,8 @@ def test_padding_to_capacity_changes_no_output_and_no_gradient(
     for got, expected in zip(run_layer(padded_layer, x, rows), plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     tokens = size if moe["drop_scope"] == "sequence" else batch * size
-    capacity = expert_capacity(moe["capacity_factor"], tokens, model.num_experts_per_token, model.num_experts) * (
+    scored = model.num_scored_experts
+    capacity = expert_capacity(moe["capacity_factor"], tokens, model.num_experts_per_token, scored) * (
         batch if moe["drop_scope"] == "sequence" else 1
     )
     assert computed == [[capacity * (e + 1) for e in range(model.num_experts)]], "static shapes"
@@ -211,10 +220,11 @@ def test_what_is_dropped_adds_nothing_and_the_rest_is_not_renormalised(
     expected = torch.zeros_like(x) if layer.shared_experts is None else layer.shared_experts(x).detach()
     gate_up, down = layer.experts.gate_up_proj.detach(), layer.experts.down_proj.detach()
     for b, s, slot in routing.kept.nonzero().tolist():
-        e = int(routing.topk_expert_ids[b, s, slot])
-        gate, up = gate_up[e] @ x[b, s]
-        act = torch.nn.functional.silu(gate) * up
-        expected[b, s] += routing.topk_probs[b, s, slot].detach() * (down[e] @ act)
+        e, out = int(routing.topk_expert_ids[b, s, slot]), x[b, s]  # of an identity
+        if e < model.num_experts:
+            gate, up = gate_up[e] @ x[b, s]
+            out = down[e] @ (torch.nn.functional.silu(gate) * up)
+        expected[b, s] += routing.topk_probs[b, s, slot].detach() * out
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
     gone = ~routing.kept.any(-1)
     assert gone.any(), "padding at least keeps nothing"
@@ -261,8 +271,8 @@ def test_scores_of_very_low_logits_have_finite_gradients() -> None:
 def micro_batch_formula(x: torch.Tensor, router: Router, rows: Tokens) -> torch.Tensor:
     shares = (x @ router.weight.T).softmax(-1)
     ids = shares.topk(router.top_k, dim=-1).indices[rows.valid]
-    f = torch.bincount(ids.flatten(), minlength=router.num_experts).double() / ids.numel()
-    return router.num_experts * (f * shares[rows.valid].mean(0)).sum()
+    f = torch.bincount(ids.flatten(), minlength=router.num_scored_experts).double() / ids.numel()
+    return router.num_scored_experts * (f * shares[rows.valid].mean(0)).sum()
 
 
 def z_formula(x: torch.Tensor, router: Router, rows: Tokens) -> torch.Tensor:

@@ -205,6 +205,15 @@ def test_load_summary_against_hand_computed_numbers():
     assert summary["expert_max_load"] == 4.0
 
 
+def test_load_summary_is_of_the_experts_that_compute_and_has_the_share_of_the_others():
+    """Of 48 choices 24 are of the last two experts, which compute nothing."""
+    summary = load_summary([[4, 4, 16, 0], [12, 4, 4, 4]], 2)
+    assert summary["max_over_mean"] == pytest.approx([1.0, 1.5]) and summary["expert_max_load"] == 1.5
+    assert summary["max_share"] == pytest.approx([0.5, 0.75]) and summary["entropy"][0] == pytest.approx(1.0)
+    assert summary["zero_expert_share"] == 0.5
+    assert "zero_expert_share" not in load_summary([[4, 4, 16, 0]])
+
+
 def test_load_summary_of_a_model_without_experts_and_of_a_wrong_shape():
     assert load_summary(np.zeros((0, 8)))["expert_max_load"] == 0.0
     with pytest.raises(ValueError, match="layers, experts"):

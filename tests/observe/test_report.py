@@ -18,6 +18,7 @@ from automoe.config.schema import MeshConfig
 from automoe.observe.mesh_view import draw_mesh
 from automoe.observe.plot_style import save
 from automoe.observe.report import build_report, write_report
+from tests.support.configurations import quick_config
 
 ERROR = {
     "rank": 2,
@@ -192,6 +193,25 @@ def test_the_heat_map_is_brightest_where_the_load_is(tmp_path):
     centre = orange.mean(axis=0) / np.array(plot.shape[:2])
     assert 0.5 < centre[0] < 0.8 and 0.5 < centre[1] < 0.9
     assert (orange.max(axis=0) - orange.min(axis=0))[1] < 0.15 * plot.shape[1]
+
+
+def test_plots_of_pairs_number_the_layers_that_have_experts_and_leave_zero_experts_out(tmp_path, monkeypatch):
+    """The second of a pair has none; the busiest of all is an identity, whose load is no load."""
+    from automoe.observe import plots
+
+    config = quick_config(overrides=["model=small_longcat", "model.num_layers=6"])
+    counts = np.ones((2, 3, 24))
+    counts[:, 1, 20], counts[:, 2, 3] = 1000, 5
+    records = [{"step": step, "loss": 1.0, "expert_max_load": 1.0} for step in (1, 2)]
+    figures = {}
+    monkeypatch.setattr(plots, "save", lambda figure, path, **_: figures.setdefault(path.stem, figure))
+    plots.draw_plots(records, (np.array([1, 2]), counts), tmp_path, config)
+    image = figures["expert_load"].axes[0].images[0]
+    assert image.get_extent() == [-0.5, 23.5, 5.0, -1.0], "the middles of three rows are 0, 2 and 4"
+    axis, bar = figures["expert_balance"].axes
+    assert bar.get_ylim() == (-1.0, 5.0)
+    loads = [line.get_ydata()[0] for line in axis.lines if len(line.get_ydata()) == 2 and line.get_marker() != "None"]
+    assert max(loads) == pytest.approx(5 * 16 / 20)
 
 
 @pytest.mark.one_in(3)

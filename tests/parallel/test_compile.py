@@ -14,7 +14,7 @@ from recompute_cases import SEQ_LEN, STEPS, batches, make_config, world_size
 from torch._dynamo.utils import counters
 
 from automoe.comm.tokens import MicroBatch
-from automoe.config.schema import Config, ModelConfig
+from automoe.config.schema import Config, ModelConfig, RouterConfig
 from automoe.model.decoder import Decoder
 from automoe.parallel.choices import build_backend
 from automoe.parallel.parallelize import build_decoder
@@ -72,6 +72,15 @@ DELTA_NET = replace(
 OVER_HEADS = replace(QWEN3, num_layers=1, attention=replace(QWEN3.attention, qk_norm_over_heads=True, clip_qkv=0.8))
 # Projections around the experts, and norms of what attention, experts and the feed-forward give.
 LATENT = replace(QWEN3, num_layers=1, moe_latent_size=8, post_norm_eps=1e-2)
+# A pair of layers, whose dense FFNs are alike; a third of the experts pass tokens on.
+PAIR = replace(
+    ONE_LAYER,
+    num_layers=2,
+    shared_intermediate_size=ONE_LAYER.intermediate_size,
+    moe_shortcut=True,
+    attention=replace(DEEPSEEK.attention, scale_latents=True),
+    router=RouterConfig(norm_topk_prob=False, expert_bias=True, num_zero_experts=4),
+)
 
 
 def in_8_bits(config: Config) -> Config:
@@ -88,6 +97,7 @@ CASES = {  # name: what is run, graphs
     "delta-net-cp2": (make_config(DELTA_NET, dict(cp=2, ep=2), 4, context="ulysses"), 8),
     "delta-net": (make_config(DELTA_NET, rows=2), 8),
     "tp2-norms-over-heads": (make_config(OVER_HEADS, dict(tp=2, ep=2), 4), 7),
+    "tp2-ep2-pair": (make_config(PAIR, dict(tp=2, ep=2), 4), 8),
     "tp2-ep2-latent": (make_config(LATENT, dict(tp=2, ep=2), 4), 7),
     "interleaved": (make_config(QWEN3, dict(pp=2), 2, schedule="Interleaved1F1B", stages_per_rank=2), None),
 }

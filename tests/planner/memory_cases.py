@@ -15,7 +15,7 @@ COMMON += [f"mesh.{axis}=1" for axis in ("pp", "ep", "dp_shard")]
 
 GLM, MTP = "model=small_glm4_moe", "model.num_mtp_layers=1"
 QWEN, DSV3, GPT_OSS, MIXTRAL, LLAMA = (f"model=small_{n}" for n in ("qwen3_moe", "dsv3", "gpt_oss", "mixtral", "llama"))
-DSV4, MUSE = "model=small_dsv4", ["model=small_muse", "checkpoint.export_hf=false"]
+DSV4, LONGCAT, MUSE = "model=small_dsv4", "model=small_longcat", ["model=small_muse", "checkpoint.export_hf=false"]
 ONE, TWO, FOUR = "mesh.dp_shard=1", "mesh.dp_shard=2", "mesh.dp_shard=4"
 BF16, NARROW = "train.dtype=bfloat16", "optim.master_weights=stochastic"
 MUON = "optim.algorithm=muon"
@@ -125,6 +125,12 @@ CASES: dict[str, list[str]] = {
     "muse ep2 moe": [*MUSE, TWO, "mesh.ep=2", BF16, again("layernorm", "moe")],
     "muse tp2 full": [*MUSE, "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2", BF16, again("full")],
     "muse pp2 interleaved": [*MUSE, ONE, PP2, *TWICE, BF16, "train.global_batch_size=16"],
+    "longcat": [LONGCAT, ONE],
+    "longcat bfloat16, many identities": [LONGCAT, ONE, BF16, "model.router.num_zero_experts=16"],
+    "longcat full bfloat16, long rows": [LONGCAT, ONE, BF16, again("full"), "train.seq_len=1024", "train.micro_batch_size=1"],
+    "longcat ep2 layernorm moe shared_experts": [LONGCAT, TWO, "mesh.ep=2", BF16, again("layernorm", "moe", "shared_experts")],
+    "longcat tp2": [LONGCAT, "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2"],
+    "longcat pp2": [LONGCAT, ONE, PP2, BF16, "train.global_batch_size=16"],
     "mixtral replicas": [MIXTRAL, "mesh.dp_shard=1", "mesh.dp_replicate=2", BF16],
     "llama": [LLAMA, ONE],
     "llama full bfloat16": [LLAMA, ONE, BF16, again("full"), "model.num_layers=6", "model.first_k_dense=6"],

@@ -121,6 +121,8 @@ def layer_bytes(
 ) -> int:
     """Bytes that one layer keeps: two layers less one of them, so what all share (angles, input) cancels."""
     start = min(layer, config.model.num_layers - 2)
+    if config.model.moe_shortcut:  # after the layer before it: the second of a pair adds what the first's experts give
+        start = layer - 1
     other = start + 1 if layer == start else start
     both = saved_bytes(config, range(start, start + 2), dtype, documents, recompute, attention)
     return both - saved_bytes(config, range(other, other + 1), dtype, documents, recompute, attention)
@@ -130,7 +132,10 @@ def token_load(config: Config, documents: bool, dtype: torch.dtype) -> TokenLoad
     return TokenLoad(
         tokens=TOKENS,
         kv_tokens=TOKENS,
-        expert_rows=TOKENS * config.model.num_experts_per_token,
+        expert_rows=TOKENS
+        * config.model.num_experts_per_token
+        * config.model.num_experts
+        // config.model.num_scored_experts,
         mask_numbers=TOKENS * SEQ_LEN if documents else 0,
         window_numbers=TOKENS * SEQ_LEN,
         number_bytes=dtype.itemsize,
@@ -169,6 +174,17 @@ def test_a_layer_of_streams_keeps_what_the_plan_says(
     """Its attention without, with few and with many compressed keys, and experts by token id and by scores."""
     overrides = ("model=small_dsv4", f"model.attention.compress_ratios={[ratio] * 4}")
     assert_kept_as_planned(overrides, layer, dtype, recompute, shrinks=0.03)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("recompute", [[], ["full"], ["layernorm"], ["core_attn", "moe", "shared_experts"]])
+@DTYPES
+@pytest.mark.parametrize("layer", [1, 2], ids=["second", "first"])
+def test_a_layer_of_a_pair_keeps_what_the_plan_says(layer: int, dtype: torch.dtype, recompute: list[str]) -> None:
+    """A third of the choices is of identities."""
+    if layer == 1:
+        recompute = [{"moe": "mlp", "shared_experts": "mla_up_proj"}.get(name, name) for name in recompute]
+    assert_kept_as_planned(("model=small_longcat", "moe.gate=balanced"), layer, dtype, recompute)
 
 
 @pytest.mark.exhaustive

@@ -70,7 +70,7 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
     + ["small_qwen3_5_moe", "qwen3_5_35b_a3b", "glm47_flash_30b_a3b"]
     + ["minimax_m2_230b_a10b", "olmoe_7b_a1b", "dsv32_672b", "small_glm_moe_dsa", "small_granite"]
     + ["dsv2_lite_16b_a2b", "small_dsv2", "ernie45_21b_a3b", "small_ernie45"]
-    + ["dsv4_flash_284b_a13b", "small_dsv4", "small_muse"],
+    + ["dsv4_flash_284b_a13b", "small_dsv4", "small_muse", "small_longcat"],
 )
 def test_names_and_shapes_are_those_of_the_model(name: str, tied: bool) -> None:
     config = replace(preset(name), tie_embeddings=tied)

@@ -85,6 +85,15 @@ MUSE: dict[str, Any] = dict(
     residual_gate_temperature=0.3,
     router=RouterConfig(score="sigmoid", expert_bias=True, logit_scale=0.7),
 )
+LONGCAT: dict[str, Any] = dict(
+    attention=replace(MODEL.attention, scale_latents=True),
+    family="longcat_flash",
+    first_k_dense=0,
+    num_shared_experts=0,
+    shared_intermediate_size=MODEL.intermediate_size,
+    moe_shortcut=True,
+    router=RouterConfig(norm_topk_prob=False, routed_scaling_factor=2.5, expert_bias=True, num_zero_experts=4),
+)
 # q: a and b; kv: a and b; o; gate, up, down of the dense FFN in layer 0 and of the shared expert in layer 1.
 LINEARS = 2 * 5 + 3 + 3
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fp8_cases import DSV4, GQA, LINEARS, MUSE, ROWS, batches, config
+from fp8_cases import DSV4, GQA, LINEARS, LONGCAT, MUSE, ROWS, batches, config
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
@@ -99,6 +99,7 @@ CODES = {
     "tensorwise pp2 tp2 etp2, a module": ("tensorwise", dict(pp=2, tp=2, etp=2), 2, dict(num_mtp_layers=1)),
     "DeepSeek-V4 tp2 ep2": ("tensorwise", dict(tp=2, ep=2), 4, dict(sizes=DSV4)),
     "Muse-Spark tp2 ep2": ("tensorwise", dict(tp=2, ep=2), 4, dict(sizes=MUSE)),
+    "LongCat-Flash tp2 ep2": ("tensorwise", dict(tp=2, ep=2), 4, dict(sizes=LONGCAT)),
     "no rows": ("tensorwise", DP_EP, 2, dict(gate="one_hot")),  # a rank without a row to multiply
 }
 

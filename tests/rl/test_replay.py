@@ -49,6 +49,31 @@ def test_both_formats_are_read_to_the_same_lines(start: int, experts: int) -> No
     assert torch.equal(read_sglang(as_sglang(lines, model, start), model, N).long(), expected)
 
 
+PAIRS = replace(
+    MODEL,
+    num_layers=6,
+    first_k_dense=0,
+    moe_shortcut=True,
+    router=RouterConfig(num_zero_experts=4),
+    shared_intermediate_size=8,
+)
+
+
+def test_every_other_layer_of_pairs_has_routes_and_ids_count_zero_experts() -> None:
+    lines = drawn(experts=12)
+    assert (lines >= 8).any()
+    for read in (read_vllm(as_vllm(lines, PAIRS), PAIRS, N), read_sglang(as_sglang(lines, PAIRS), PAIRS, N)):
+        assert torch.equal(read.long(), lines)
+    assert torch.equal(read_vllm(lines.numpy(), PAIRS, N).long(), lines)  # layers with experts alone
+    shifted = all_layers(lines, PAIRS)
+    shifted[5, 3] = [1, 2]
+    with pytest.raises(DataError, match="token 5 experts in layer 3, which is dense"):
+        read_vllm(shifted, PAIRS, N)
+    lines[7, 2] = torch.tensor([1, 12])
+    with pytest.raises(DataError, match=r"token 7, layer 4: experts \[1, 12\]; .* 0 to 11"):
+        read_vllm(all_layers(lines, PAIRS), PAIRS, N)
+
+
 def changed(token: int, layer: int, ids: list[int]) -> torch.Tensor:
     lines = drawn()
     lines[token, layer] = torch.tensor(ids)
@@ -62,7 +87,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "half missing": (lambda: all_layers(changed(2, 0, [1, -1]), MODEL), r"token 2, layer 1: experts \[1, -1\]"),
     "layers": (lambda: drawn(layers=5).numpy(), "5 layers and K=2, and the model has 3 MoE layers and K=2: routes of another"),
     "top-k": (lambda: all_layers(drawn(top_k=3), MODEL), "3 layers and K=3"),
-    "in a dense layer": (lambda: drawn(layers=4).numpy(), "experts in layer 0, and the first 1 layers are dense: the layers are shifted"),
+    "in a dense layer": (lambda: drawn(layers=4).numpy(), "experts in layer 0, which is dense: the layers are shifted"),
     "too few lines": (lambda: all_layers(drawn(N - 3), MODEL), r"\[6, 4, 2\]; 9 tokens from 0 on have integers \[8, layers, K\]"),
     "a line too many": (lambda: all_layers(drawn(N), MODEL), r"\[9, 4, 2\]; 9 tokens"),
     "floats": (lambda: all_layers(drawn(), MODEL) * 1.0, "routes are float64"),

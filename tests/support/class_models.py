@@ -23,7 +23,7 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, Tr
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
-from automoe.hf.wrapper import loading_class
+from automoe.hf.transformers_models import loading_class
 from automoe.model.init import default_dtype
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.trajectory import Trajectory, run_trajectory

@@ -10,7 +10,8 @@ import torch
 
 from automoe.config.schema import ModelConfig
 from automoe.hf.families.registry import family_of
-from automoe.hf.wrapper import loading_class, names_in_class
+from automoe.hf.transformers_models import loading_class
+from automoe.hf.wrapper import names_in_class
 from tests.support.class_models import hf_class_config
 from tests.support.hf_sizes import SIZES, SMALL_MODELS
 from tests.support.releases import skip_without

@@ -126,6 +126,20 @@ _DSV4: dict[str, Any] = {
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     "num_nextn_predict_layers": 0,
 }
+_LONGCAT: dict[str, Any] = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "moe_topk": 3,
+    "routed_scaling_factor": 2.5,
+}
 _MUSE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 12,
@@ -396,6 +410,15 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"post_norm_eps": 1e-2, "rms_norm_eps": 1e-3}
         | {"rope_parameters": _YARN | {"rope_theta": 50.0}}
         | {"output_multiplier": 1.3, "qk_scale_factor": 1.0, "sliding_window": 5},
+    ),
+    "longcat": ("longcat_flash", _LONGCAT),
+    # As many identities as experts that compute, and YaRN.
+    "longcat_odd": (
+        "longcat_flash",
+        _LONGCAT
+        | {"vocab_size": 101, "hidden_size": 40, "kv_lora_rank": 18, "ffn_hidden_size": 37, "n_routed_experts": 5}
+        | {"zero_expert_num": 5, "moe_topk": 4, "expert_ffn_hidden_size": 20, "rms_norm_eps": 1e-4}
+        | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "tie_word_embeddings": True},
     ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (

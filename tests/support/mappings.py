@@ -128,12 +128,15 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
         return False
     sizes = parallel.layers_per_stage
     layers = config.model.num_layers
-    even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    unit = model.layers_together
+    even = [unit * (layers // unit // stages + (stage < layers // unit % stages)) for stage in range(stages)]
     given = sizes or even
     starts = {sum(given[:stage]) for stage, size in enumerate(given) if size}
     if starts & set(model.attention.index_shared_layers):  # whose choice another stage makes
         return False
-    if (sizes is None and layers < stages) or (
+    if any(start % unit for start in starts):
+        return False
+    if (sizes is None and layers < unit * stages) or (
         sizes is not None
         and (
             len(sizes) != stages

@@ -15,8 +15,9 @@ from automoe.rl.routes import read_sglang, read_vllm
 
 def all_layers(lines_TLK: torch.Tensor, model: ModelConfig) -> np.ndarray:
     """Lines of the MoE layers as an engine has them: dense layers as zeros."""
-    dense = torch.zeros(len(lines_TLK), model.first_k_dense, lines_TLK.shape[2], dtype=torch.int64)
-    return torch.cat((dense, lines_TLK), dim=1).numpy()
+    lines = torch.zeros(len(lines_TLK), model.num_layers, lines_TLK.shape[2], dtype=torch.int64)
+    lines[:, list(model.moe_layers)] = lines_TLK
+    return lines.numpy()
 
 
 def as_vllm(lines_TLK: torch.Tensor, model: ModelConfig, start: int = 0) -> np.ndarray:
@@ -34,7 +35,7 @@ def through_engines(choices: torch.Tensor, batch: StepBatch, model: ModelConfig)
     Args:
         choices: [B, S, MoE layers, 2, K] that a run recorded.
     """
-    layers = model.num_layers - model.first_k_dense
+    layers = model.num_moe_layers - model.num_mtp_layers
     forced = torch.full((*batch.tokens.shape, layers, 1, choices.shape[-1]), -1, dtype=torch.int16)
     for row, doc_ids in enumerate(batch.doc_ids):
         for document in range(int(doc_ids.max()) + 1):

@@ -31,7 +31,8 @@ _OPTIONAL = (
     "zero_centered_norms num_mtp_layers rope.partial_rotary_factor embedding_multiplier residual_multiplier "
     "logits_scaling final_logit_softcapping hc_mult router.num_hash_layers router.logit_scale moe_latent_size "
     "post_norm_eps plain_final_norm embedding_norm residual_gate_temperature attention.qk_scale_factor "
-    "attention.split_output_gate attention.output_norm attention.full_attention_offset attention.nope_full_attention"
+    "attention.split_output_gate attention.output_norm attention.full_attention_offset attention.nope_full_attention "
+    "router.num_zero_experts moe_shortcut attention.scale_latents"
 ).split()
 # Keys of a source's config.json that are dropped, since they could contradict the written ones:
 # other spellings, and the source's own modelling code.
@@ -115,6 +116,10 @@ class Family(Tier):
     def of(self, model: ModelConfig) -> Family:
         """Return this family; a subclass may adapt it to the checkpoint of ``model``."""
         return self
+
+    @staticmethod
+    def mend() -> None:
+        """Mend transformers' class in this process, before a model is built; a subclass may."""
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Return our configuration of the model that a ``config.json`` describes.
@@ -343,7 +348,7 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
         names += ["original_seq_len", "mscale_all_dim", *scaling[ours.rope.scaling]]
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
-    if ours.first_k_dense == 0:
+    if not ours.num_dense_layers:
         keys.pop("intermediate_size", None)
     if ours.attention.kind == "mla":  # each query head has a key head
         keys.pop("attention.num_kv_heads", None)

@@ -30,6 +30,7 @@ from automoe.hf.families import (
     gpt_oss,
     granite,
     llama,
+    longcat_flash,
     minimax_m2,
     mixtral,
     muse_spark,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         ernie4_5_moe.FAMILY,
         deepseek_v4.FAMILY,
         muse_spark.FAMILY,
+        longcat_flash.FAMILY,
         llama.FAMILY,
         qwen.QWEN3,
     )
@@ -110,7 +112,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
             than 100 MB.
     """
     try:
-        return parse_settings(read_bytes(local_folder(path), "config.json"))
+        return _with_model_type(parse_settings(read_bytes(local_folder(path), "config.json")))
     except (FileNotFoundError, NotADirectoryError):
         there = local_folder(path).is_dir()
         rule = "there is no config.json in it" if there else "there is no such folder"
@@ -130,6 +132,14 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
         rule = f"its config.json cannot be read: {error}"
         remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"
     raise ConfigError(key, path, rule, remedy)
+
+
+def _with_model_type(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return ``hf``, with the ``model_type`` of its class if it names only that (LongCat-Flash)."""
+    for family in known_families().values():
+        if hf.get("model_type") is None and hf.get("architectures") == [family.architecture]:
+            return hf | {"model_type": family.model_type}
+    return hf
 
 
 def check_model(folder: Path) -> None:

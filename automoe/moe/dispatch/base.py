@@ -32,7 +32,7 @@ class Dispatcher(Protocol):
 
     Args:
         x_TH: this rank's tokens.
-        topk_ids_TK: int64, chosen experts, numbered over all E of the layer; E: a dropped choice.
+        topk_ids_TK: int64, chosen experts of all E of the layer; E or more: of no expert.
         probs_TK: routing weights.
         experts: function (x_TH, gather_idx_R, offsets_E, probs_R) -> [R, H] that runs this rank's
             experts on R rows sorted by expert (``GroupedExperts.forward``).
@@ -155,24 +155,26 @@ def run_choices(
 class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
-    If ``moe`` drops choices without padding, choices may be of no expert (id ``num_experts``), and
-    leaving them out costs one host sync per call. With ``moe.dispatch_dtype=fp8`` tokens are
-    rounded to 8 bits, as if they were sent to other ranks, so that results do not depend on the
-    mesh.
+    If ``moe`` drops choices without padding, or there are zero experts, choices may be of no expert
+    (id ``num_experts`` or more), and leaving them out costs one host sync per call. With
+    ``moe.dispatch_dtype=fp8`` tokens are rounded to 8 bits, as if they were sent to other ranks, so
+    that results do not depend on the mesh.
 
     Attributes:
         num_experts: number of experts of the layer.
         moe: the ``moe`` section of the configuration.
+        zero_experts: True if the layer has zero experts, which are not dispatched.
     """
 
     num_experts: int
     moe: MoEConfig = field(default_factory=MoEConfig)
+    zero_experts: bool = False
 
     def __call__(
         self, x_TH, topk_ids_TK, probs_TK, experts: RunExperts, rows_per_expert=None
     ) -> Tensor:
-        drops = self.moe.capacity_factor > 0 and not self.moe.pad_to_capacity
-        num_rows = None if drops else topk_ids_TK.numel()
+        fewer = (self.moe.capacity_factor > 0 or self.zero_experts) and not self.moe.pad_to_capacity
+        num_rows = None if fewer else topk_ids_TK.numel()
         if self.moe.dispatch_dtype == "fp8":
             x_TH = rounded_to_8_bits(x_TH)
         return run_choices(x_TH, topk_ids_TK, probs_TK, experts, self.num_experts, num_rows)
