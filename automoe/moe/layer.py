@@ -121,10 +121,8 @@ class MoE(nn.Module):
         if self.identities:
             passed_TK = (ids_TK >= self.num_experts) & (ids_TK < self.num_scored_experts)
             share_Bs1 = (probs_TK * passed_TK).sum(-1).view(*x_BsH.shape[:-1], 1)
-            # The sum is in the weights' float32, and so is their gradient.
-            y_BsH = y_BsH.addcmul(x_BsH, share_Bs1).to(
-                x_BsH.dtype
-            )  # no view, of which FSDP would warn
+            # The sum is in the weights' float32, and so is their gradient. It is no view: FSDP would warn.
+            y_BsH = y_BsH.addcmul(x_BsH, share_Bs1).to(x_BsH.dtype)
         return y_BsH
 
     def _normed_experts(
