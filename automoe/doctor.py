@@ -154,7 +154,8 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
 
     Args:
         folder: directory for the files that the checks write; it must not exist.
-        facts: properties of this machine (``examine``); all but those of disks are stored with the results.
+        facts: properties of this machine (``examine``); all but those of disks are stored with the
+            results.
 
     Returns:
         Exit status: 0; 1 if a check failed; 3 without a GPU.

@@ -265,8 +265,8 @@ def _flush() -> None:
 def _lost_output() -> int | None:
     """Return the exit status if standard output or error can no longer be written, else None.
 
-    It is 141 if the reader closed the stream, else 2. To find out, a line end is written to standard
-    output. A stream that fails is redirected to the null device.
+    It is 141 if the reader closed the stream, else 2. To find out, a line end is written to
+    standard output. A stream that fails is redirected to the null device.
     """
     lost = None
     for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):

@@ -86,10 +86,10 @@ def export_run(
         The summary of the checkpoint, or a sentence about the adapter.
 
     Raises:
-        ConfigError: ``run_dir`` is no run directory; ``out`` is the run's ``model.hf_path``; the family
-            has no checkpoints in ``encoding``; ``adapter`` is given with a dtype or encoding, or the
-            run trained no adapter, or changed the model in other ways too; or ``ema`` is given, and
-            the run kept no averages.
+        ConfigError: ``run_dir`` is no run directory; ``out`` is the run's ``model.hf_path``; the
+            family has no checkpoints in ``encoding``; ``adapter`` is given with a dtype or
+            encoding, or the run trained no adapter, or changed the model in other ways too; or
+            ``ema`` is given, and the run kept no averages.
         CheckpointError: the run has no weights, they are damaged, or the written checkpoint differs
             from them.
     """
@@ -320,8 +320,9 @@ def report(args: argparse.Namespace, write: Callable[..., Any]) -> int:
 
     Args:
         args: parsed options of ``add_options``.
-        write: function of the output directory with the keywords ``dtype``, ``encoding``, ``overwrite``
-            and ``max_shard_bytes``, such as a ``functools.partial`` of ``export_run``.
+        write: function of the output directory with the keywords ``dtype``, ``encoding``,
+            ``overwrite`` and ``max_shard_bytes``, such as a ``functools.partial`` of
+            ``export_run``.
     """
     from automoe.config.plugins import load_plugins
 

@@ -381,8 +381,8 @@ class Speaker:
             said: a text to continue, or chat messages with ``role`` and ``content``.
 
         Raises:
-            CheckpointError: the tokenizer has no chat template for messages, or the prompt leaves no
-                position of ``max_position_embeddings`` for an answer.
+            CheckpointError: the tokenizer has no chat template for messages, or the prompt leaves
+                no position of ``max_position_embeddings`` for an answer.
         """
         import torch
 

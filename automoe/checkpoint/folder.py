@@ -199,8 +199,8 @@ def newest_valid(
     Args:
         folder: checkpoint folder of a run.
         warn: function that gets a warning, a sentence, and prints it.
-        of_run: True if the folder is the run's own; damaged newer steps are then renamed, and ``LATEST``
-            is made to name the returned step.
+        of_run: True if the folder is the run's own; damaged newer steps are then renamed, and
+            ``LATEST`` is made to name the returned step.
 
     Raises:
         CheckpointError: no step is intact, ``LATEST`` names a step in a folder without steps, or a

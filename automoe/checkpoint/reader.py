@@ -56,8 +56,8 @@ def dcp_error(error: CheckpointException) -> Exception:
 class StepReader(dcp.FileSystemReader):
     """Reader of one step's tensors through torch.distributed.checkpoint, for untrusted files too.
 
-    Its methods raise ``CheckpointError`` if the step's index (``.metadata``) names code, an entry that is no tensor,
-    or a file outside of the step's directory.
+    Its methods raise ``CheckpointError`` if the step's index (``.metadata``) names code, an entry
+    that is no tensor, or a file outside of the step's directory.
     """
 
     _unread: CheckpointError | None = None  # error of read_metadata, whose text torch 2.11 drops
@@ -69,8 +69,8 @@ class StepReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the step's index, which lists its tensors and their locations; arguments are ignored.
 
-        Raises ``CheckpointError`` if the index is unreadable, or names code, a file outside of the step's directory, or
-        an entry that is no tensor.
+        Raises ``CheckpointError`` if the index is unreadable, or names code, a file outside of the
+        step's directory, or an entry that is no tensor.
         """
         try:
             metadata = self._index
@@ -84,9 +84,10 @@ class StepReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the tensors of ``plan`` from the step's files.
 
-        Torch reads every tensor into new memory first, and unpickles a header of each one. Here numbers are read
-        straight into targets that are contiguous, on the CPU and of the stored dtype and shape, and a header is
-        unpickled once if several tensors have the same one, byte for byte. Torch's method reads all other tensors.
+        Torch reads every tensor into new memory first, and unpickles a header of each one. Here
+        numbers are read straight into targets that are contiguous, on the CPU and of the stored
+        dtype and shape, and a header is unpickled once if several tensors have the same one, byte
+        for byte. Torch's method reads all other tensors.
         """
         others: list[ReadItem] = []
         described: dict[Any, tuple[bytes, torch.Tensor]] = {}

@@ -34,8 +34,8 @@ class ExpertParallel(ExpertStyle):
     become DTensors on the mesh, and the module's own code computes this rank's experts. Gradients
     of experts are summed over the tokens of all ranks. Those of all other parameters are not:
     reduce them as for data parallelism. Every rank applies the style, and makes every call, even
-    without tokens. The mesh has one axis; for ``GroupedExperts`` it may have the axes ep and etp, and
-    etp shards the width of the experts.
+    without tokens. The mesh has one axis; for ``GroupedExperts`` it may have the axes ep and etp,
+    and etp shards the width of the experts.
 
     Args:
         dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,

@@ -1,7 +1,7 @@
 """The micro-batch that a model is called with, its per-token tensors and token counts.
 
-Shapes: B sequences, S positions held by this rank (the whole sequence unless ranks share it), D modules for
-multi-token prediction.
+Shapes: B sequences, S positions held by this rank (the whole sequence unless ranks share it), D
+modules for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class StepBatch:
         doc_ids: [R, S] index of the document within its sequence; -1 is padding.
         num_bytes: UTF-8 bytes of the text that the labels stand for; bits per byte needs them.
         first_row: number of the first sequence in the whole training stream.
-        pairs: [R, P] index of each preference pair in the data of all sources. The answers of column
-            p are the documents 2 p and 2 p + 1; -1 where a sequence has fewer pairs. None: no
-            preference data.
+        pairs: [R, P] index of each preference pair in the data of all sources. The answers of
+            column p are the documents 2 p and 2 p + 1; -1 where a sequence has fewer pairs. None:
+            no preference data.
     """
 
     tokens: Tensor

@@ -33,7 +33,8 @@ class SourceConfig(Shown):
     """One of several sources of rows, mixed in proportion to ``weight``; metrics show its ``name``.
 
     A null ``name`` is that of the file or folder ``path``. Other null fields take the value of the
-    same key of ``data`` (``format``, ``keys`` and ``roles``: of ``data.chat``), but ``path`` does not.
+    same key of ``data`` (``format``, ``keys`` and ``roles``: of ``data.chat``), but ``path`` does
+    not.
     """
 
     path: PathText | None = None  # as data.path
@@ -54,10 +55,11 @@ class ChatConfig:
     """How conversations are read, rendered by a chat template and trained (``docs/finetune.md``).
 
     ``keys`` maps the format's names of keys to the records' own (``{role: speaker}``), ``roles``
-    the records' names of roles to their meaning (``{bot: assistant}``). ``template`` is a Jinja file
-    (null: the tokenizer's), ``template_args`` are its arguments besides the messages, ``date`` is the
-    date that it writes. ``turns`` says which answers are trained, ``special_text`` whether special
-    tokens spelled out in messages become tokens, and ``pack`` lets several samples share a row.
+    the records' names of roles to their meaning (``{bot: assistant}``). ``template`` is a Jinja
+    file (null: the tokenizer's), ``template_args`` are its arguments besides the messages, ``date``
+    is the date that it writes. ``turns`` says which answers are trained, ``special_text`` whether
+    special tokens spelled out in messages become tokens, and ``pack`` lets several samples share a
+    row.
     """
 
     # keys of a record. messages: messages with role and content; sharegpt: conversations with from
@@ -92,16 +94,17 @@ NO_TOKENIZER = "none"  # name of the tokenizer of data without text
 class DataConfig:
     """Sources of training data, and how documents become rows.
 
-    By ``kind``, ``stdlib`` reads the library sources of this Python, which every machine has; ``text``,
-    ``jsonl`` and ``parquet`` read files; ``hub`` reads data sets of ``datasets``. ``chat`` reads
-    conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
-    ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
-    (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary, to measure speed.
-    ``path`` is a file, folder, glob or Hub id; ``sources`` mixes several in its place; ``subset`` and
-    ``split`` are those of a Hub data set. ``tokenizer`` is ``byte``, a folder or a Hub id. ``text_key``
-    is the JSON key or column of the text, ``max_bytes`` limits the text read. ``document_mask`` keeps
-    attention within a document, ``on_long`` says what happens to a document longer than a row,
-    ``val_fraction`` is the share of documents for validation, and the section ``chat`` is for conversations.
+    By ``kind``, ``stdlib`` reads the library sources of this Python, which every machine has;
+    ``text``, ``jsonl`` and ``parquet`` read files; ``hub`` reads data sets of ``datasets``.
+    ``chat`` reads conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions
+    about the library. ``preference`` and ``stdlib_preference`` have two answers to each prompt, one
+    of them preferred (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary,
+    to measure speed. ``path`` is a file, folder, glob or Hub id; ``sources`` mixes several in its
+    place; ``subset`` and ``split`` are those of a Hub data set. ``tokenizer`` is ``byte``, a folder
+    or a Hub id. ``text_key`` is the JSON key or column of the text, ``max_bytes`` limits the text
+    read. ``document_mask`` keeps attention within a document, ``on_long`` says what happens to a
+    document longer than a row, ``val_fraction`` is the share of documents for validation, and the
+    section ``chat`` is for conversations.
     """
 
     # kind of data, see above
@@ -155,8 +158,8 @@ class DataConfig:
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
     """Return (name, weight, ``DataConfig`` of this source alone) of each source.
 
-    Shares of the rows are weights divided by their sum. Without ``data.sources`` there is one source,
-    whose name is empty.
+    Shares of the rows are weights divided by their sum. Without ``data.sources`` there is one
+    source, whose name is empty.
     """
     if not data.sources:
         return [("", 1.0, data)]

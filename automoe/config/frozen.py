@@ -148,8 +148,8 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
         plugins: import the plugins that the file names: only for a trusted folder.
 
     Raises:
-        ConfigError: the file is missing or unreadable, does not fit the schema, or names plugins that
-            are neither loaded nor to be imported.
+        ConfigError: the file is missing or unreadable, does not fit the schema, or names plugins
+            that are neither loaded nor to be imported.
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
@@ -230,8 +230,8 @@ def is_free(key: str) -> bool:
 def goes_on(key: str, then: Any, now: Any) -> bool:
     """Return True if training may resume although ``key`` changed from ``then`` to ``now``.
 
-    It may for the keys in ``GOES_ON``, such as the mesh, kernels and paths of the data, and for more
-    steps or epochs.
+    It may for the keys in ``GOES_ON``, such as the mesh, kernels and paths of the data, and for
+    more steps or epochs.
     """
     longer = key in LENGTH and isinstance(then, (int, float)) and (now > then or not now)
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON

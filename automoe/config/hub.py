@@ -75,8 +75,8 @@ def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     Config and tokenizer of the id are downloaded if the cache lacks them.
 
     ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
-    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub. If the commit was not
-    known before, a line on stderr names it.
+    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub. If the commit
+    was not known before, a line on stderr names it.
 
     Args:
         key: config key of ``spec``, for error messages.

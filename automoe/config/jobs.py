@@ -27,8 +27,8 @@ def register_jobs(named: Collection[str]) -> None:
     """Register the OmegaConf resolver ``by_job``: a default for the kind of training job.
 
     ``${by_job:A,B,C,D,E}`` gives A for training from random weights, B for full fine-tuning, C for
-    adapters, D for preference training, E for that of adapters; the last value stands for those left
-    out. Keys of ``train`` take A if ``train.steps`` is set.
+    adapters, D for preference training, E for that of adapters; the last value stands for those
+    left out. Keys of ``train`` take A if ``train.steps`` is set.
 
     Args:
         named: keys and config groups that overrides set. With ``optim`` (a group) among them, its

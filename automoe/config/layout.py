@@ -77,8 +77,8 @@ def with_layout(config: Config) -> Config:
 
     Raises:
         ConfigError: the layout is malformed, it has another number of modules for multi-token
-            prediction than the model, its stages do not divide by ``mesh.pp``, ``mesh.preset`` is to
-            choose ``mesh.pp``, or one of the two keys is set to something else.
+            prediction than the model, its stages do not divide by ``mesh.pp``, ``mesh.preset`` is
+            to choose ``mesh.pp``, or one of the two keys is set to something else.
     """
     text = config.parallel.layout
     if text is None:

@@ -42,8 +42,8 @@ def runs_halves(schedule: str) -> bool:
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
     """Return the pipeline rank that holds a stage: stage modulo ``pp``.
 
-    Under the V-shaped schedules (ZBVZeroBubble, DualPipeV) every second run of ``pp`` stages goes back
-    from the last rank to the first.
+    Under the V-shaped schedules (ZBVZeroBubble, DualPipeV) every second run of ``pp`` stages goes
+    back from the last rank to the first.
     """
     if pp == 1:
         return 0
@@ -120,13 +120,13 @@ def _in_turn(
 ) -> Iterator[Entry]:
     """Yield the actions of one rank for schedules in which rank r holds the stages r, r + pp, ...
 
-    An action is (kind, stage, micro-batch), with kind F, B, I or W: forward, backward, or backward for
-    inputs or weights alone. An entry, which is yielded, has one action, or two that run together.
-    GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
-    Interleaved1F1B divides the micro-batches into equal groups, of ``pp`` or more if there are as
-    many, and runs a whole group through a stage before the next stage (arXiv 2104.04473, section
-    2.2). InterleavedZeroBubble does so too, but starts fewer forwards and delays the weight gradients
-    of each backward by ``rank`` backwards (ZB1P of arXiv 2401.10241).
+    An action is (kind, stage, micro-batch), with kind F, B, I or W: forward, backward, or backward
+    for inputs or weights alone. An entry, which is yielded, has one action, or two that run
+    together. GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then
+    alternates. Interleaved1F1B divides the micro-batches into equal groups, of ``pp`` or more if
+    there are as many, and runs a whole group through a stage before the next stage (arXiv
+    2104.04473, section 2.2). InterleavedZeroBubble does so too, but starts fewer forwards and
+    delays the weight gradients of each backward by ``rank`` backwards (ZB1P of arXiv 2401.10241).
 
     Args:
         merged: let a forward and a backward pass run at the same time as one entry, where the

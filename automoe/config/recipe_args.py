@@ -80,11 +80,11 @@ class GRPOArgs:
 
     A rollout has ``samples`` answers, of up to ``observe.sample_tokens`` tokens, to each of
     ``prompts`` prompts of ``observe.samples``. The ``sampler`` draws them at ``temperature``;
-    ``engine`` says where vLLM or SGLang is, ``replay`` repeats its routing in training, and ``max_gap``
-    limits the mean difference of its log-probabilities from the trainer's, in nats. The answers are
-    trained on ``iterations`` times, in ``mini_batches`` updates each; ``kl`` weights the distance from
-    the first weights, and a ``teacher`` replaces rewards. ``reads_data`` is False: the recipe needs no
-    data set.
+    ``engine`` says where vLLM or SGLang is, ``replay`` repeats its routing in training, and
+    ``max_gap`` limits the mean difference of its log-probabilities from the trainer's, in nats. The
+    answers are trained on ``iterations`` times, in ``mini_batches`` updates each; ``kl`` weights
+    the distance from the first weights, and a ``teacher`` replaces rewards. ``reads_data`` is
+    False: the recipe needs no data set.
     """
 
     reads_data: ClassVar[bool] = False  # no corpus is prepared

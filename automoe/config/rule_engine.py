@@ -242,7 +242,8 @@ def _values(words: Sequence[str], key: str) -> Callable[[Scope], list[Any]]:
     """Return a function that computes, from a ``Scope``, the values on a comparison's right side.
 
     Args:
-        words: each is ``true``, a number, another dotted key, ``default`` (of ``key``), or any text.
+        words: each is ``true``, a number, another dotted key, ``default`` (of ``key``), or any
+            text.
         key: configuration key on the left.
     """
     values: list[Any] = [_WORDS.get(word, word) for word in words]

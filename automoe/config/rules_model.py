@@ -330,7 +330,8 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         """Return mesh overrides, for an error, with which FSDP splits an expert's dim of ``size`` evenly.
 
         They lower ``ep_shard`` of the mesh and raise ``ep`` by the same factor, such as ``mesh.ep=8
-        mesh.ep_shard=2``; or ``ep_replicate``, if the number of experts is no multiple of that ``ep``.
+        mesh.ep_shard=2``; or ``ep_replicate``, if the number of experts is no multiple of that
+        ``ep``.
         """
         shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
         times = shape.ep_shard // shards

@@ -17,8 +17,8 @@ class ObserveConfig:
 
     ``samples`` are prompts that the model answers after each validation, in up to ``sample_tokens``
     tokens. ``log_every`` counts steps, ``profile_steps`` is a range to trace (``10-12``), and
-    ``objective`` is what a sweeper optimizes. ``report`` writes ``report.html``; ``run_*`` are name,
-    group and tags of the run in trackers. ``mlflow`` is MLflow's tracking URI; empty: off.
+    ``objective`` is what a sweeper optimizes. ``report`` writes ``report.html``; ``run_*`` are
+    name, group and tags of the run in trackers. ``mlflow`` is MLflow's tracking URI; empty: off.
     """
 
     # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
@@ -51,8 +51,9 @@ class LaunchConfig:
     ``timeout_s`` limits a collective of a training step, ``init_timeout_s`` one before the end of
     the first step or after the last. ``grace_s`` is the time for saving after a signal. ``numa``
     binds a rank to the CPU cores next to its GPU. Every ``gc_every`` steps all ranks collect
-    garbage; every ``probe_every`` steps they time a matmul, to find slow ranks. A failed run restarts
-    from its newest checkpoint up to ``max_restarts`` times. ``threads_per_rank`` counts CPU threads.
+    garbage; every ``probe_every`` steps they time a matmul, to find slow ranks. A failed run
+    restarts from its newest checkpoint up to ``max_restarts`` times. ``threads_per_rank`` counts
+    CPU threads.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch can use a visible GPU

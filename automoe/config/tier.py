@@ -1,8 +1,8 @@
 """Interface between the trainer and the code that computes a family's models. Needs no torch.
 
-The base class ``Tier`` answers the trainer's questions about a model (rules, parameters, memory) for
-automoe's own decoder. Families are subclasses (``automoe.hf.families.family.Family``). Those whose
-models are computed by other code override its methods, as ``automoe.classes`` does for model
+The base class ``Tier`` answers the trainer's questions about a model (rules, parameters, memory)
+for automoe's own decoder. Families are subclasses (``automoe.hf.families.family.Family``). Those
+whose models are computed by other code override its methods, as ``automoe.classes`` does for model
 classes of ``transformers``.
 """
 
@@ -20,8 +20,8 @@ from automoe.config.schema import Config, ModelConfig, MoEConfig
 class Tier:
     """Base class of model families: what the trainer asks the code that computes a family's models.
 
-    The methods here answer for automoe's own decoder. Families whose models transformers or a plugin
-    computes override them; where a method returns None, the trainer does as for the decoder.
+    The methods here answer for automoe's own decoder. Families whose models transformers or a
+    plugin computes override them; where a method returns None, the trainer does as for the decoder.
 
     Attributes:
         resizable: True if sizes can be changed; False if ``config.json`` alone defines the model.

@@ -17,12 +17,13 @@ class TrainConfig:
     """Settings of length, batch, precision, loss, frozen parameters and validation.
 
     ``epochs``, if set, replaces ``steps``. Batch sizes count rows of ``seq_len`` tokens, and
-    ``rampup_batch_size`` is [rows of the first batch, rows added at a time, rows until it has grown].
-    ``max_skipped`` skipped steps in a row end the run; ``spike_factor`` skips a step whose loss is so
-    many deviations above the median of the last ``spike_window`` losses. ``fp8`` says how matmuls are
-    scaled, ``indexer`` whether attention sees the keys that indexers choose (sparse) or all, and
-    indexers alone are trained (warmup). ``freeze`` and ``trainable`` are patterns of parameter names;
-    ``trainable`` wins. ``val_every`` counts steps, ``val_batches`` global batches.
+    ``rampup_batch_size`` is [rows of the first batch, rows added at a time, rows until it has
+    grown]. ``max_skipped`` skipped steps in a row end the run; ``spike_factor`` skips a step whose
+    loss is so many deviations above the median of the last ``spike_window`` losses. ``fp8`` says
+    how matmuls are scaled, ``indexer`` whether attention sees the keys that indexers choose
+    (sparse) or all, and indexers alone are trained (warmup). ``freeze`` and ``trainable`` are
+    patterns of parameter names; ``trainable`` wins. ``val_every`` counts steps, ``val_batches``
+    global batches.
     """
 
     steps: int = 200  # optimizer steps
@@ -67,8 +68,9 @@ class TrainConfig:
 class LoraConfig:
     """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``).
 
-    ``path`` is a peft adapter to start from, ``targets`` are groups or names of matrices, and ``base``
-    is how frozen matrices are stored. ``export`` writes the merged model or the adapters alone.
+    ``path`` is a peft adapter to start from, ``targets`` are groups or names of matrices, and
+    ``base`` is how frozen matrices are stored. ``export`` writes the merged model or the adapters
+    alone.
     """
 
     rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
@@ -95,8 +97,9 @@ class Phase(Shown):
     """A phase of training (``optim.phases``), ``steps`` long.
 
     The learning rate goes along the curve ``decay`` from the previous phase's last rate (at first
-    ``optim.lr``) to ``lr_ratio * optim.lr``; ``constant`` is at that rate from the first step on. The
-    other keys replace ``moe.bias_update_rate`` and ``train.mtp_loss_weight`` meanwhile; null keeps them.
+    ``optim.lr``) to ``lr_ratio * optim.lr``; ``constant`` is at that rate from the first step on.
+    The other keys replace ``moe.bias_update_rate`` and ``train.mtp_loss_weight`` meanwhile; null
+    keeps them.
     """
 
     steps: int = 0  # optimizer steps of the phase

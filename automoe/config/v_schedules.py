@@ -47,8 +47,9 @@ class _Order:
         """Append to ``made``, the rank's order, one entry for each word of ``actions``.
 
         ``F0`` is the next forward of the rank's first stage (1: second), ``F0+B1`` a forward and a
-        backward at the same time. ``I0`` is a backward for the input alone; ``W`` computes the weight
-        gradients of the oldest such backward that lacks them, and appends nothing if none does.
+        backward at the same time. ``I0`` is a backward for the input alone; ``W`` computes the
+        weight gradients of the oldest such backward that lacks them, and appends nothing if none
+        does.
         """
         for word in actions:
             if word == "W":

@@ -203,8 +203,8 @@ class _Reader:
 
         The prompt is the messages before the answer. It comes from the record's key ``prompt``,
         where plain text is a user's question. If both answers of a preference pair begin with
-        another role than assistant, the prompt is instead the messages with which both begin; a text
-        at ``prompt`` must then contain one of them, or be contained in one.
+        another role than assistant, the prompt is instead the messages with which both begin; a
+        text at ``prompt`` must then contain one of them, or be contained in one.
 
         Args:
             names: keys of the answers, e.g. ``("chosen", "rejected")``.
@@ -253,7 +253,8 @@ class _Reader:
         """Return the messages at a key of a record; plain text becomes one message.
 
         Args:
-            key: automoe's name of the key, e.g. ``prompt``; ``data.chat.keys`` may map it to another.
+            key: automoe's name of the key, e.g. ``prompt``; ``data.chat.keys`` may map it to
+                another.
             role: role of the message that plain text becomes, e.g. ``assistant``.
         """
         value = self._value(record, key)

@@ -334,8 +334,8 @@ class ChatTemplate(ChatRenderer):
         Args:
             ids: token ids of the conversation through the answer.
             start: index of the answer's first token.
-            asked: arguments of ``_find_ending``, by which the template's text after answers is known:
-                (True if the answer calls tools, the template's arguments as JSON).
+            asked: arguments of ``_find_ending``, by which the template's text after answers is
+                known: (True if the answer calls tools, the template's arguments as JSON).
         """
         ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
         behind = {end: self.decode(ids[end:]).strip() for end in ends}

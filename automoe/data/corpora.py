@@ -143,9 +143,9 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     """Return the files below a directory that match the glob ``pattern``, without hidden ones.
 
     Args:
-        kind: value of ``data.kind``. For ``text``, ``jsonl`` and the like, which automoe reads itself,
-            compressed files (``.gz``, ``.zst``) match too. For conversations, JSON lines and parquet
-            match, whatever ``pattern`` is.
+        kind: value of ``data.kind``. For ``text``, ``jsonl`` and the like, which automoe reads
+            itself, compressed files (``.gz``, ``.zst``) match too. For conversations, JSON lines
+            and parquet match, whatever ``pattern`` is.
 
     Raises:
         DataError: records have several formats, or a link is broken or leads to a folder elsewhere.
@@ -426,8 +426,8 @@ def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str
     """Yield (line, text) for each record of a file.
 
     Args:
-        read: function of ``path`` and ``text_key`` that yields (line, record); a record is a text, or
-            a dict with the text at ``text_key``.
+        read: function of ``path`` and ``text_key`` that yields (line, record); a record is a text,
+            or a dict with the text at ``text_key``.
 
     Raises:
         DataError: a record has no text.

@@ -59,7 +59,8 @@ class CorpusWriter:
         """Write the table of documents to ``folder / "documents.npy"``, uint64 [4 or 5, documents]; return a summary.
 
         The rows are: length in tokens, hash of the text, index of the file, line there and, for
-        preference pairs, length of the first answer's sequence. The method ``write`` has written the tokens before.
+        preference pairs, length of the first answer's sequence. The method ``write`` has written
+        the tokens before.
 
         Returns:
             ``dtype``, name of the NumPy type of a token; ``content``, digest of tokens, loss masks
@@ -80,8 +81,8 @@ def tokenise_documents(
 ) -> dict[str, Any]:
     """Write each document's ids and EOS to ``folder``/tokens.bin, and a table of documents to documents.npy.
 
-    The table is uint64 [4, documents]: length in tokens, hash of the text, number of the file, line in
-    it. Short documents are encoded together, long ones in pieces.
+    The table is uint64 [4, documents]: length in tokens, hash of the text, number of the file, line
+    in it. Short documents are encoded together, long ones in pieces.
 
     Args:
         paths: the corpus's files, for error messages.

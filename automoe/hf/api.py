@@ -49,8 +49,8 @@ def from_hf(
         device: device of the model's tensors; on a mesh, of this rank's shards.
 
     Raises:
-        ConfigError: family or dtype is unknown, the mesh has pp or cp (whose ranks see a part of the
-            model or of a row), or the mesh does not divide the model.
+        ConfigError: family or dtype is unknown, the mesh has pp or cp (whose ranks see a part of
+            the model or of a row), or the mesh does not divide the model.
         CheckpointError: files are missing, damaged, or do not match config.json.
     """
     path = checkpoint_folder(path, "path")

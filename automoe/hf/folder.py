@@ -96,7 +96,8 @@ def check_conversion(
     Raises:
         ConfigError: the layout is unknown, or ``encoding`` is not one of the family's or is
             combined with fused experts.
-        CheckpointError: ``path`` exists and may not be replaced, or a settings or tokenizer file to copy is damaged.
+        CheckpointError: ``path`` exists and may not be replaced, or a settings or tokenizer file to
+            copy is damaged.
     """
     check_target(path, overwrite)
     if layout not in ("published", "fused"):

@@ -134,8 +134,9 @@ def coded_shapes(
 ) -> tuple[Shape, Shape]:
     """Return the shapes of the codes and of the scales that store a tensor [..., R, C].
 
-    Codes are [..., R, C / numbers in a stored element], scales [..., row blocks, column blocks]. But
-    ``mxfp4`` (GPT-OSS) stores the transposed tensor: codes [..., C, R / 32, 16], scales [..., C, R / 32].
+    Codes are [..., R, C / numbers in a stored element], scales [..., row blocks, column blocks].
+    But ``mxfp4`` (GPT-OSS) stores the transposed tensor: codes [..., C, R / 32, 16], scales [...,
+    C, R / 32].
 
     Args:
         block: rows and columns that share a scale; without effect for ``mxfp4``.

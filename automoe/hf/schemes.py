@@ -103,7 +103,8 @@ def scheme_of(stated: Mapping[str, Any] | None) -> Scheme | str:
 def _compressed(stated: Mapping[str, Any]) -> Scheme | str:
     """Return encoding and scale blocks that all ``config_groups`` of a compressed-tensors configuration share.
 
-    If groups differ or cannot be read, return why: the end of a sentence that begins ``quantization_config``.
+    If groups differ or cannot be read, return why: the end of a sentence that begins
+    ``quantization_config``.
     Settings for activations are ignored, because only weights are read.
     """
     groups = stated.get("config_groups")

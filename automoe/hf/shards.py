@@ -106,8 +106,8 @@ class LocalShard:
     def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
         """Return the numbers at ``index`` of this shard, dequantized if it is packed in 8 or 4 bits.
 
-        If an export adds an adapter (``added``), its scale B A is included; the call is then collective.
-        ``index`` must leave the columns of a packed matrix whole.
+        If an export adds an adapter (``added``), its scale B A is included; the call is then
+        collective. ``index`` must leave the columns of a packed matrix whole.
         """
         numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
@@ -197,7 +197,8 @@ def check_tables(shards: list[LocalShard], folder: Path, keys: KeyMap, num_exper
     """Raise ``CheckpointError`` if a table of token ids names an expert that the model lacks.
 
     Args:
-        shards: filled from ``folder``; those of ``tid2eid`` [V, K] have the experts of each token id.
+        shards: filled from ``folder``; those of ``tid2eid`` [V, K] have the experts of each token
+            id.
         keys: layout of the files, for the tensor's name in the error.
         num_experts: experts of a layer; a number outside 0 ... num_experts - 1 is refused.
     """

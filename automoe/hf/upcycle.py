@@ -104,8 +104,8 @@ def upcycled(
         seed: seed of the routers' random weights, which are drawn when the model is loaded.
 
     Raises:
-        ConfigError: with these sizes the mixture would not compute the same function, the family has no
-            mixture counterpart, or the checkpoint has a vision or audio part.
+        ConfigError: with these sizes the mixture would not compute the same function, the family
+            has no mixture counterpart, or the checkpoint has a vision or audio part.
     """
     dense = model_config_from_hf(path)
     if is_wrapper(read_hf_config(path)):

@@ -102,8 +102,8 @@ def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
     """Return the ``config.json`` of an exported multimodal checkpoint, whose text model it nests.
 
     Args:
-        base: config.json of the checkpoint that the model was loaded from; its settings are kept but
-            for those of dtype, quantization, own code and transformers' version.
+        base: config.json of the checkpoint that the model was loaded from; its settings are kept
+            but for those of dtype, quantization, own code and transformers' version.
         text: configuration of the exported text model; only its vocabulary's size, and whether head
             and embedding are tied, replace those of ``base``.
     """

@@ -116,7 +116,8 @@ def plan_export(
     """Plan the checkpoint tensors of an export of this rank's pipeline stages.
 
     Args:
-        dtype: ``bfloat16``, ``float32``, or ``keep`` for the dtypes of ``source``, else the model's.
+        dtype: ``bfloat16``, ``float32``, or ``keep`` for the dtypes of ``source``, else the
+            model's.
         encoding: quantization of the files, ``plain`` for none; ``ConfigError`` if the family lacks it.
         source: tensors of the checkpoint that the model started from (result of ``source_of``);
             None: it started from random weights.

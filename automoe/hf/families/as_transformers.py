@@ -50,7 +50,8 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
         path: folder of config.json.
 
     Raises:
-        ConfigError: the class refuses a value, or a key has a value that automoe computes in no family.
+        ConfigError: the class refuses a value, or a key has a value that automoe computes in no
+            family.
     """
     _check_keys(hf, path, *_EVERYWHERE)
     check_layers(hf, path)

@@ -170,8 +170,8 @@ def check_model(folder: Path) -> None:
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
     """Raise ``ConfigError`` if config.json's ``num_hidden_layers`` is negative or exceeds the number of tensors.
 
-    The tensors are those of all files in the folder; nothing is checked while files are missing. The
-    check is for models of a family that automoe does not know.
+    The tensors are those of all files in the folder; nothing is checked while files are missing.
+    The check is for models of a family that automoe does not know.
 
     Args:
         hf: content of config.json.
