@@ -234,7 +234,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
 
     from automoe.data.tokenizer_files import check_files
     from automoe.hf.families.registry import check_model
-    from automoe.hf.headers import NO_ADAPTER, check_numbers, read_headers, unread_adapter
+    from automoe.hf.headers import check_numbers, read_headers, unread_adapter, without_adapter
     from automoe.hf.transformers_models import loading_class, num_parameters
 
     disable_progress_bar()
@@ -260,15 +260,15 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         # Tensors that no file holds would be drawn at random, in memory for all of them.
         built = partial(num_parameters, config)
         check_numbers(folder, guarded(f"{folder}: its class of transformers", built), tensors)
-        model, loaded = loading_class(config).from_pretrained(
-            folder,
-            dtype="auto",
-            output_loading_info=True,
-            use_safetensors=True,
-            generation_config=_generation_config(folder),
-            **NO_ADAPTER,
-            **safe,
-        )
+        with without_adapter(folder) as plain:
+            model, loaded = loading_class(config).from_pretrained(
+                plain,
+                dtype="auto",
+                output_loading_info=True,
+                use_safetensors=True,
+                generation_config=_generation_config(folder),
+                **safe,
+            )
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         # A chunk of a state space model, which config.json sets, is computed whole for two tokens.
         with torch.inference_mode(), limited_memory(f"{folder}: a forward pass of its model"):

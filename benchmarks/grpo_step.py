@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,7 @@ from measuring import commit, cpu_model, memory, result_file
 
 PROMPT, ANSWER, GROUP, ANSWERS, VOCAB = 16, 128, 8, 64, 512
 LR = 1e-4
+MALLOC = "GLIBC_TUNABLES"  # of a streamed-to engine's variables, what an engine that reads an export has not
 GATE = 1e-3  # relative difference of gradient norms, and difference of losses over the norm, that are accepted
 UNTIMED = 1  # generations
 PARTS = ("old log-probabilities", "forward", "backward", "clip", "optimizer")
@@ -378,31 +380,37 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
     to_hf(parts, folder.parent / "first")
     command = [python, "-c", RELOADS, str(Path(vllm.vllm_worker.__file__).parent), str(folder.parent / "first")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    start = time.perf_counter()
-    reloads = subprocess.Popen(command, env=vllm._own_environment() | vllm._CPU, **pipes)
+    settings = {
+        "": {key: value for key, value in vllm._CPU.items() if key != MALLOC},
+        " with its settings of malloc": vllm._CPU,
+    }
+    readers: dict[str, subprocess.Popen[str]] = {}
+    others = {key: value for key, value in os.environ.items() if not key.startswith(vllm._OURS)}
 
-    def said() -> dict[str, Any]:
-        return next(json.loads(line) for line in reloads.stdout if line.startswith('{"'))
+    def said(reader: subprocess.Popen[str]) -> dict[str, Any]:
+        return next(json.loads(line) for line in reader.stdout if line.startswith('{"'))
 
-    fresh = said()
-    started = time.perf_counter() - start
+    for kind, variables in settings.items():
+        start = time.perf_counter()
+        readers[kind] = subprocess.Popen(command, env=others | variables, **pipes)
+        fresh = said(readers[kind])
+        started = time.perf_counter() - start
 
     def stream_in() -> tuple[int, float]:
         streamed.update(stream)
         [[answer]] = streamed.sample([prompt], Sampling(1, 1))
         return answer.tokens[0], answer.log_probs[0]
 
-    def export_and_read(verify: bool) -> tuple[int, float]:
+    def export_and_read(verify: bool, reader: subprocess.Popen[str]) -> tuple[int, float]:
         to_hf(parts, folder.parent / "hf", verify=verify, overwrite=True)
-        print(folder.parent / "hf", file=reloads.stdin, flush=True)
-        answer = said()
+        print(folder.parent / "hf", file=reader.stdin, flush=True)
+        answer = said(reader)
         return answer["token"], answer["log_prob"]
 
-    ways = {
-        "streamed": (stream_in, streamed._process.pid),
-        "verified export, read by vLLM": (lambda: export_and_read(True), reloads.pid),
-        "export that nothing verifies, read by vLLM": (lambda: export_and_read(False), reloads.pid),
-    }
+    ways: dict[str, tuple[Callable[[], tuple[int, float]], int]] = {"streamed": (stream_in, streamed._process.pid)}
+    for kind, reader in readers.items():
+        for name, verify in (("verified export", True), ("export that nothing verifies", False)):
+            ways[f"{name}, read by vLLM{kind}"] = (partial(export_and_read, verify, reader), reader.pid)
     seconds: dict[str, dict[str, list[float]]] = {way: {"wall": [], "cpu": []} for way in ways}
     for turn in range(rounds + 1):
         for way, (work, process) in ways.items():
@@ -419,8 +427,9 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
             if not abs(log_prob - float(trainers)) < 1e-5:
                 raise SystemExit(f"{way}: vLLM says {log_prob} of token {token}, the trainer {float(trainers)}")
     streamed.close()
-    reloads.kill()
-    reloads.wait()
+    for reader in readers.values():
+        reader.kill()
+        reader.wait()
     medians = {way: {kind: median(each) for kind, each in kinds.items()} for way, kinds in seconds.items()}
     return {
         "vllm": fresh["version"],

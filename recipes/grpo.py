@@ -49,10 +49,7 @@ def reward(prompt: str, answer: str, num_tokens: int) -> float:
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` by GRPO on this rank; return the negative of the last mean reward.
-
-    A sweep minimises the result. It is None if no step ran.
-    """
+    """Train by GRPO on this rank; return the negative of the last mean reward (for sweeps), None without a step."""
     args: GRPOArgs = config.recipe_args
     train = config.train
 
@@ -143,8 +140,7 @@ def references_of(
 ) -> dict[str, Session]:
     """Return the sessions of models that score the answers besides the trained one, by score name.
 
-    ``teacher_log_probs`` has a session of its own. ``ref_log_probs``, by the weights before
-    training, has one too; with LoRA it is ``session``, whose adapters are switched off to score.
+    ``ref_log_probs`` is by the weights before training: with LoRA, ``session`` without its adapters.
     """
     references = {}
     if config.recipe_args.teacher:
@@ -167,13 +163,8 @@ def sample_answers(
 ) -> list[Numbered]:
     """Return (prompt index, answer) for all answers of a rollout, prompt by prompt. Collective.
 
-    Answers that are not on disk yet are sampled after an update of the engine's weights.
-
-    Args:
-        stream: the trainer's weights, for that update.
-        rollouts: the prompts, and the answers on disk.
-        rollout: number of the rollout.
-        how: settings of sampling, except for the seed.
+    Answers that are not on disk yet are sampled as ``how`` says, after an update of the engine's weights from
+    ``stream``.
 
     Raises:
         BackendError: the engine returns no expert ids, and ``recipe_args.replay`` needs them.
@@ -202,10 +193,7 @@ def samples_of(
 ) -> list[Sample]:
     """Return a training sample for each answer, with its prompt, expert ids and log-probabilities.
 
-    Args:
-        answers: (prompt index, answer).
-        rollouts: the prompts, by index.
-        values: name -> a further value for each answer, such as its advantage.
+    ``values``: name -> a further value for each answer, such as its advantage.
     """
     return [
         Sample.of_answer(
@@ -231,9 +219,9 @@ def scores_of(
 
     ``answers`` are (prompt index, answer), ``references`` the result of ``references_of``. The result
     has by name one list of token values for each answer: ``old_log_probs`` by the trainer, and one
-    name of each of ``references``. If the engine returned expert ids ("routes"), ``differing`` has
-    for each token the first MoE layer whose router disagrees with them, or -1. The result is stored
-    once for each rollout; later updates and a resumed run read it from disk.
+    name of each of ``references``. With routes, ``differing`` has for each token the first MoE layer
+    whose router disagrees with them, or -1. It is stored once for each rollout: later updates, and a
+    resumed run, read it.
     """
 
     def asked() -> dict[str, list[list[Any]]]:

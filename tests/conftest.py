@@ -18,7 +18,7 @@ from automoe.passes.trace import training_pass
 from automoe.verify.pool import RankPool
 from tests.support.imported import ImportedRanks
 
-pytest_plugins = ["tests.support.cpu_times", "tests.support.sampling"]
+pytest_plugins = ["tests.support.cpu_times", "tests.support.releases", "tests.support.sampling"]
 
 if not torch.cuda.is_available():  # read when triton is first imported, which any test may do
     os.environ["TRITON_INTERPRET"] = "1"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3ForCausalLM
 
 from automoe import convert
 from automoe.errors import ConfigError
@@ -67,8 +68,10 @@ def test_casts_parameters_and_leaves_buffers(tmp_path: Path, capsys: pytest.Capt
     assert said.startswith(f"saved {tmp_path / 'out'} ") and " in 1 file; " in said
     assert "equal bit for bit to the weights in the files' dtypes, logits equal to" in said
     before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    wide = tuple(DeepseekV3ForCausalLM._keep_in_fp32_modules_strict)  # selection biases, and routers since 5.24
+    assert "e_score_correction_bias" in wide
     for key, tensor in before.items():
-        wanted = tensor if key.endswith("correction_bias") else tensor.bfloat16()
+        wanted = tensor if key.endswith(wide) else tensor.bfloat16()
         assert after[key].dtype == wanted.dtype and torch.equal(after[key], wanted), key
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 

@@ -42,7 +42,7 @@ def test_it_names_what_is_here_without_importing_torch() -> None:
         ("resource.getrlimit", lambda which: (1024, 1024), "open files", "ulimit -Hn"),
         ("sys.platform", "darwin", "system", "container"),
         ("automoe.launch.hardware.visible_gpus", lambda: 8, "GPUs", "docs/install.md"),
-        ("automoe.launch.hardware.NEWEST_TORCH_TRIED", (1, 0), "torch", "newer than 1.0"),
+        ("automoe.launch.hardware.NEWEST_TORCH_TRIED", "1.0", "torch", "newer than 1.0"),
     ],
 )
 def test_a_problem_is_named_with_what_to_do(

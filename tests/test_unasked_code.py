@@ -14,6 +14,7 @@ from automoe.config.shipped import working_directory_last
 from automoe.errors import import_backend, without
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
+from tests.support.releases import PACKED, needs
 
 # Whoever imports ``kernels``, or is left with bitsandbytes at the end, is written down.
 KERNELS = """
@@ -45,7 +46,13 @@ COMMANDS = {
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("commands", COMMANDS.values(), ids=COMMANDS.keys())
+@pytest.mark.parametrize(
+    "commands",
+    [
+        pytest.param(one, id=name, marks=needs(PACKED) if name == "packed base" else ())
+        for name, one in COMMANDS.items()
+    ],
+)
 def test_no_command_imports_what_fetches_code(tmp_path: Path, commands: list[str]) -> None:
     save_small_hf("qwen3_moe", tmp_path / "hf", other_sizes={"vocab_size": 304})
     save_tokenizer(tmp_path / "hf", "chatml")

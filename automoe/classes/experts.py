@@ -22,7 +22,9 @@ def are_swiglu(experts: nn.Module) -> bool:
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
     plain = getattr(experts, "has_gate", False) and not (
-        experts.is_transposed or experts.has_bias or experts.has_post_expert_norm
+        experts.is_transposed
+        or experts.has_bias
+        or getattr(experts, "has_post_expert_norm", False)  # since transformers 5.20
     )
     if not plain or shapes.keys() != ADAPTED_STACKS or list(experts.buffers()):
         return False

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import accumulate, repeat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from automoe.config.hub import local_folder
@@ -36,8 +37,6 @@ from automoe.storage.foreign import (
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
 ADAPTER = "adapter_config.json"
-# Options that keep ``from_pretrained`` from loading an adapter: this subfolder cannot exist.
-NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
 COPY_AGAIN = "Make it readable, or copy it again"  # remedy for a file that cannot be read
 _PART = 16 << 20  # bytes read at once
 MANY = 10_000  # layers, or experts of a layer
@@ -239,6 +238,22 @@ def unread_adapter(folder: Path) -> list[str]:
     return [
         f"not read: {ADAPTER} beside the weights. Only the weights are used, in train, convert, generate and eval"
     ]
+
+
+@contextmanager
+def without_adapter(folder: Path) -> Iterator[Path]:
+    """Yield ``folder``, or links to its files but an adapter's, which ``from_pretrained`` loads.
+
+    Until 5.22, transformers has no option against that for a local folder.
+    """
+    if not is_there(folder, ADAPTER):
+        yield folder
+        return
+    with TemporaryDirectory() as links:
+        for file in folder.iterdir():
+            if file.name != ADAPTER:
+                Path(links, file.name).symlink_to(file.absolute())
+        yield Path(links)
 
 
 def base_of(folder: Path) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from automoe.hf.families.as_transformers import without_warnings
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
-from automoe.hf.headers import NO_ADAPTER, switched_off
+from automoe.hf.headers import switched_off, without_adapter
 from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.merge import adapters_of
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
@@ -42,6 +43,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
 from automoe.parallel.parallelize import build_decoder
+from automoe.storage.foreign import read_settings
 
 LOGITS_TOLERANCE = 1e-5  # relative error in float32, with the same experts chosen
 # Programs that round differently may resolve a near tie differently; a larger margin is an error.
@@ -151,11 +153,14 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         catalog: catalog of the export.
 
     Returns:
-        Relative L2 difference of the logits; None for a model that is too large to run.
+        Relative L2 difference of the logits; None for a model that is too large to run, or which
+        the installed transformers lacks: a warning says so.
 
     Raises:
         CheckpointError: names the first difference, or why transformers does not load the files.
     """
+    import transformers
+
     try:
         read = model_config_from_hf(catalog.folder, mtp=True)
         # The files may also hold copies of the source's modules, which the model does not have.
@@ -166,6 +171,14 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
                 f"{catalog.folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
                 f"{value_of(config, key)}: the family {config.family} cannot express it"
             )
+        kind = read_settings(catalog.folder, "config.json").get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            warnings.warn(
+                f"{catalog.folder} is not compared with transformers, whose release "
+                f"{transformers.__version__} has no model_type={kind}",
+                stacklevel=2,
+            )
+            return None
         _compare_census(config, catalog.folder)
         return _compare_logits(catalog)
     except CheckpointError:
@@ -185,8 +198,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     """
     from transformers import AutoConfig
 
-    hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model = weightless(hf_config, whole=True)
+    model = weightless(AutoConfig.from_pretrained(folder, local_files_only=True), whole=True)
     names = names_in_class(model)
     theirs = {
         plain: tuple(value.shape)
@@ -195,8 +207,8 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     }
     if config.tie_embeddings:
         theirs.pop("lm_head.weight", None)
-    without = replace(config, num_mtp_layers=0)  # transformers has no such modules
-    ours = hf_tensors(without, family_of(config).keys.in_memory)
+    # transformers has no modules for multi-token prediction
+    ours = hf_tensors(replace(config, num_mtp_layers=0), family_of(config).keys.in_memory)
     if theirs != ours:
         differ = {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
         raise CheckpointError(
@@ -377,18 +389,18 @@ def _run_transformers(
     from transformers.utils import logging as bars
 
     # transformers' progress bars would overwrite this run's own line.
-    with switched_off(
+    hidden = switched_off(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
-    ):
+    )
+    with hidden, without_adapter(folder) as plain:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         multiply_as_torch_can(hf_config, config, torch.float32)
         model, info = loading_class(hf_config, whole=True).from_pretrained(
-            folder,
+            plain,
             config=hf_config,
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,
-            **NO_ADAPTER,
         )
     modules = re.compile(r"model\.layers\.(\d+)\.")
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

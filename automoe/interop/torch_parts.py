@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, stays_unsharded
 from automoe.config.pipeline import SINGLE, runs_halves
 from automoe.config.schema import Config
 
@@ -18,8 +18,6 @@ _SUMS = "distributed/fsdp/_fully_shard/_fsdp_param.py"
 _ORDERS = "distributed/pipelining/schedules.py"
 _RING = "distributed/tensor/experimental/_attention.py"
 _ORDERED = "_Action _PipelineScheduleRuntime _prepare_schedule_with_comms"
-# An attribute that can be set; of a property that can only be read neither stands there.
-_SET = ["unsharded_accumulated_grad:", "unsharded_accumulated_grad.setter"]
 _LATER = "unsharded_grad_dtype"  # since 2.15
 
 
@@ -36,12 +34,16 @@ def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, st
     name = f"parallel.schedule={parallel.schedule}"
     piped = shape.pp > 1
     yield (parallel.expert_wgrad != "autograd", f"parallel.expert_wgrad={parallel.expert_wgrad}",
-           "parallel.expert_wgrad=autograd", _SUMS, [*_SET, _LATER])
+           "parallel.expert_wgrad=autograd", _SUMS,
+           # that can be set: a property that can only be read has neither of the first two
+           ["unsharded_accumulated_grad:", "unsharded_accumulated_grad.setter", _LATER])
     yield piped and parallel.schedule not in SINGLE, name, "parallel.schedule=1F1B", _ORDERS, [_ORDERED]
     yield (parallel.overlap_all_to_all, "parallel.overlap_all_to_all=true", "parallel.overlap_all_to_all=false",
            _ORDERS, [_ORDERED])
     yield (piped and runs_halves(parallel.schedule), name, "parallel.schedule=Interleaved1F1B", _SUMS,
            ["to_accumulated_grad_if_needed", _LATER])
+    yield (config.lora.base != "weights" and not stays_unsharded(config, shape), f"lora.base={config.lora.base}",
+           "lora.base=weights", _SUMS, ["requires_grad=param.requires_grad", _LATER])
     yield piped, f"mesh.pp={shape.pp}", "mesh.pp=1", _ORDERS, ["_wait_batch_p2p _add_unshard_reshard"]
     yield (parallel.context == "ring", "parallel.context=ring", "parallel.context=gather", _RING,
            ["_enable_context_parallel_dispatcher"])

@@ -291,6 +291,12 @@ class BufferlessStage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Leave out a comparison with ``output_args``, which torch 2.11 makes in each forward pass.
+
+        An evaluation may ask the last stage for tokens instead of a loss.
+        """
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         received = self.args_recv_info[fwd_chunk_id]
         # torch 2.11 decides once, in the first step, and that may be an evaluation

@@ -94,7 +94,7 @@ def train(
         )
     checked = composed(config, config_name, config_dir)
     shape, device = check_here(checked)
-    if (missing := missing_hardware(shape, device, checked.launch.num_ranks)) is not None:
+    if missing := missing_hardware(shape, device, checked.launch.num_ranks):
         raise LaunchError(f"the configuration is valid; it cannot train here: {missing}")
     run_dir = Path(checked.run_dir).absolute()
     result = train_here(checked, shape, device)

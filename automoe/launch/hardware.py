@@ -25,8 +25,8 @@ from automoe.interop.torch_parts import missing_part
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 # A sandbox may have a GPU's device file, such as nvidia0, and lack the driver's folder.
 DEVICES = Path("/dev")
-NEWEST_TORCH_TRIED = (2, 15)
-HALVES_SINCE_TORCH = (2, 13)
+NEWEST_TORCH_TRIED = "2.15"
+HALVES_SINCE_TORCH = "2.13"
 MAX_CPU_RANKS_PER_CORE = 8  # with more, importing torch alone takes minutes
 
 
@@ -92,35 +92,32 @@ def cpu_note(config: Config) -> str | None:
 
 
 def _release(installed: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in installed.split(".")[:2])
+    return tuple(map(int, installed.split(".")[:2]))
 
 
-def runs_halves_of_backward(torch_version: str) -> bool:
-    """Return True for torch 2.13 or later, which computes weight gradients apart from input gradients.
+def torch_lacks(config: Config, shape: MeshShape) -> str:
+    """Return why the installed torch cannot run ``config``; an empty string if it can.
 
-    Zero-bubble schedules need that. torch 2.11 fails at operations with a custom backward.
+    Zero-bubble schedules compute weight gradients apart from input gradients, in which torch 2.11
+    fails at operations with a custom backward.
     """
-    return _release(torch_version) >= HALVES_SINCE_TORCH
-
-
-def halves_missing(config: Config, shape: MeshShape) -> str:
-    """Return why the installed torch cannot run the pipeline schedule; an empty string if it can."""
     schedule = config.parallel.schedule
-    if shape.pp == 1 or not runs_halves(schedule) or runs_halves_of_backward(version("torch")):
-        return ""
+    installed = version("torch")
+    split = shape.pp > 1 and runs_halves(schedule)
+    if not split or _release(installed) >= _release(HALVES_SINCE_TORCH):
+        return missing_part(config, shape, installed)
     return (
-        f"parallel.schedule={schedule} runs backward passes in halves, which torch {version('torch')} cannot do "
-        f"with this model's operations. Install torch {'.'.join(map(str, HALVES_SINCE_TORCH))} or later, or set "
+        f"parallel.schedule={schedule} runs backward passes in halves, which torch {installed} cannot do "
+        f"with this model's operations. Install torch {HALVES_SINCE_TORCH} or later, or set "
         "parallel.schedule=Interleaved1F1B"
     )
 
 
 def torch_note(installed: str) -> str | None:
     """Return a note if ``installed`` is newer than the newest torch tried with automoe."""
-    newest = ".".join(map(str, NEWEST_TORCH_TRIED))
-    if _release(installed) <= NEWEST_TORCH_TRIED:
+    if _release(installed) <= _release(NEWEST_TORCH_TRIED):
         return None
-    return f"note: torch {installed} is newer than {newest}, the newest that automoe was tried with"
+    return f"note: torch {installed} is newer than {NEWEST_TORCH_TRIED}, the newest that automoe was tried with"
 
 
 def start_notes(config: Config) -> list[str]:
@@ -129,7 +126,7 @@ def start_notes(config: Config) -> list[str]:
     They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
-    if (recipe := own_recipe(config.recipe)) is not None:
+    if recipe := own_recipe(config.recipe):
         # ``named_recipe`` made it absolute; only its name was typed.
         recipe_path = Path(config.recipe)
         notes.append(
@@ -232,7 +229,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if a package, compiler, part of torch or CUDA that ``config`` needs is missing."""
     if config.train.compile:
         _check_compiler("train.compile=true", device, "set train.compile=false")
-    if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
+    if why := torch_lacks(config, shape):
         raise BackendError(why)
     # mlflow-skinny cannot write to a database.
     in_database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", config.observe.mlflow)

@@ -117,13 +117,13 @@ class MoE(nn.Module):
             run = partial(dispatch_padded, run, self.num_experts, slots)
         # Rows travel to the ranks of their experts, these run on them, and their sums come back.
         experts = self._normed_experts if self.norms_outputs else self.experts
-        y_TH = run(x_TH, ids_TK, probs_TK, experts)
+        y_BsH = run(x_TH, ids_TK, probs_TK, experts).view(x_BsH.shape)
         if self.identities:
             passed_TK = (ids_TK >= self.num_experts) & (ids_TK < self.num_scored_experts)
-            share_T1 = (probs_TK * passed_TK).sum(-1, keepdim=True)
-            # The sum is in the weights' float32, and so is their gradient.
-            y_TH = y_TH.addcmul(x_TH, share_T1).to(x_TH.dtype)
-        return y_TH.view(x_BsH.shape)
+            share_Bs1 = (probs_TK * passed_TK).sum(-1).view(*x_BsH.shape[:-1], 1)
+            # The sum is in the weights' float32, and so is their gradient. It is no view: FSDP would warn.
+            y_BsH = y_BsH.addcmul(x_BsH, share_Bs1).to(x_BsH.dtype)
+        return y_BsH
 
     def _normed_experts(
         self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor

@@ -70,8 +70,15 @@ def new_figure(
 
 def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
     """Write ``figure`` as a PNG and return its path; ``crop`` cuts off empty margins."""
-    options = {"bbox_inches": "tight", "pad_inches": 0.14} if crop else {}
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI, **options)
+    figure.savefig(
+        drawn,
+        format="png",
+        dpi=DPI,
+        bbox_inches="tight" if crop else None,
+        pad_inches=0.14,
+        # of an axis' label, matplotlib 3.9 by itself keeps only what is within the axes' width
+        bbox_extra_artists=[part for axes in figure.axes for part in axes.get_children()],
+    )
     replace_file(path, drawn.getvalue())
     return path

@@ -279,7 +279,7 @@ class Muon(torch.optim.AdamW):
         return matrix.owner if rank == self._rank else rank
 
     def _buffer(self, pairs: Sequence[_Pair]) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Allocate a send or receive buffer of ``_exchange`` for the blocks of ``pairs`` (matrix, rank that holds the block).
+        """Allocate a send or receive buffer of ``_exchange`` for the blocks of ``pairs`` (matrix, rank of the holder).
 
         Returns:
             The buffer, flat; a view of it for each pair, in the shape of the pair's block; for each

@@ -21,7 +21,7 @@ from automoe.config.rules import number_rows
 from automoe.config.schema import Config
 from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError, say
-from automoe.launch.hardware import halves_missing, resolve_device
+from automoe.launch.hardware import resolve_device, torch_lacks
 from automoe.launch.prepare import compose
 from automoe.planner.candidate import ONE_STAGE, Candidate, changed
 from automoe.planner.memory import plan_memory
@@ -161,7 +161,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
         return 1
     first = best.found[0]
     command = write_preset(first, question, args)
-    if why := halves_missing(first.config, first.mesh):
+    if why := torch_lacks(first.config, first.mesh):
         say(f"note: on this machine {why}")
     if not as_json:
         console.print(f"[bold]take it[/] {command}", soft_wrap=True)

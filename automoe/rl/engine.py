@@ -184,15 +184,14 @@ class TransformersEngine:
     @torch.no_grad()
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         ranks = Ranks()
-        numbered = list(enumerate(prompts))
         # A call answers one prompt, so its numbers do not depend on the number of ranks.
         by_rank = ranks.all(
             lambda: [
-                self._answers(prompt, replace(how, seed=how.seed + number))
-                for number, prompt in numbered[ranks.rank :: ranks.size]
+                self._answers(prompts[number], replace(how, seed=how.seed + number))
+                for number in range(ranks.rank, len(prompts), ranks.size)
             ]
         )
-        return [by_rank[number % ranks.size][number // ranks.size] for number, _ in numbered]
+        return [by_rank[n % ranks.size][n // ranks.size] for n in range(len(prompts))]
 
     def _answers(self, prompt: list[int], how: Sampling) -> list[Answer]:
         from transformers import GenerationConfig

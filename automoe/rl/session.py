@@ -272,15 +272,14 @@ class Session:
         if counts is None:
             counts = own_counts
         else:
-            trained, documents = (
-                torch.tensor(at_least(1, f"counts.{name}", getattr(counts, name, None), int))
-                for name in ("tokens", "samples")
-            )
-            known = inputs.known_counts()
-            divisors = replace(
-                known, trained=trained.to(self.device), documents=documents.to(self.device)
-            )
-            inputs = replace(inputs, counts=divisors)
+            divisors = {
+                known: torch.tensor(
+                    at_least(1, f"counts.{name}", getattr(counts, name, None), int),
+                    device=self.device,
+                )
+                for known, name in (("trained", "tokens"), ("documents", "samples"))
+            }
+            inputs = replace(inputs, counts=replace(inputs.known_counts(), **divisors))
         entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
         recorded = self._set_loss(packed, loss, options, entropy)
         try:
@@ -490,10 +489,5 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
     """Return a copy of ``second`` whose loss, tokens per expert and counts of replayed choices include ``first``'s."""
-    return replace(
-        second,
-        loss=first.loss + second.loss,
-        expert_counts=first.expert_counts + second.expert_counts,
-        device_counts=first.device_counts + second.device_counts,
-        replayed=first.replayed + second.replayed,
-    )
+    names = "loss", "expert_counts", "device_counts", "replayed"
+    return replace(second, **{name: getattr(first, name) + getattr(second, name) for name in names})

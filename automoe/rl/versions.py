@@ -12,7 +12,6 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,29 +32,18 @@ INDEX, LOCK = "versions.json", "versions.lock"
 _CODEC = "zstd"
 
 
-class Digest:
-    """Hash of a set of named tensors (names, dtypes, shapes, bytes), independent of their order.
+def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the hash of named tensors (names, dtypes, shapes, bytes), independent of their order."""
+    return _hash([_line(name, tensor, raw_bytes(tensor)) for name, tensor in tensors.items()])
 
-    ``str(digest)`` is the hash of the tensors added so far.
-    """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        self._lines: list[str] = []
-        for name, tensor in tensors.items():
-            self.add(name, tensor, raw_bytes(tensor))
+def _line(name: str, tensor: torch.Tensor, raw: np.ndarray) -> str:
+    """Return a tensor's name, dtype, shape, and the hash of ``raw``: its bytes, or those of another version of it."""
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_128(raw.data).hexdigest()}"
 
-    def add(self, name: str, tensor: torch.Tensor, raw: np.ndarray) -> None:
-        """Add a tensor to the hash.
 
-        Args:
-            tensor: source of dtype and shape.
-            raw: bytes to hash, uint8; those of ``tensor``, or of another version of it.
-        """
-        digest = xxhash.xxh3_128(raw.data).hexdigest()
-        self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}")
-
-    def __str__(self) -> str:
-        return xxhash.xxh3_128("\n".join(sorted(self._lines)).encode()).hexdigest()
+def _hash(lines: list[str]) -> str:
+    return xxhash.xxh3_128("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 class WeightVersions:
@@ -99,7 +87,8 @@ class WeightVersions:
     def _begin(self, stream: WeightStream) -> None:
         self._chain = _chain(self.folder)
         header = header_bytes(stream.contents)
-        self._digest, self._digest_before = Digest(), Digest()
+        self._lines: list[str] = []
+        self._lines_before: list[str] = []
         self._before: np.ndarray | None = None
         self._number = self._chain[-1]["number"] + 1 if self._chain else 0
         newest = _full(self.folder, self._number - 1)
@@ -116,11 +105,11 @@ class WeightVersions:
     def _take(self, bucket: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in bucket.items():
             raw = raw_bytes(tensor)
-            self._digest.add(name, tensor, raw)
+            self._lines.append(_line(name, tensor, raw))
             self._new.write(raw.data)
             if self._before is not None:
                 before = self._before[self._at : self._at + len(raw)]
-                self._digest_before.add(name, tensor, before)
+                self._lines_before.append(_line(name, tensor, before))
                 self._zip.writestr(name, pyarrow.compress(raw ^ before, _CODEC, asbytes=True))
             self._at += len(raw)
 
@@ -136,9 +125,10 @@ class WeightVersions:
         for path in (new, _difference(self.folder, self._number)):
             flush(_scratch(path))
             os.replace(_scratch(path), path)
-        chain = [{"number": self._number, "step": step, "hash": str(self._digest)}]
+        digest = _hash(self._lines)
+        chain = [{"number": self._number, "step": step, "hash": digest}]
         files = [new]
-        if self._chain and str(self._digest_before) == self._chain[-1]["hash"]:
+        if self._chain and _hash(self._lines_before) == self._chain[-1]["hash"]:
             first, *later = [entry["number"] for entry in [*self._chain, *chain]]
             longer = [_full(self.folder, first), *(_difference(self.folder, n) for n in later)]
             sizes = [path.stat().st_size for path in longer if path.is_file()]
@@ -148,7 +138,7 @@ class WeightVersions:
         for path in {*self.folder.iterdir()}.difference(files):
             if path.name.removeprefix(".").startswith(("weights-", "difference-")):
                 path.unlink()
-        return str(self._digest)
+        return digest
 
 
 def read_version(
@@ -196,7 +186,7 @@ def _read(
                 raw = tensor.view(-1).view(torch.uint8).numpy()
                 changed = pyarrow.decompress(changes.read(name), len(raw), _CODEC)
                 np.bitwise_xor(raw, np.frombuffer(changed, np.uint8), out=raw)
-    if (digest := str(Digest(tensors))) != chain[-1]["hash"]:
+    if (digest := hash_of(tensors)) != chain[-1]["hash"]:
         raise ValueError(f"it has the hash {digest}, and {chain[-1]['hash']} was published")
     return numbers[-1], tensors
 

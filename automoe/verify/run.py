@@ -20,8 +20,8 @@ from automoe.config.rule_engine import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.config.tier import tier_of
-from automoe.errors import ConfigError, LaunchError, say
-from automoe.launch.hardware import check_backends, missing_hardware, resolve_device
+from automoe.errors import BackendError, ConfigError, LaunchError, say
+from automoe.launch.hardware import check_backends, missing_hardware, resolve_device, torch_lacks
 from automoe.launch.prepare import check, check_here, compose
 from automoe.model.params import count_params
 from automoe.verify.pool import RankError, RankPool
@@ -259,8 +259,10 @@ def make_runnable(
             "Name a folder with its config.json, with fewer layers and experts, and narrower",
         )
     assert check(here, None, device) == shape
+    if why := torch_lacks(here, shape):
+        raise BackendError(why)
     if device == "cuda":
-        if (missing := missing_hardware(shape, device)) is not None:
+        if missing := missing_hardware(shape, device):
             raise LaunchError(
                 f"launch.device=cuda verifies with a GPU a rank: {missing}; torch {version('torch')} is installed. "
                 "Choose a smaller mesh, or leave launch.device out to verify on the CPU"

@@ -40,7 +40,7 @@ def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_not
     others |= {"class_experts"}  # of class_tier --experts
     others |= {"grpo_vllm"}  # of tests/support/grpo_vllm.py
     others |= {"grpo_vllm_weights"}  # of grpo_step --vllm
-    others |= {"grpo_kills"}  # of tests/rl/test_grpo_kills.py, by the command that it holds
+    others |= {"grpo_kills", "grpo_kills_vllm"}  # of tests/rl/test_grpo_kills.py, by the command that it holds
     others |= {"drawn_meshes"}  # of tests/mesh, by the command that it holds
     others |= {"mesh_bits"}  # of tests/support/mesh_bits.py
     assert stored <= {*runner.QUESTIONS, *runner.CLOSED, *others}

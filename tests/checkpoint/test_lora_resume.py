@@ -32,6 +32,7 @@ from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.planner.memory import plan_memory
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankError, RankPool
+from tests.support.releases import PACKED, needs
 
 UNTIL, SAVES, MESH = 4, (1, 2, 3), dict(dp_shard=2, ep=2)
 
@@ -129,7 +130,7 @@ def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, int
     [
         pytest.param(dict(dp_shard=1), "weights", id="one"),
         pytest.param(MESH, "weights", id="dp2-ep2"),
-        pytest.param(MESH, "nf4", id="nf4", marks=pytest.mark.faults),
+        pytest.param(MESH, "nf4", id="nf4", marks=[pytest.mark.faults, needs(PACKED)]),
     ],
 )
 def test_gradients_and_moments_are_the_adapters_alone(
@@ -187,12 +188,14 @@ def check_merged_alike(ranks: RankPool, text: Path, source: Path, kept: str, fol
         torch.testing.assert_close(other, stored[0], rtol=1e-6, atol=1e-6)
 
 
+@needs(PACKED)
 def test_a_mesh_merges_adapters_into_a_packed_base_as_one_rank_does(
     ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     check_merged_alike(ranks, text, random_base(tmp_path / "source", 0, WIDE), "nf4", tmp_path, "tp2-ep2")
 
 
+@needs(PACKED)
 @pytest.mark.faults
 @pytest.mark.parametrize("kept", ["fp8", "nf4"])
 def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Path, tmp_path: Path, kept: str) -> None:

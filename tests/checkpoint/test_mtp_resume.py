@@ -14,6 +14,7 @@ from automoe.config.layout import with_layout
 from automoe.config.schema import Config
 from automoe.config.train_schema import Phase
 from automoe.verify.pool import RankError, RankPool
+from tests.support.releases import HALVES, needs
 
 UNTIL, SAVES = 4, (1, 2, 3)
 
@@ -98,6 +99,7 @@ def test_modules_away_from_the_head_go_on(ranks: RankPool, text: Path, tmp_path:
     assert all("model.embed_tokens.weight" in rank.states[UNTIL] for rank in stages)
 
 
+@needs(HALVES)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True])
 def test_another_layout_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
@@ -113,6 +115,7 @@ def test_another_layout_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tie
     assert losses == pytest.approx(straight.losses, rel=1e-10)
 
 
+@needs(HALVES)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True])
 def test_another_schedule_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:

@@ -79,7 +79,7 @@ def test_tokens_and_marks_are_those_of_trl(tmp_path: Path) -> None:
     model = MixtralForCausalLM(config)
     args = SFTConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=None,
-        activation_checkpointing=False, per_device_train_batch_size=len(RECORDS), disable_tqdm=True,
+        gradient_checkpointing=False, per_device_train_batch_size=len(RECORDS), disable_tqdm=True,
     )  # fmt: skip
     records = [{"chat_template_kwargs": {"enable_thinking": True}} | record for record in RECORDS]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

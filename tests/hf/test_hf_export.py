@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
 import automoe
 from automoe.config.mesh_shape import resolve_mesh
@@ -171,6 +171,25 @@ def test_large_models_get_a_census_instead_of_logits(
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 1.0}))
     with pytest.raises(CheckpointError, match=r"model\.router\.routed_scaling_factor=1\.0"):
         verify_hf(model, tmp_path / "out")
+
+
+def test_a_family_that_an_older_transformers_lacks_leaves_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As muse_spark with 5.19: tensors and config.json are checked, and the warning names what was not."""
+    save_small_hf("mixtral", tmp_path / "mixtral")
+    expected = load_file(tmp_path / "mixtral" / "model.safetensors")
+    monkeypatch.delitem(CONFIG_MAPPING._mapping, "mixtral")
+    with pytest.raises(ValueError, match="does not recognize this architecture"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral")
+    model = automoe.from_hf(tmp_path / "mixtral", dtype=torch.float32)
+    with pytest.warns(
+        UserWarning, match=f"not compared with transformers, whose release {__version__} has no .*=mixtral"
+    ):
+        written = to_hf(model, tmp_path / "out")
+    assert written.checked and written.logits_error is None and "transformers" not in str(written)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], x) for key, x in expected.items())
 
 
 def test_a_delta_net_of_equal_shapes_and_other_heads_is_found(tmp_path: Path) -> None:

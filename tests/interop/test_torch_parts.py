@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
@@ -12,23 +13,34 @@ from pathlib import Path
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig, ParallelConfig
+from automoe.config.schema import Config, LoraConfig, MeshConfig, ParallelConfig
 from automoe.errors import BackendError
 from automoe.interop.torch_parts import missing_part, parts
 from automoe.launch.hardware import check_backends
+from tests.support.releases import PACKED, lacks, needs
 
 MESH = MeshConfig(pp=2, dp_shard=2, cp=2, ep=2)
 
 
-def chosen(**parallel: object) -> tuple[Config, object]:
-    return Config(mesh=MESH, parallel=ParallelConfig(**parallel)), resolve_mesh(MESH, None)
+def chosen(base: str = "weights", **parallel: object) -> tuple[Config, object]:
+    lora = LoraConfig(rank=4, base=base)
+    return Config(mesh=MESH, parallel=ParallelConfig(**parallel), lora=lora), resolve_mesh(MESH, None)
 
 
 def test_the_installed_torch_has_the_parts_of_every_option() -> None:
     config, shape = chosen(
         expert_wgrad="fused", schedule="ZBVZeroBubble", stages_per_rank=2, overlap_all_to_all=True, context="ring"
     )
-    assert all(row[0] for row in parts(config, shape)) and missing_part(config, shape, "1") == ""
+    assert missing_part(config, shape, "1") == ""
+    packed, shape = chosen("fp8", **asdict(config.parallel))
+    assert all(row[0] for row in parts(packed, shape))
+    missing = missing_part(packed, shape, "1")
+    assert missing.startswith("lora.base=fp8 needs") if lacks(PACKED) else missing == ""
+
+
+def test_one_rank_that_shards_nothing_needs_no_part_for_a_packed_base() -> None:
+    config = Config(mesh=MeshConfig(dp_shard=1), lora=LoraConfig(rank=4, base="fp8"))
+    assert missing_part(config, resolve_mesh(config.mesh, 1), "1") == ""
 
 
 @pytest.fixture
@@ -57,6 +69,8 @@ SUMS = "fsdp/_fully_shard/_fsdp_param.py"
          "parallel.schedule=ZBVZeroBubble (needs|runs) .*parallel.schedule=Interleaved1F1B"),
         ("pipelining/schedules.py", "def _wait_batch_p2p(): ...\ndef _add_unshard_reshard(): ...",
          dict(overlap_all_to_all=True), "parallel.overlap_all_to_all=true needs _Action"),
+        pytest.param(SUMS, "class FSDPParam: ...", dict(base="nf4"), "lora.base=nf4 needs .*Set lora.base=weights",
+                     marks=needs(PACKED)),
         ("pipelining/schedules.py", "", {}, "mesh.pp=2 needs _wait_batch_p2p"),
         ("tensor/experimental/_attention.py", "from . import context_parallel", dict(context="ring"), "context=ring needs"),
     ],

@@ -29,7 +29,7 @@ def test_interleaved_schedules_start_sends_one_by_one() -> None:
 
 
 class Layer(nn.Module):
-    """tanh(x W) and on the last stage its mean square."""
+    """tanh(x W), and of a pass that trains on the last stage its mean square."""
 
     def __init__(self, stage: int, last: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.tanh(x @ self.weight)
-        return out.square().mean().reshape(1) if self.last else out
+        return out.square().mean().reshape(1) if self.last and self.training else out
 
 
 def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, set[str], int, int]:
@@ -93,6 +93,8 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
         assert schedules._wait_batch_p2p is wait
         torch_pipelining.wait_as_schedules_do([])
         for step in (run.eval, run.step, run.step):
+            for stage in stages:
+                stage.submod.train(step == run.step)
             step(*([x] if first else []), **({"target": target, "losses": []} if last else {}))
     assert schedules._wait_batch_p2p is not wait and isinstance(stages[0], PipelineStage)
     # of each stage and micro-batch but those that warm up

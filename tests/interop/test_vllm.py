@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
 from automoe.comm.local_shard import local_shard
+from automoe.config.recipe_args import GRPOArgs
+from automoe.errors import BackendError
 from automoe.hf.engines import IGNORED
-from automoe.rl.engine import Sampling, TransformersEngine
+from automoe.rl import vllm_worker
+from automoe.rl.engine import Answer, Sampling, TransformersEngine, gaps_of
 from automoe.rl.vllm import LocalVLLM
 from automoe.rl.weights import WeightStream
 from automoe.session import Sample, Session, close, open_session
+from tests.rl.test_grpo_kills import FOR_VLLM, TINY, kill_and_compare
 from tests.support.grpo_vllm import LOOPS, MLA, faults_of, run_loop
 
 SIZES = ["train.seq_len=64", "train.dtype=float32", "mesh=fsdp", "launch.device=cpu", "model.num_layers=3"]
@@ -38,16 +44,19 @@ ANSWER = 24  # tokens
 pytestmark = pytest.mark.vllm
 
 
-def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> float:
-    """Largest difference of log-probabilities of sampled tokens, in nats."""
+def scored(session: Session, engine: LocalVLLM, temperature: float) -> tuple[list[Answer], list[list[float]]]:
+    """Answers of the engine, and the session's log-probabilities of their tokens."""
     groups = engine.sample(PROMPTS, Sampling(2, ANSWER, temperature, seed=3))
     answers = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
     assert all(len(answer.tokens) == ANSWER for _, answer in answers)
     ours = session.log_probs([Sample.of_answer(p, a.tokens) for p, a in answers], temperature).log_probs
-    return max(
-        (torch.tensor(answer.log_probs, dtype=torch.float64) - said[-ANSWER:]).abs().max().item()
-        for (_, answer), said in zip(answers, ours, strict=True)
-    )
+    return [answer for _, answer in answers], [said[-ANSWER:].tolist() for said in ours]
+
+
+def largest_gap(session: Session, engine: LocalVLLM, temperature: float) -> float:
+    """Largest difference of log-probabilities of sampled tokens, in nats."""
+    answers, ours = scored(session, engine, temperature)
+    return gaps_of(answers, {"old_log_probs": ours}, math.inf)["engine_gap_max"]
 
 
 def share_that_differs(session: Session, engine: LocalVLLM, shift: int) -> float:
@@ -109,6 +118,30 @@ def test_an_engine_with_stale_experts_is_found(tmp_path: Path) -> None:
     finally:
         engine.close()
         close()
+
+
+def test_experts_that_a_kernel_has_packed_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that keeps the kernels of older weights: these read experts in another layout than the new ones have."""
+    source = Path(vllm_worker.__file__).read_text()
+    assert source.count(".moe_kernel = None") == 1
+    (tmp_path / "worker.py").write_text(source.replace(".moe_kernel = None", ".moe_kernel"))
+    monkeypatch.setattr(vllm_worker, "__file__", str(tmp_path / "worker.py"))
+    session = open_session(["model=small_qwen3_moe", "model.initializer_range=0.3", *SIZES, f"run_dir={tmp_path}"])
+    engine = LocalVLLM(os.environ["VLLM_PYTHON"], session.config, tmp_path)
+    try:
+        engine.update(WeightStream(session.state.model_parts, **engine.options))
+        answers, ours = scored(session, engine, 1.0)
+        with pytest.raises(BackendError, match="nats from the trainer's on average"):
+            gaps_of(answers, {"old_log_probs": ours}, GRPOArgs().max_gap)
+    finally:
+        engine.close()
+        close()
+
+
+def test_a_run_that_is_killed_with_its_engine_ends_in_the_same_bits(tmp_path: Path) -> None:
+    settings = (*TINY, *FOR_VLLM, f"recipe_args.engine={os.environ['VLLM_PYTHON']}")
+    moments = kill_and_compare(tmp_path, 2, random.randrange(1 << 30), 20, settings)
+    assert moments[-1]["recorded_steps"] < 20
 
 
 def test_the_table_of_ignored_keys_is_true(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.launch.from_python import composed
 from automoe.launch.prepare import check, check_here, check_num_ranks, compose
+from tests.support.releases import NO_DTENSORS, needs
 
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 264, "hidden_size": 32}
 MIXTRAL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
@@ -110,6 +111,7 @@ def test_rules_see_the_axes_that_a_preset_makes() -> None:
         check(compose(Arguments(overrides=words)), 16, "cpu")
 
 
+@needs(NO_DTENSORS)
 def test_a_start_from_a_checkpoint_is_settled_without_dtensors(tmp_path: Path) -> None:
     """Ranks alone need them: importing them, and sympy, took a second of each start."""
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))

@@ -37,7 +37,6 @@ from mesh_mappings import (
 from automoe.config.mesh_shape import MeshShape
 from tests.support.mappings import is_legal, legal_meshes
 from tests.support.sampling import sample_seed
-from tests.support.schedules import runs_here
 
 DRAWS = 16
 # Those with experts, whose meshes, recomputation and capacity are drawn too.
@@ -45,7 +44,6 @@ FAMILIES = [name for name, model in MODELS.items() if model.first_k_dense < mode
 SCHEDULES = ({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH, MERGED, INTERLEAVED | MERGED)
 SCHEDULES += (HALVES, ZBV, DUAL_PIPE, DUAL_PIPE | MERGED, BREADTH_FIRST)
 SCHEDULES += (FUSED, FUSED | INTERLEAVED, DELAYED, DELAYED | INTERLEAVED)
-SCHEDULES = tuple(each for each in SCHEDULES if runs_here(str(each.get("schedule", "1F1B"))))
 WORLDS = (2, 4, 4, 8, 8, 8, 16)
 
 

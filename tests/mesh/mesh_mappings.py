@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mesh_cases import Case
 
-from tests.support.schedules import runs_here
-
 INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)
 GPIPE = dict(schedule="GPipe")
 # Backward passes in halves; stages down the ranks and up again; all forwards first.
@@ -423,7 +421,3 @@ MORE = [
     Case("mixtral", dict(dp_shard=4, cp=2, tp=2, ep=2, etp=4), rows=1, dispatcher="allgather"),
     Case("qwen3-tied", dict(pp=4, dp_shard=2, tp=2, ep=4), rows=1, parallel=GPIPE),
 ]
-
-
-CORE = [case for case in CORE if runs_here(case.parallel.get("schedule", "1F1B"))]
-MORE = [case for case in MORE if runs_here(case.parallel.get("schedule", "1F1B"))]

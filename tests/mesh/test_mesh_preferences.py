@@ -31,6 +31,7 @@ from automoe.training.validate import validate
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.preference import write_pairs
+from tests.support.releases import HALVES, needs
 
 CPU, TOLERANCE = torch.device("cpu"), 1e-10
 Numbers = tuple[torch.Tensor, list[dict[str, float]], dict[str, torch.Tensor]]
@@ -104,8 +105,8 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         ("sigmoid", {"pp": 2, "cp": 2}),
         ("ipo", {"dp_shard": 2, "ep": 2}),
         ("sigmoid", {"tp": 2}),
-        ("sigmoid", {"pp": 2, "schedule": "DualPipeV"}),
-        ("ipo", {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "ZBVZeroBubble"}),
+        pytest.param("sigmoid", {"pp": 2, "schedule": "DualPipeV"}, marks=needs(HALVES)),
+        pytest.param("ipo", {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "ZBVZeroBubble"}, marks=needs(HALVES)),
         *(pytest.param("ipo", mesh, marks=pytest.mark.exhaustive) for mesh in ({"pp": 2}, {"cp": 2}, {"tp": 2})),
     ],
     ids=str,

@@ -43,6 +43,7 @@ CASES = [
     Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
     Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS),  # hybrid attention
     Case("deepseek-sparse", dict(cp=2, tp=2, ep=2), rows=4),
+    Case("muse", dict(tp=2, ep=2), rows=4),  # experts on a latent
 ]  # fmt: skip
 
 
@@ -208,6 +209,13 @@ def tensor_ranks_take_the_first_shards_routes():
     return _replaced(automoe.comm.tokens.Tokens, "local_shard", make)
 
 
+def replay_does_nothing():
+    def make(original):
+        return lambda self, live, plain, tokens: (live, plain, original(self, live, plain, tokens)[2])
+
+    return _replaced(BalancedRouter, "replay", make)
+
+
 FAULTS: list[tuple[Callable[[], AbstractContextManager[Any]], Case]] = [
     (layers_counted_from_the_stage, CASES[0]),
     (routes_of_the_first_cp_ranks_positions, CASES[4]),
@@ -219,6 +227,7 @@ FAULTS: list[tuple[Callable[[], AbstractContextManager[Any]], Case]] = [
     (padding_on_the_left_shifts_routes, CASES[1]),
     (samples_out_of_order, CASES[1]),
     (dense_layers_counted, CASES[2]),
+    (replay_does_nothing, CASES[18]),
 ]
 
 

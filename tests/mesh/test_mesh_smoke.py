@@ -27,12 +27,11 @@ from mesh_mappings import (
 from automoe.interop import torch_pipelining, torch_private
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
-from tests.support.schedules import runs_here
 
 MODULES = (torch_private, torch_pipelining)
 NAMES = {module.__name__ for module in MODULES}
 PIPELINE = dict(pp=2, dp_shard=2, ep=2)
-ALL = [
+CASES = [
     Case("deepseek", PIPELINE, rows=1, parallel=INTERLEAVED | DELAYED),
     Case("deepseek", PIPELINE, rows=1, parallel=ZBV),
     Case("deepseek", PIPELINE, rows=1, parallel=DUAL_PIPE | MERGED),
@@ -45,7 +44,6 @@ ALL = [
     Case("deepseek", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, parallel=PER_MICRO_BATCH),
     Case("deepseek", dict(tp=2, ep=2), rows=2, lora=LORA),
 ]
-CASES = [case for case in ALL if runs_here(case.parallel.get("schedule", ""))]
 # Reached by no step in float64 on a CPU: by failed passes, lost ranks, checkpoints and plans, or on CUDA. The smoke tests
 # call them in ``tests/interop``, and commands that do so in ``tests/smoke``.
 ELSEWHERE = {

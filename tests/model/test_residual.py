@@ -12,6 +12,7 @@ from automoe.model.init import default_dtype
 from automoe.model.norm import OutputNorm
 from automoe.model.residual import HyperConnection, HyperHead, ResidualGate, residual_of
 from tests.support.class_models import AllInFloat64
+from tests.support.releases import needs
 
 HIDDEN = 12
 
@@ -97,6 +98,7 @@ def test_bfloat16_streams_are_kept_once_and_multiplied_in_float32() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@needs("muse_spark_text")
 @pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_gates_weight_residual_and_output_as_in_transformers(temperature: float) -> None:
     """Sum and every gradient to 1e-14, with gates so large that the residual has its least weight."""
@@ -128,6 +130,7 @@ def test_gates_weight_residual_and_output_as_in_transformers(temperature: float)
     assert temperature > 1 or least[..., -1].max() < 0.04  # the root of 1e-3
 
 
+@needs("muse_spark_text")
 @pytest.mark.parametrize("eps", [1e-8, 0.3])
 def test_a_norm_of_outputs_scales_first(eps: float) -> None:
     from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextInputScaledRMSNorm

@@ -31,7 +31,7 @@ from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.gpu import one_rank
-from tests.support.schedules import runs_here
+from tests.support.releases import HALVES, needs
 from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, VOCAB = 4, 16, 48
@@ -89,7 +89,7 @@ def summed(ranks: RankPool) -> Callable[[str], dict[str, torch.Tensor]]:
     return total
 
 
-HALVES = ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2, layers_per_stage=[0, 1, 1, 0])
+ZBV = ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2, layers_per_stage=[0, 1, 1, 0])
 EACH = ParallelConfig(grad_sync="micro_batch", reshard="micro_batch")
 DELAYED = ParallelConfig(expert_wgrad="delayed", overlap_all_to_all=True)
 CASES = {
@@ -97,16 +97,18 @@ CASES = {
     "dp2": config(dp_shard=2),
     "hsdp2x2": config(dp_replicate=2, dp_shard=2),
     "pp2": config(pp=2),
-    "halves": replace(config(pp=2), parallel=HALVES),
+    "halves": replace(config(pp=2), parallel=ZBV),
     "dp2, each micro-batch": replace(config(dp_shard=2), parallel=EACH),
     "dp2, fused": replace(config(dp_shard=2), parallel=ParallelConfig(expert_wgrad="fused")),
     "dp2 ep2, delayed": replace(config(dp_shard=2, ep=2), parallel=DELAYED),
 }
-CASES = {name: case for name, case in CASES.items() if runs_here(case.parallel.schedule)}
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(one, id=name, marks=needs(HALVES) if name == "halves" else ()) for name, one in CASES.items()],
+)
 def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, summed) -> None:
     """Over micro-batches and over ranks: what one row gives is rounded to bfloat16, sums are not."""
     total = summed(settings.parallel.expert_wgrad.replace("delayed", "fused"))

@@ -1,6 +1,7 @@
 """Whole runs of reinforcement learning, killed at drawn moments with all their processes, and resumed to the bit.
 
 python tests/rl/test_grpo_kills.py 20 benchmarks/results/grpo_kills.json
+python tests/rl/test_grpo_kills.py 6 benchmarks/results/grpo_kills_vllm.json PYTHON    # the Python of a vLLM
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,12 @@ TINY = (
     *("observe.report=false", "observe.sample_tokens=6", "train.val_every=100", "launch.device=cpu"),
     # An update of these falls between two checkpoints, and a checkpoint between the updates of a rollout.
     *("recipe_args.prompts=2", "recipe_args.samples=4", "recipe_args.iterations=3", "recipe_args.kl=0.01"),
+)
+
+# Sizes that vLLM's kernels for CPUs take; its process is killed with the others.
+FOR_VLLM = (
+    *("model.hidden_size=64", "model.moe_intermediate_size=32", "model.attention.head_dim=32"),
+    *("recipe_args.sampler=vllm", "train.dtype=float32"),
 )
 
 
@@ -67,9 +76,11 @@ def signs(command: TrainCommand) -> list[int]:
     return [path.stat().st_mtime_ns for path in paths if path.exists()]
 
 
-def kill_and_compare(folder: Path, kills: int, seed: int, steps: int) -> list[dict[str, Any]]:
+def kill_and_compare(
+    folder: Path, kills: int, seed: int, steps: int, settings: Sequence[str] = TINY
+) -> list[dict[str, Any]]:
     """The moments of the kills, after which the run ended as one that nothing disturbed."""
-    overrides = (*TINY, f"train.steps={steps}")
+    overrides = (*settings, f"train.steps={steps}")
     straight, hit = (TrainCommand(folder / name, overrides) for name in ("straight", "hit"))
     code, _, err = straight.run()
     assert code == 0, err
@@ -91,10 +102,17 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_bits(tmp_path: Path
 
 
 if __name__ == "__main__":
-    number, out = int(sys.argv[1]), Path(sys.argv[2])
+    number, out, *engine = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    settings = (*TINY, *FOR_VLLM) if engine else TINY
     with tempfile.TemporaryDirectory() as name:
-        made = kill_and_compare(Path(name), number, 1, 10 * number)
-    what = (
-        "whole runs of recipes/grpo.py killed by SIGKILL; record and exported weights equal those of a run left alone"
-    )
-    out.write_text(json.dumps({"what": what, "overrides": TINY, "kills": number, "moments": made}, indent=1) + "\n")
+        words = (*settings, *(f"recipe_args.engine={python}" for python in engine))
+        made = kill_and_compare(Path(name), number, 1, 10 * number, words)
+    report = {
+        "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
+        "command": f"python tests/rl/test_grpo_kills.py {number} {out}" + (" PYTHON" if engine else ""),
+        "what": "whole runs of recipes/grpo.py killed by SIGKILL; record and exported weights equal those of a run left alone",
+        "overrides": settings,
+        "kills": number,
+        "moments": made,
+    }
+    out.write_text(json.dumps(report, indent=1) + "\n")

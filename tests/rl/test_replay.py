@@ -1,21 +1,4 @@
-"""Routes of an engine: what readers refuse, what routers repeat, and public failures of replay, injected.
-
-Faults of meshes are put in on purpose in ``tests/mesh/test_mesh_replay.py`` (its names are in parentheses).
-
-| public failure | here |
-|---|---|
-| verl#5037: dense layers shift the routes of every layer | readers drop dense layers, and refuse routes in them; a shift by a layer is refused by the share of differing choices (``dense_layers_counted``) |
-| verl#7106: packing and virtual pipelines shift routes | packed samples have the gradients of samples alone; interleaved, V and merged meshes (``layers_counted_from_the_stage``) |
-| NeMo-RL#3903: modules for multi-token prediction take the backbone's routes | they route by themselves; two meshes with modules (``modules_for_prediction_take_the_last_layers_routes``) |
-| SkyRL#1908: padding, and how long replay lasts | padding and the next batch route by the router (``routes_outlive_their_micro_batch``) |
-| AReno#524: a merge over dp drops routes, turns are misaligned | dp meshes (``routes_of_dp_ranks_dropped_at_a_merge``); lines of another number are refused; of answers half misaligned the record has the share, 28%, which the bound leaves to many updates |
-| tunix#2046: padding before prompts detaches every route | a start is -1 lines of the same sample; a shift by a token is refused (``padding_on_the_left_shifts_routes``) |
-| prime-rl#2738: replay does nothing in latent MoE | foreign routes move the loss of every kind of layer, of classes of transformers too; a class that does not choose by topk is refused |
-| prime-rl#2953: biases move under replay | biases and load fractions stand still (``biases_move``) |
-| ms-swift#9804: routes beside cp | cp meshes of all three kinds (``routes_of_the_first_cp_ranks_positions``) |
-| vllm#40692: no routes on hybrid attention | missing lines, and lines of zeros, are refused; delta nets on a mesh |
-| others of weights, kernels and teachers (SkyRL#1680, SkyRL#1345, verl#7978, verl#7195, slime#2085) | no matter of routes: tests of weights and sessions |
-"""
+"""Routes of an engine: what readers refuse, what routers repeat, and shifted routes; ``test_failures`` has public failures."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError
 from automoe.hf.write import to_hf
 from automoe.rl import versions
-from automoe.rl.versions import INDEX, LOCK, Digest, WeightVersions, read_version
+from automoe.rl.versions import INDEX, LOCK, WeightVersions, hash_of, read_version
 from automoe.rl.weights import WeightStream
 from automoe.storage.lock_file import take_lock
 from automoe.verify.pool import RankPool
@@ -58,20 +58,20 @@ def test_a_chain_ends_in_the_hash_of_the_export(encoding: Any, source: Path, tmp
         if step % 2 == 0:
             number, tensors = read_version(tmp_path / "versions", *reader)
             reader = tensors, number
-            assert str(Digest(tensors)) == said
+            assert hash_of(tensors) == said
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "versions").iterdir()}
     full = max(sizes.values())
     differences = [size for name, size in sizes.items() if name.startswith("difference")]
     if encoding == "plain":  # tensors of half a kilobyte are hardly larger than a difference's name
         assert len(differences) == 4 and max(differences) < full / 4
     to_hf(model, tmp_path / "hf", encoding=encoding, verify=False)
-    assert said == str(Digest(exported(tmp_path / "hf"))) == str(Digest(read_version(tmp_path / "versions")[1]))
+    assert said == hash_of(exported(tmp_path / "hf")) == hash_of(read_version(tmp_path / "versions")[1])
 
 
 def test_ranks_publish_together(source: Path, tmp_path: Path, ranks: RankPool) -> None:
     mesh = MeshConfig(pp=2, dp_shard=1)
     said = ranks.run(publish_twice, 2, source, tmp_path / "versions", mesh)
-    assert said[0] == said[1] == str(Digest(read_version(tmp_path / "versions")[1]))
+    assert said[0] == said[1] == hash_of(read_version(tmp_path / "versions")[1])
 
 
 def publish_twice(source: Path, folder: Path, mesh: MeshConfig) -> str:
@@ -96,7 +96,7 @@ def test_a_chain_is_folded_before_it_outgrows_a_full_file(source: Path, tmp_path
         differences = sorted(tmp_path.glob("difference-*"))
         folded += not differences
         assert sum(path.stat().st_size for path in differences) < full
-        assert str(Digest(read_version(tmp_path)[1])) == said
+        assert hash_of(read_version(tmp_path)[1]) == said
     assert folded >= 2  # the first version, and a later one
 
 
@@ -113,12 +113,12 @@ def test_damage_is_found(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was published. Remove the"):
         read_version(tmp_path)
     flip(full, -1)
-    assert str(Digest(read_version(tmp_path)[1])) == said
+    assert hash_of(read_version(tmp_path)[1]) == said
     # The newest version in full, with which the next one is compared: the next one is then full too.
     flip(max(tmp_path.glob("weights-*")), -1)
     update(model, 0.02, 9)
     said = WeightVersions(tmp_path).publish(stream, 9)
-    assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
+    assert hash_of(read_version(tmp_path)[1]) == said and not list(tmp_path.glob("difference-*"))
 
 
 def cut(file: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_followed_is_named(kind: str, prefix: str, sourc
         read_version(folder)
     shutil.rmtree(folder)
     said = publisher.publish(stream, 9)
-    assert str(Digest(read_version(folder)[1])) == said
+    assert hash_of(read_version(folder)[1]) == said
 
 
 def test_a_version_that_was_cut_is_not_compared_with(source: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_version_that_was_cut_is_not_compared_with(source: Path, tmp_path: Pat
         publisher.publish(stream, step)
     cut(max(tmp_path.glob("weights-*")))
     said = publisher.publish(stream, 9)
-    assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
+    assert hash_of(read_version(tmp_path)[1]) == said and not list(tmp_path.glob("difference-*"))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
@@ -167,7 +167,7 @@ def test_after_a_file_was_lost_the_next_version_is_full(number: int, source: Pat
     first, newest = sorted(tmp_path.glob("weights-*"))
     [first, newest, *sorted(tmp_path.glob("difference-*"))][number].unlink()
     said = publisher.publish(stream, 9)
-    assert str(Digest(read_version(tmp_path)[1])) == said and not list(tmp_path.glob("difference-*"))
+    assert hash_of(read_version(tmp_path)[1]) == said and not list(tmp_path.glob("difference-*"))
 
 
 @pytest.mark.parametrize("text", ["{", '{"chain": []}', '{"a": 1}'])
@@ -211,7 +211,7 @@ def test_a_reader_follows_files_that_are_replaced_meanwhile(
 
     monkeypatch.setattr(versions, "_read", overtaken)
     number, tensors = read_version(tmp_path, tensors, number)
-    assert number == 3 and [str(Digest(tensors))] == said
+    assert number == 3 and [hash_of(tensors)] == said
 
 
 def flip(file: Path, at: int) -> None:
@@ -250,12 +250,12 @@ def test_a_kill_anywhere_leaves_a_version(stride: int, source: Path, tmp_path: P
     for step in count(1):
         line = (step - 1) * stride
         update(model, 0.01, step)
-        now = str(Digest({name: one for bucket in stream for name, one in bucket.items()}))
+        now = hash_of({name: one for bucket in stream for name, one in bucket.items()})
         died = killed_at(line, tmp_path, stream, step)
         deaths += died
-        assert str(Digest(read_version(tmp_path)[1])) in ((before, now) if died else (now,))
+        assert hash_of(read_version(tmp_path)[1]) in ((before, now) if died else (now,))
         before = WeightVersions(tmp_path).publish(stream, step)
-        assert before == now == str(Digest(read_version(tmp_path)[1]))
+        assert before == now == hash_of(read_version(tmp_path)[1])
         if not died:
             break
     assert deaths > 5

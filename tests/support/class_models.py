@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from automoe.hf.transformers_models import loading_class
 from automoe.model.init import default_dtype
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.trajectory import Trajectory, run_trajectory
+from tests.support.releases import skip_without
 
 SIZES: dict[str, Any] = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
@@ -172,6 +174,7 @@ def hf_class_config(model_type: str, **more: Any) -> Any:
     """Return a configuration of small sizes; of a wrapper, around a text model of these sizes."""
     from transformers import CONFIG_MAPPING
 
+    skip_without(model_type)
     kind = CONFIG_MAPPING[model_type]
     if "text_config" not in kind.sub_configs:
         return kind(**(SIZES | MORE.get(model_type, {}) | more))
@@ -274,6 +277,7 @@ def trajectory_in_float64(*args: Any, **given: Any) -> Trajectory:
 
 def tier_config(path: Path) -> ModelConfig:
     """Return the configuration in the tier of any class, one with a native family too."""
+    skip_without(f"the class of {json.loads((path / 'config.json').read_text())['model_type']}")
     return FAMILY.read_config({}, str(path))
 
 

@@ -14,6 +14,7 @@ from automoe.hf.transformers_models import loading_class
 from automoe.hf.wrapper import names_in_class
 from tests.support.class_models import hf_class_config
 from tests.support.hf_sizes import SIZES, SMALL_MODELS
+from tests.support.releases import skip_without
 
 # Published with the experts of a layer in one tensor; transformers saves them one by one unless told otherwise.
 PUBLISHED_FUSED = ("qwen3_5_moe", "qwen3_5_moe_text")
@@ -52,6 +53,7 @@ def small_hf_model(
     from transformers import AutoConfig
 
     model_type, sizes = SMALL_MODELS[name]
+    skip_without(model_type)
     sizes = sizes | (other_sizes or {})
     config = in_wrapper(AutoConfig.for_model(model_type, **deepcopy(SIZES | sizes)))  # it writes into nested dicts
     model = loading_class(config, whole=True).from_config(config, dtype=dtype)

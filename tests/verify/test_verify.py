@@ -237,6 +237,21 @@ def test_what_cannot_run_on_a_cpu_is_said() -> None:
     assert config.kernels.attention == "sdpa" and ("kernels.attention", "cudnn", "sdpa") in cuts
 
 
+def test_what_an_older_torch_cannot_run_is_said_before_ranks_start(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automoe.launch.hardware.version", lambda package: "2.11.0")
+    halves = [
+        "model.num_layers=4",
+        "mesh.pp=2",
+        "mesh.ep=1",
+        "parallel.schedule=ZBVZeroBubble",
+        "parallel.stages_per_rank=2",
+    ]
+    assert main([*small, *halves, "launch.num_ranks=2", "launch.device=cpu"]) == 2
+    assert "torch 2.11.0 cannot do with this model's operations. Install torch 2.13 or later" in capsys.readouterr().err
+
+
 def test_gpus_that_are_not_there_are_told(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Only the command line asks for GPUs: configurations for clusters name them too, and run here on the CPU."""
     with patch.object(hardware, "_present_gpus", lambda: 0):
