@@ -165,7 +165,7 @@ def natural_routes(session: Session, batch: list[Sample]) -> list[torch.Tensor]:
     for sample in batch:
         with recorded_choices(session.state.model_parts[0]) as choices, torch.no_grad():
             session.state.model_parts[0](batch=MicroBatch(torch.as_tensor(sample.tokens)[None, :-1]))
-        found.append(choices()[0, :, : model.num_layers - model.first_k_dense, 0])
+        found.append(choices()[0, :, : model.num_moe_layers - model.num_mtp_layers, 0])
     return found
 
 
