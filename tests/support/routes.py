@@ -16,7 +16,7 @@ from automoe.rl.routes import read_sglang, read_vllm
 def all_layers(lines_TLK: torch.Tensor, model: ModelConfig) -> np.ndarray:
     """Lines of the MoE layers as an engine has them: dense layers as zeros."""
     lines = torch.zeros(len(lines_TLK), model.num_layers, lines_TLK.shape[2], dtype=torch.int64)
-    lines[:, list(model.moe_layers)] = lines_TLK
+    lines[:, [layer for layer in model.moe_layers if layer < model.num_layers]] = lines_TLK
     return lines.numpy()
 
 
