@@ -229,13 +229,13 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         DataError: building the model, or its first forward pass, takes too long or too much memory.
     """
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from automoe.data.tokenizer_files import check_files
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import check_numbers, read_headers, unread_adapter, without_adapter
-    from automoe.hf.transformers_models import loading_class, num_parameters
+    from automoe.hf.transformers_models import loading_class, num_parameters, stated_config
 
     disable_progress_bar()
     for name in _NOISY:
@@ -255,14 +255,15 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         )
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        config = AutoConfig.from_pretrained(folder, **safe)
+        config = stated_config(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **safe)
         # Tensors that no file holds would be drawn at random, in memory for all of them.
         built = partial(num_parameters, config)
         check_numbers(folder, guarded(f"{folder}: its class of transformers", built), tensors)
         with without_adapter(folder) as plain:
             model, loaded = loading_class(config).from_pretrained(
                 plain,
+                config=config,
                 dtype="auto",
                 output_loading_info=True,
                 use_safetensors=True,

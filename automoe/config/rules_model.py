@@ -66,6 +66,7 @@ model.num_experts_per_token > model.num_scored_experts |
     | a token cannot choose more than all {model.num_scored_experts} experts (model.num_experts, with zero experts)
 model.router.zero_expert_type != default | model.router.num_zero_experts == 0 | there are no zero experts
 model.router.num_zero_experts > 0 | model.router.num_groups > 1 | zero experts are in no group
+model.router.num_zero_experts > 0 | model.num_moe_layers == 0 | no layer has experts
 model.router.num_zero_experts > 0 | model.post_norm_eps != null | a zero expert's output has no norm
 model.router.num_zero_experts > 0 | model.router.num_hash_layers > 0 | a table of token ids names experts that compute
 model.router.num_groups: model.num_experts % model.router.num_groups | | groups hold equal numbers of experts
@@ -288,7 +289,7 @@ def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     if model.num_moe_layers:
         yield from sharded_expert_rows(config, shape)
     yield from refused(see, _ROUTING)
-    group = model.num_experts // model.router.num_groups
+    group = model.num_scored_experts // model.router.num_groups
     chosen = see.knowing(
         chosen=model.router.topk_groups * group, needed=-(-model.num_experts_per_token // group)
     )

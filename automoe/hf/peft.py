@@ -31,7 +31,7 @@ from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.hf.transformers_models import weightless
+from automoe.hf.transformers_models import stated_config, weightless
 from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, text_config
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
@@ -232,11 +232,7 @@ def _in_wrapper(config: ModelConfig) -> bool:
 
 def _weightless(config: ModelConfig) -> Any:
     """Return transformers' model of the checkpoint at ``config.hf_path``, on the meta device."""
-    from transformers import AutoConfig
-
-    folder = local_folder(str(config.hf_path))
-    stated = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return weightless(stated, whole=True)
+    return weightless(stated_config(local_folder(str(config.hf_path))), whole=True)
 
 
 def adapter_names(config: ModelConfig) -> Names:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from automoe.hf.families.registry import known_families
+from automoe.hf.families.registry import known_families, read_hf_config
+
+
+def stated_config(folder: Path) -> Any:
+    """Return the configuration object of ``transformers`` that a checkpoint's config.json states.
+
+    A family's class reads a file without ``model_type``, which ``AutoConfig`` refuses.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    model_type = read_hf_config(folder).get("model_type")
+    kind = CONFIG_MAPPING[model_type] if model_type in known_families() else AutoConfig
+    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def loading_class(config: Any, whole: bool = False) -> Any:

@@ -23,6 +23,7 @@ from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.folder import write_settings
+from automoe.hf.transformers_models import loading_class
 from automoe.hf.verify import multiply_as_torch_can
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.routes import ROUTES_DTYPE
@@ -155,7 +156,7 @@ class TransformersEngine:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         self.options = {"layout": "fused"}
         dtype = COMPUTE_DTYPES[config.train.dtype]
@@ -163,7 +164,7 @@ class TransformersEngine:
             write_settings(Path(folder), config.model, dtype, "none")
             hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         multiply_as_torch_can(hf_config, config.model, dtype)
-        self._model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
+        self._model = loading_class(hf_config).from_config(hf_config, dtype=dtype).to(device).eval()
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer
         for name, module in self._model.named_modules():
             if name.endswith(".mlp.experts"):

@@ -21,7 +21,7 @@ from automoe.config.schema import Config, ModelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.transformers_models import loading_class
+from automoe.hf.transformers_models import loading_class, stated_config
 from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
 from automoe.observe.flops import train_flops_per_token
@@ -109,6 +109,8 @@ def test_a_published_config_is_read_with_either_count_of_layers(keys: dict[str, 
 
 
 def test_counts_of_layers_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers=3, which is no number of pairs"):
+        read(tmp_path, num_hidden_layers=3, num_layers=None)
     with pytest.raises(ConfigError, match="num_hidden_layers=30 and num_layers=28 pairs"):
         read(tmp_path, num_hidden_layers=30)
 
@@ -122,6 +124,9 @@ def test_a_file_that_names_its_class_alone_is_of_the_class_s_family(name: str, t
     del stated["model_type"]
     path.write_text(json.dumps(stated))
     assert model_config_from_hf(tmp_path) == expected
+    config = stated_config(tmp_path)  # of generate, eval and adapters' exports
+    weights = loading_class(config).from_pretrained(tmp_path, config=config, output_loading_info=True)[1]
+    assert not weights["missing_keys"] and not weights["unexpected_keys"]
     path.write_text(json.dumps(stated | {"architectures": ["NobodysModel"]}))
     with pytest.raises(ConfigError, match="model_type"):
         model_config_from_hf(tmp_path)
@@ -198,6 +203,7 @@ def config_with(preset: str = "small_longcat", *overrides: str, **model: Any) ->
         ("longcat", dict(num_experts_per_token=25), "model.num_experts_per_token", "more than all 24 experts"),
         ("qwen3_moe", dict(zero_expert_type="zero"), "model.router.zero_expert_type", "there are no zero experts"),
         ("dsv3", dict(num_zero_experts=4), "model.router.num_zero_experts", "in no group"),
+        ("llama", dict(num_zero_experts=4), "model.router.num_zero_experts", "no layer has experts"),
         ("muse", dict(num_zero_experts=4), "model.router.num_zero_experts", "has no norm"),
         ("dsv4", dict(num_zero_experts=4), "model.router.num_zero_experts", "a table of token ids"),
     ],
@@ -208,6 +214,11 @@ def test_what_no_model_has_is_refused_by_name(preset: str, model: dict[str, Any]
     with pytest.raises(ConfigError, match=rule) as caught:
         validate(config_with(f"small_{preset}", export, **model), 1, "cpu")
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("model", [dict(num_experts_per_token=24), dict(num_experts=1)])
+def test_a_token_may_choose_more_experts_than_compute(model: dict[str, Any]) -> None:
+    validate(config_with("small_longcat", **model), 1, "cpu")
 
 
 def test_a_gate_that_leaves_the_last_expert_out_needs_one_that_computes() -> None:

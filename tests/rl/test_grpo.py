@@ -41,6 +41,7 @@ from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from recipes import grpo
+from tests.support.configurations import quick_model
 from tests.support.gpu import one_rank
 
 PROMPTS = ["x = ", "count: ", "the year "]
@@ -438,3 +439,12 @@ def test_generate_answers_in_float64(tmp_path: Path, ranks: RankPool) -> None:
     settings.train.dtype, settings.train.steps = "float64", 1
     _, [record] = ranks.run(train, 1, settings)[0]
     assert record["engine_gap_max"] < 1e-6 and record["engine_gap_max"] != 0
+
+
+def test_experts_without_weights_are_drawn_with_and_replayed(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path / "run", ep=2, dp_shard=2)
+    settings.model = replace(quick_model("small_longcat"), hidden_size=32, num_layers=2, vocab_size=264)
+    settings.train.steps = 2
+    _, records = ranks.run(train, 2, settings)[0]
+    assert all(0 < record["engine_gap_max"] < 1e-5 and record["routes_differ"] < 0.01 for record in records)
+    assert all(record["zero_expert_share"] > 0 for record in records)

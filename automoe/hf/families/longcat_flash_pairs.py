@@ -21,6 +21,8 @@ class Pairs(Family):
             if layers not in (None, pairs, 2 * pairs):
                 raise damaged(path, f"num_hidden_layers={layers} and num_layers={pairs} pairs")
             hf = hf | {"num_hidden_layers": 2 * pairs}
+        elif isinstance(layers, int) and layers % 2:
+            raise damaged(path, f"num_hidden_layers={layers}, which is no number of pairs")
         return super().read_config(hf, path)
 
     @staticmethod
