@@ -69,9 +69,7 @@ def test_rows_agree_with_the_modules_that_own_the_parameters(name: str) -> None:
         assert spec.lora is None or isinstance(owner, Linear | GroupedExperts)
         assert spec.fp8 == (spec.lora is not None)
         assert all(dim is None or dim < len(param.shape) for dim in (spec.tp, spec.etp, spec.fsdp))
-        assert spec.decays == (
-            len(param.shape) > 1 and not param.name.endswith((".gate_up_proj_bias", ".down_proj_bias"))
-        )
+        assert spec.decays == (len(param.shape) > 1 and not param.name.endswith("_bias"))
         assert param.expert == isinstance(owner, GroupedExperts)
         if spec.tp is not None and param.part == "attention" and model.attention.kind == "gqa":
             per_head = model.attention.num_kv_heads if param.kv_heads else heads
