@@ -35,7 +35,6 @@ from measuring import commit, cpu_model, memory, result_file
 
 PROMPT, ANSWER, GROUP, ANSWERS, VOCAB = 16, 128, 8, 64, 512
 LR = 1e-4
-MALLOC = "GLIBC_TUNABLES"  # of a streamed-to engine's variables, what an engine that reads an export has not
 GATE = 1e-3  # relative difference of gradient norms, and difference of losses over the norm, that are accepted
 UNTIMED = 1  # generations
 PARTS = ("old log-probabilities", "forward", "backward", "clip", "optimizer")
@@ -380,37 +379,30 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
     to_hf(parts, folder.parent / "first")
     command = [python, "-c", RELOADS, str(Path(vllm.vllm_worker.__file__).parent), str(folder.parent / "first")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    settings = {
-        "": {key: value for key, value in vllm._CPU.items() if key != MALLOC},
-        " with its settings of malloc": vllm._CPU,
-    }
-    readers: dict[str, subprocess.Popen[str]] = {}
     others = {key: value for key, value in os.environ.items() if not key.startswith(vllm._OURS)}
+    start = time.perf_counter()
+    reader = subprocess.Popen(command, env=vllm._MALLOC | others | vllm._CPU, **pipes)
 
-    def said(reader: subprocess.Popen[str]) -> dict[str, Any]:
+    def said() -> dict[str, Any]:
         return next(json.loads(line) for line in reader.stdout if line.startswith('{"'))
 
-    for kind, variables in settings.items():
-        start = time.perf_counter()
-        readers[kind] = subprocess.Popen(command, env=others | variables, **pipes)
-        fresh = said(readers[kind])
-        started = time.perf_counter() - start
+    fresh = said()
+    started = time.perf_counter() - start
 
     def stream_in() -> tuple[int, float]:
         streamed.update(stream)
         [[answer]] = streamed.sample([prompt], Sampling(1, 1))
         return answer.tokens[0], answer.log_probs[0]
 
-    def export_and_read(verify: bool, reader: subprocess.Popen[str]) -> tuple[int, float]:
+    def export_and_read(verify: bool) -> tuple[int, float]:
         to_hf(parts, folder.parent / "hf", verify=verify, overwrite=True)
         print(folder.parent / "hf", file=reader.stdin, flush=True)
-        answer = said(reader)
+        answer = said()
         return answer["token"], answer["log_prob"]
 
     ways: dict[str, tuple[Callable[[], tuple[int, float]], int]] = {"streamed": (stream_in, streamed._process.pid)}
-    for kind, reader in readers.items():
-        for name, verify in (("verified export", True), ("export that nothing verifies", False)):
-            ways[f"{name}, read by vLLM{kind}"] = (partial(export_and_read, verify, reader), reader.pid)
+    for name, verify in (("verified export", True), ("export that nothing verifies", False)):
+        ways[f"{name}, read by vLLM"] = (partial(export_and_read, verify), reader.pid)
     seconds: dict[str, dict[str, list[float]]] = {way: {"wall": [], "cpu": []} for way in ways}
     for turn in range(rounds + 1):
         for way, (work, process) in ways.items():
@@ -427,9 +419,8 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
             if not abs(log_prob - float(trainers)) < 1e-5:
                 raise SystemExit(f"{way}: vLLM says {log_prob} of token {token}, the trainer {float(trainers)}")
     streamed.close()
-    for reader in readers.values():
-        reader.kill()
-        reader.wait()
+    reader.kill()
+    reader.wait()
     medians = {way: {kind: median(each) for kind, each in kinds.items()} for way, kinds in seconds.items()}
     return {
         "vllm": fresh["version"],

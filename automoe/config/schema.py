@@ -448,11 +448,6 @@ def window_of(attention: AttentionConfig, layer: int) -> int:
     return 0 if _full(attention, layer) else attention.sliding_window
 
 
-def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Return True if layer number ``layer`` has routed experts."""
-    return layer in model.moe_layers
-
-
 def has_token_table(model: ModelConfig, layer: int) -> bool:
     """Return True if a table of token ids selects the experts of layer number ``layer``."""
     return 0 <= layer - model.first_k_dense < model.router.num_hash_layers

@@ -16,7 +16,8 @@ def stated_config(folder: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = read_hf_config(folder).get("model_type")
-    kind = CONFIG_MAPPING[model_type] if model_type in known_families() else AutoConfig
+    native = model_type in known_families() and model_type in CONFIG_MAPPING
+    kind = CONFIG_MAPPING[model_type] if native else AutoConfig
     return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 

@@ -37,7 +37,7 @@ from automoe.hf.merge import adapters_of
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import Transfer, compare_beside, not_exported, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
-from automoe.hf.transformers_models import loading_class, weightless
+from automoe.hf.transformers_models import loading_class, stated_config, weightless
 from automoe.hf.wrapper import names_in_class
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import count_params
@@ -196,9 +196,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     Raises:
         CheckpointError: a tensor is missing, unknown or of another shape.
     """
-    from transformers import AutoConfig
-
-    model = weightless(AutoConfig.from_pretrained(folder, local_files_only=True), whole=True)
+    model = weightless(stated_config(folder), whole=True)
     names = names_in_class(model)
     theirs = {
         plain: tuple(value.shape)
@@ -385,7 +383,6 @@ def _run_transformers(
     Raises:
         CheckpointError: transformers misses tensors, or has no use for some.
     """
-    from transformers import AutoConfig
     from transformers.utils import logging as bars
 
     # transformers' progress bars would overwrite this run's own line.
@@ -393,7 +390,7 @@ def _run_transformers(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     )
     with hidden, without_adapter(folder) as plain:
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf_config = stated_config(folder)
         multiply_as_torch_can(hf_config, config, torch.float32)
         model, info = loading_class(hf_config, whole=True).from_pretrained(
             plain,

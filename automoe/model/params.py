@@ -31,14 +31,7 @@ from functools import cache, partial
 from itertools import chain
 from math import prod
 
-from automoe.config.schema import (
-    ModelConfig,
-    has_experts,
-    has_indexer,
-    has_token_table,
-    is_linear,
-    ratio_of,
-)
+from automoe.config.schema import ModelConfig, has_indexer, has_token_table, is_linear, ratio_of
 from automoe.config.tier import tier_of
 from automoe.model.param_spec import PARTS, Param, ParamSpec, parse_rows
 
@@ -230,8 +223,12 @@ def _indexes(kind: str) -> Callable[[ModelConfig, int], bool]:
     return lambda model, layer: model.attention.kind == kind and has_indexer(model.attention, layer)
 
 
+def _is_moe(model: ModelConfig, layer: int) -> bool:
+    return layer in model.moe_layers
+
+
 def _selects_by_scores(model: ModelConfig, layer: int) -> bool:
-    return has_experts(model, layer) and not has_token_table(model, layer)
+    return _is_moe(model, layer) and not has_token_table(model, layer)
 
 
 def _always(model: ModelConfig, layer: int) -> bool:
@@ -250,17 +247,17 @@ _MODULES = (
     _Module("self_attn", "attention", _COMPRESSED, _has_softmax("compressed"), "attention"),
     _Module("self_attn.compressor", "attention", _COMPRESSOR, _has_entries),
     _Module("self_attn.compressor.indexer", "attention", _ENTRY_INDEXER, _indexes("compressed")),
-    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not has_experts(*where), "mlp"),
-    _Module("mlp.router", "router", _ROUTER, has_experts),
+    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *where: not _is_moe(*where), "mlp"),
+    _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.router", "router", _BY_SCORES, _selects_by_scores),
     _Module("mlp.router", "router", _BY_TABLE, has_token_table),
-    _Module("mlp.latent", "latent", _LATENT, has_experts, "latent"),
-    _Module("mlp.experts", "routed_experts", _EXPERTS, has_experts, "experts"),
+    _Module("mlp.latent", "latent", _LATENT, _is_moe, "latent"),
+    _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(
         "mlp.shared_experts",
         "shared_experts",
         _SHARED_EXPERTS,
-        lambda model, layer: has_experts(model, layer) and model.shared_width > 0,
+        lambda model, layer: _is_moe(model, layer) and model.shared_width > 0,
         "shared_experts",
     ),
 )

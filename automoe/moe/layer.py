@@ -53,7 +53,7 @@ class MoE(nn.Module):
         self.router = Router(
             config,
             moe,
-            moe_index=(layer - config.first_k_dense) // config.layers_together,
+            moe_index=config.moe_layers.index(layer),
             pg_collection=self.pg_collection,
             seed=backend.seed,
             dtype=backend.router_dtype,

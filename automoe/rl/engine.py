@@ -23,7 +23,7 @@ from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.folder import write_settings
-from automoe.hf.transformers_models import loading_class
+from automoe.hf.transformers_models import loading_class, stated_config
 from automoe.hf.verify import multiply_as_torch_can
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.routes import ROUTES_DTYPE
@@ -156,13 +156,11 @@ class TransformersEngine:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from transformers import AutoConfig
-
         self.options = {"layout": "fused"}
         dtype = COMPUTE_DTYPES[config.train.dtype]
         with tempfile.TemporaryDirectory() as folder:
             write_settings(Path(folder), config.model, dtype, "none")
-            hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            hf_config = stated_config(Path(folder))
         multiply_as_torch_can(hf_config, config.model, dtype)
         self._model = loading_class(hf_config).from_config(hf_config, dtype=dtype).to(device).eval()
         self._choices: list[list[torch.Tensor]] = []  # [rows, K] of each call of each MoE layer

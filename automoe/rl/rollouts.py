@@ -64,11 +64,9 @@ class Rollouts:
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
         # Answers of a run that was drawn otherwise are not this run's.
         train = config.train
-        settings = [
-            *(config.recipe_args, config.observe.sample_tokens, config.model, config.optim),
-            *(config.lora, config.moe, train.seed, train.dtype),
-            *(train.grad_clip, train.freeze, train.trainable, train.fp8),
-        ]
+        settings: list[Any] = [config.recipe_args, config.observe.sample_tokens, config.model]
+        settings += [config.optim, config.lora, config.moe, train.seed, train.dtype]
+        settings += [train.grad_clip, train.freeze, train.trainable, train.fp8]
         self._drawn_by = f"{self.digest} {settings}"
 
     @classmethod

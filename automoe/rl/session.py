@@ -489,5 +489,10 @@ def without_auxiliary_losses(config: Config) -> Config:
 
 def added_stats(first: StepStats, second: StepStats) -> StepStats:
     """Return a copy of ``second`` whose loss, tokens per expert and counts of replayed choices include ``first``'s."""
-    names = "loss", "expert_counts", "device_counts", "replayed"
-    return replace(second, **{name: getattr(first, name) + getattr(second, name) for name in names})
+    return replace(
+        second,
+        loss=first.loss + second.loss,
+        expert_counts=first.expert_counts + second.expert_counts,
+        device_counts=first.device_counts + second.device_counts,
+        replayed=first.replayed + second.replayed,
+    )

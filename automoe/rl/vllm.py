@@ -26,6 +26,10 @@ from automoe.rl.weights import WeightStream, feed
 
 # Variables of this rank and of its Python.
 _OURS = tuple("RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ PYTHON TORCHELASTIC VIRTUAL_ENV".split())
+# Each layer is loaded into the memory of the one before it: new pages cost a third of an update. Yours come first.
+_MALLOC = {
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+}
 _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -33,8 +37,6 @@ _CPU = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Each layer is loaded into the memory of the one before it: new pages cost a third of an update.
-    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296",
 }
 
 
@@ -80,7 +82,7 @@ class LocalVLLM:
                     stderr=log,
                     text=True,
                     pass_fds=[write],
-                    env=others | _CPU | {"FD": str(write)},
+                    env=_MALLOC | others | _CPU | {"FD": str(write)},
                 )
         except OSError as error:
             raise BackendError(
