@@ -80,6 +80,25 @@ def test_log_probs_and_entropies_are_those_of_transformers(ranks: RankPool, tmp_
         torch.testing.assert_close(my_entropy[1:].float(), entropy, rtol=1e-4, atol=2e-5)
 
 
+def rows_of_the_head(folder: str) -> int:
+    from automoe.model import loss
+
+    multiplied, chunks = [], loss._trained_chunks
+
+    def counted(*args: Any) -> Any:
+        multiplied.extend(args[0][chunk].shape[0] for chunk in chunks(*args))
+        return chunks(*args)
+
+    with patch.object(loss, "_trained_chunks", counted):
+        open_session([*SMALL, f"run_dir={folder}"]).log_probs(batch_of())
+    return sum(multiplied)
+
+
+def test_the_head_multiplies_trained_tokens_alone(ranks: RankPool, tmp_path: Path) -> None:
+    [rows] = ranks.run(rows_of_the_head, 1, str(tmp_path))
+    assert rows == sum(sum(sample.mask) for sample in batch_of())
+
+
 def test_scores_have_the_gradients_of_whole_logits() -> None:
     from automoe.model.loss import token_scores
 
