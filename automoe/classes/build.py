@@ -72,7 +72,11 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     import transformers
 
     stated, _ = transformers.PreTrainedConfig.get_config_dict(local_folder(path))
-    model_type = str(stated.get("model_type"))
+    model_type = stated.get("model_type")
+    if model_type is None:
+        names = stated.get("architectures")
+        problem = f"config.json has no model_type; its architectures are {names}"
+        raise refused(path, problem, "State the model_type of one architecture")
     if model_type not in transformers.CONFIG_MAPPING:
         problem = f"transformers {transformers.__version__} has no model_type={model_type}"
         raise refused(path, problem, "Install a newer transformers, or choose another checkpoint")

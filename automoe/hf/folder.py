@@ -28,7 +28,6 @@ from automoe.storage.files import explained, write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
     copy_file,
-    is_there,
     open_inside,
     parse_json,
     parse_settings,
@@ -207,7 +206,7 @@ def write_settings(
     for where, name in files:
         copy_file(where, name, folder / name)
     ids = {key: text.get(key) for key in SPECIAL_IDS}
-    if not is_there(folder, GENERATION):
+    if GENERATION not in [name for _, name in files]:  # an earlier try may have left half of one
         _write_json(folder / GENERATION, {"_from_model_config": True} | ids)
     elif fit is not None:
         _write_json(folder / GENERATION, fit(ids | read_settings(folder, GENERATION)))

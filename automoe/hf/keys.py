@@ -446,7 +446,7 @@ def quantization_config(
             "model.family",
             config.family,
             f"{name} is written in the format of published {publisher} files, which no other family has",
-            "Export it in block-FP8 or bfloat16",
+            "Export it in bfloat16",
         )
     for key in ("hidden_size", "moe_intermediate_size"):
         if left := (size := getattr(config, key)) % GROUP:

@@ -175,7 +175,7 @@ class TransformersEngine:
     def update(self, stream: WeightStream) -> None:
         state = self._model.state_dict()
         assert state.keys() - stream.contents.keys() <= {"lm_head.weight"}  # if it is tied
-        for bucket in stream:
+        for bucket in stream.lent():
             for name, tensor in bucket.items():
                 if name in state:  # transformers has no modules for multi-token prediction
                     state[name].copy_(tensor)

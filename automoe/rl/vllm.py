@@ -8,16 +8,18 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
+from automoe.hf.files import header_bytes, raw_bytes
 from automoe.hf.folder import write_settings
+from automoe.hf.headers import Contents
 from automoe.rl import vllm_worker
 from automoe.rl.engine import Answer, Sampling
 from automoe.rl.routes import read_vllm
@@ -41,7 +43,7 @@ _CPU = {
 
 
 class LocalVLLM:
-    """Inference engine that is vLLM in a child process of rank 0; new weights pass through files in memory.
+    """Inference engine that is vLLM in a child process of rank 0; new weights pass through memory. Linux only.
 
     Args:
         python: path of a Python interpreter that has vLLM; it runs ``automoe.rl.vllm_worker``.
@@ -51,7 +53,7 @@ class LocalVLLM:
         options: keyword arguments with which a caller must make the ``WeightStream`` for ``update``.
 
     Raises:
-        BackendError: the child process does not start, or ends before it answers.
+        BackendError: the child process does not start, or ends before it answers; or this is not Linux.
     """
 
     options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
@@ -63,20 +65,20 @@ class LocalVLLM:
         self._ranks.lead(lambda: self._start(python, config), again=False)
 
     def _start(self, python: str, config: Config) -> None:
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._scratch = tempfile.TemporaryDirectory(prefix="automoe-", dir=shared)
-        folder = Path(self._scratch.name)
-        # The engine reads its first weights as any later ones: a folder needs no more than this.
-        dtype = config.train.dtype
-        write_settings(folder, config.model, getattr(torch, dtype), "none")
+        if not hasattr(os, "memfd_create"):
+            raise BackendError(
+                f"recipe_args.engine={python}: a vLLM of the training itself needs Linux. Name http://HOST:PORT"
+            )
         read, write = os.pipe()
-        command = [python, vllm_worker.__file__, str(folder), dtype, str(config.train.seq_len)]
         self._replies = os.fdopen(read)
+        dtype = config.train.dtype
         others = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
-        try:
-            with self._log.open("w") as log:
+        with tempfile.TemporaryDirectory(prefix="automoe-") as folder, self._log.open("w") as log:
+            # The engine reads its first weights as any later ones: a folder needs no more than this.
+            write_settings(Path(folder), config.model, getattr(torch, dtype), "none")
+            try:
                 self._process = subprocess.Popen(
-                    command,
+                    [python, vllm_worker.__file__, folder, dtype, str(config.train.seq_len)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -84,13 +86,13 @@ class LocalVLLM:
                     pass_fds=[write],
                     env=_MALLOC | others | _CPU | {"FD": str(write)},
                 )
-        except OSError as error:
-            raise BackendError(
-                f"recipe_args.engine={python}: {error.strerror}. Name a Python that has vLLM, or http://HOST:PORT"
-            ) from None
-        finally:
-            os.close(write)
-        self._reply()
+            except OSError as error:
+                raise BackendError(
+                    f"recipe_args.engine={python}: {error.strerror}. Name a Python that has vLLM, or http://HOST:PORT"
+                ) from None
+            finally:
+                os.close(write)
+            self._reply()
 
     def _asked(self, **content: Any) -> Any:
         """Send one JSON request to the child process and return its JSON reply.
@@ -115,13 +117,18 @@ class LocalVLLM:
 
     def update(self, stream: WeightStream) -> None:
         self._ranks.lead(lambda: self._asked(do="update"), again=False)
-        feed(stream, self._hand_over)
+        feed(stream, partial(self._hand_over, stream.contents))
         self._ranks.lead(lambda: self._asked(file=None), again=False)
 
-    def _hand_over(self, bucket: Mapping[str, torch.Tensor]) -> None:
-        file = Path(self._scratch.name) / "bucket"
-        save_file(dict(bucket), file)
-        self._asked(file=str(file))
+    def _hand_over(self, contents: Contents, bucket: Mapping[str, torch.Tensor]) -> None:
+        # This file has no name and ends with its last reader: a kill leaves nothing, and a container's
+        # limit of /dev/shm does not hold for it.
+        with os.fdopen(os.memfd_create("bucket"), "wb") as file:
+            file.write(header_bytes({name: contents[name] for name in bucket}))
+            for tensor in bucket.values():
+                file.write(raw_bytes(tensor).data)
+            file.flush()
+            self._asked(file=f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def answers() -> list[list[Answer]]:

@@ -115,8 +115,7 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
         while file := json.loads(sys.stdin.readline())["file"]:
             tensors = load_file(file)
-            os.unlink(file)  # the next bucket is another file, written while this one is loaded
-            send("taken")
+            send("taken")  # the next bucket is another file, written while this one is loaded
             for name, tensor in tensors.items():
                 if name in sinks:
                     sinks[name].copy_(tensor)

@@ -92,11 +92,21 @@ class WeightStream:
             for name, entry in target.in_file(key).items()
         }
 
-    @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield buckets of full (unsharded) tensors by checkpoint name, the same on every rank. Collective.
 
         A bucket is emptied when the next one is requested.
+        """
+        for bucket in self.lent():
+            tensors = {name: bucket.pop(name).clone() for name in [*bucket]}
+            yield tensors
+            tensors.clear()
+
+    @torch.no_grad()
+    def lent(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Iterate like ``__iter__``, without copies: a tensor may be the model's own memory.
+
+        Use it where tensors are neither changed nor needed after the next bucket is requested.
         """
         as_parts(self._parts)
         items = self._plan()
@@ -117,14 +127,16 @@ class WeightStream:
                 elif writes:
                     assert self._source is not None
                     raw = bytes_of(self._source, stored)
-                    parts = [raw.view(DTYPES[stored.dtype]).view(stored.shape)]
+                    parts = [raw.view(DTYPES[stored.dtype])]
                 for number, (name, place) in enumerate(stored.in_file(key).items()):
-                    raw = torch.empty(place.num_bytes, dtype=torch.uint8, device=device)
-                    tensors[name] = raw.view(DTYPES[place.dtype]).view(place.shape)
                     if writes:
-                        tensors[name].copy_(parts[number])
+                        tensor = parts[number].detach().to(device).contiguous().view(place.shape)
+                    else:
+                        tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype], device=device)
                     if ranks.size > 1:
+                        raw = tensor.view(-1).view(torch.uint8)
                         dist.broadcast(raw, self._writer[key])
+                    tensors[name] = tensor
                 del parts
             yield tensors
             tensors.clear()
@@ -138,13 +150,13 @@ class WeightStream:
 
 
 def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-    """Call ``take`` with every bucket of the stream on rank 0. Collective.
+    """Call ``take`` with every bucket of ``stream.lent()`` on rank 0. Collective.
 
     An error that ``take`` raises ends the calls; every rank raises it after the last bucket.
     """
     ranks = Ranks()
     errors: list[Exception] = []
-    for bucket in stream:
+    for bucket in stream.lent():
         if ranks.rank == 0 and not errors:
             try:
                 take(bucket)

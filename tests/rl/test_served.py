@@ -1,10 +1,12 @@
-"""Engines at an address: what they are asked, against a server that records it and answers in their formats."""
+"""Engines at an address or in a child process: what they are asked, against one that records it and answers as they do."""
 
 from __future__ import annotations
 
 import base64
 import json
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +22,7 @@ import automoe
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.hf.write import to_hf
+from automoe.rl import vllm_worker
 from automoe.rl.engine import Sampling
 from automoe.rl.sglang import ServedSGLang
 from automoe.rl.vllm import LocalVLLM, ServedVLLM
@@ -162,3 +165,54 @@ def test_what_speaks_no_http_is_named(model: Any, tmp_path: Path) -> None:
 def test_a_python_that_cannot_be_started_is_named(python: str, model: Any, tmp_path: Path) -> None:
     with one_rank("cpu"), pytest.raises(BackendError, match=f"engine={python}: .*Name a Python that has vLLM"):
         LocalVLLM(python, Config(model=model.config), tmp_path)
+
+
+# Speaks the protocol of vllm_worker.py, keeps every tensor until the last one has come, as vLLM does, and says which files
+# of ours lie in folders for temporary ones meanwhile.
+RECEIVER = """
+import glob, json, os, sys
+from safetensors.torch import load_file, save_file
+reply = os.fdopen(int(os.environ["FD"]), "w")
+def send(content):
+    print(json.dumps(content), file=reply, flush=True)
+send("ready")
+for turn in range(2):
+    assert json.loads(sys.stdin.readline()) == {"do": "update"}
+    send("waiting")
+    tensors, left = {}, []
+    while file := json.loads(sys.stdin.readline())["file"]:
+        tensors |= load_file(file)
+        left += [name for folder in ("/dev/shm", os.environ["TMPDIR"]) for name in glob.glob(folder + "/automoe-*")]
+        send("taken")
+    save_file(tensors, os.environ["OUT"] + str(turn))
+    send(left)
+sys.stdin.read()
+"""
+
+
+def test_weights_reach_a_child_process_and_leave_no_file(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill at any moment leaves nothing behind, in memory either; /dev/shm may be as small as containers have it."""
+    (tmp_path / "worker.py").write_text(RECEIVER)
+    monkeypatch.setattr(vllm_worker, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("OUT", str(tmp_path / "received"))
+    replies: list[Any] = []
+    with one_rank("cpu"):
+        engine = LocalVLLM(sys.executable, Config(model=model.config), tmp_path)
+        asked = engine._asked
+        monkeypatch.setattr(engine, "_asked", lambda **content: replies.append(asked(**content)))
+        for turn in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            engine.update(stream := WeightStream(model, 1 << 15))
+            received = load_file(tmp_path / f"received{turn}")
+            expected = {name: tensor for bucket in stream for name, tensor in bucket.items()}
+            assert received.keys() == expected.keys()
+            assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+        engine.close()
+    assert replies.count("taken") > 4 and replies.count([]) == 2

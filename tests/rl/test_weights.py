@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {key: one for file in folder.glob("*.safetensors") for key, one in load_file(file).items()}
 
 
-def streamed(stream: WeightStream) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
+def streamed(buckets: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
 
 
 def stream_and_export(source: Path, out: Path, mesh: MeshConfig, options: dict[str, Any], lora: Any) -> list[str]:
@@ -65,17 +66,23 @@ def stream_and_export(source: Path, out: Path, mesh: MeshConfig, options: dict[s
     parts = loaded(source, mesh, lora)
     stream = WeightStream(parts, BUCKET, **options)
     before = streamed(stream)
+    lent = {name: tensor.clone() for bucket in stream.lent() for name, tensor in bucket.items()}
     change(parts)
     after = streamed(stream)
-    assert list(before) == list(after) == list(stream.contents)
+    assert list(before) == list(lent) == list(after) == list(stream.contents)
+    assert all(map(equal_bytes, before.values(), lent.values())), "a tensor of the stream is the model's own"
     assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
     to_hf(parts, out, verify=False, **options)  # merges adapters: the stream above had not
     exported = stored(out)
     assert exported.keys() == after.keys()
     for name, tensor in after.items():
         assert tensor.dtype == exported[name].dtype and tensor.shape == exported[name].shape, name
-        assert torch.equal(tensor.view(torch.uint8), exported[name].view(torch.uint8)), name
+        assert equal_bytes(tensor, exported[name]), name
     return list(after)
+
+
+def equal_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
 
 
 def change(parts: Parts) -> None:

@@ -35,13 +35,8 @@ FAMILY = replace(
         "router.num_groups": Field("n_group", read=_read_groups),
         "router.topk_groups": Field("topk_group", read=_read_groups),
     }
-    # whatever the file says: its class overwrites head_dim, and has no key heads
+    # whatever the file says: its class overwrites head_dim
     | named("attention.qk_rope_head_dim")
-    | {
-        "attention.num_kv_heads": replace(
-            deepseek_v3.KEY_HEADS, read=lambda heads, hf: hf.num_attention_heads
-        )
-    }
     | multiple("hidden_size", lambda config: config.attention.num_heads)
     # it rotates pairs as complex numbers, which must lie at even places
     | multiple("attention.kv_lora_rank", lambda config: 2)

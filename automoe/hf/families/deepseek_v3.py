@@ -32,14 +32,19 @@ def _read_turning(dims: int, hf: Any) -> int:
     return dims
 
 
-KEY_HEADS = replace(KV_HEADS, write=lambda heads, config: config.attention.num_heads)
+# Latents have no key heads: whatever a file says, transformers computes a key of every head.
+_KEY_HEADS = replace(
+    KV_HEADS,
+    read=lambda heads, hf: hf.num_attention_heads,
+    write=lambda heads, config: config.attention.num_heads,
+)
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=COMMON_FIELDS
     | GROUPED_MOE
     | MTP
-    | {"attention.num_kv_heads": KEY_HEADS}
+    | {"attention.num_kv_heads": _KEY_HEADS}
     | named("attention.q_lora_rank attention.kv_lora_rank attention.qk_nope_head_dim")
     | {"attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning)}
     | named("attention.v_head_dim rope.interleaved=rope_interleave"),

@@ -16,7 +16,7 @@ from automoe.errors import ConfigError
 from automoe.observe.page import MESH_CAPTION, picture, render
 from automoe.planner.plan import Plan
 from automoe.planner.views.plan_view import RESULTS, plan_tables
-from automoe.storage.files import replace_file
+from automoe.storage.files import replace_file, wrong_kind
 
 TEMPLATE_FILE = "plan_template.html"
 MARK = '<meta name="generator" content="automoe plan">'
@@ -27,11 +27,13 @@ def check_page(path: Path) -> None:
 
     The page would replace it. No file at ``path`` is fine.
     """
-    if path.exists() and not (
-        path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:1000]
-    ):
+    if kind := wrong_kind(path):
+        rule = f"it is {kind}, and a page is a file"
+    elif path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
         rule = "it exists and is not a page of a plan"
-        raise ConfigError("html", str(path), rule, "Remove it, or give another name")
+    else:
+        return
+    raise ConfigError("html", str(path), rule, "Remove it, or give another name")
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
