@@ -381,7 +381,7 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     others = {key: value for key, value in os.environ.items() if not key.startswith(vllm._OURS)}
     start = time.perf_counter()
-    reader = subprocess.Popen(command, env=vllm._MALLOC | others | vllm._CPU, **pipes)
+    reader = subprocess.Popen(command, env=vllm._BESIDE_TRAINING | others | vllm._CPU, **pipes)
 
     def said() -> dict[str, Any]:
         return next(json.loads(line) for line in reader.stdout if line.startswith('{"'))

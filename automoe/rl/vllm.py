@@ -28,9 +28,11 @@ from automoe.rl.weights import WeightStream, feed
 
 # Variables of this rank and of its Python.
 _OURS = tuple("RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ PYTHON TORCHELASTIC VIRTUAL_ENV".split())
-# Each layer is loaded into the memory of the one before it: new pages cost a third of an update. Yours come first.
-_MALLOC = {
-    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+# For an engine that shares cores and memory with the training; variables of yours come first.
+_BESIDE_TRAINING = {
+    # Each layer is loaded into the memory of the one before it: new pages cost a third of an update.
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait for work sleep: spinning cost another third
 }
 _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -84,7 +86,7 @@ class LocalVLLM:
                     stderr=log,
                     text=True,
                     pass_fds=[write],
-                    env=_MALLOC | others | _CPU | {"FD": str(write)},
+                    env=_BESIDE_TRAINING | others | _CPU | {"FD": str(write)},
                 )
             except OSError as error:
                 raise BackendError(
