@@ -38,7 +38,7 @@ LR = 1e-4
 GATE = 1e-3  # relative difference of gradient norms, and difference of losses over the norm, that are accepted
 UNTIMED = 1  # generations
 PARTS = ("old log-probabilities", "forward", "backward", "clip", "optimizer")
-# vLLM that reads its weights again from each folder that is named, and then answers.
+# vLLM that reads its weights from each folder that is named, and answers when an empty line comes.
 RELOADS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -47,15 +47,16 @@ sys.path.pop(0)
 import vllm
 llm = vllm.LLM(model=sys.argv[2], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=144,
                enable_prefix_caching=False)
-while True:
+for line in sys.stdin:
+    if line.strip():
+        llm.apply_model(forget_kernels)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()})
+        print("[]", flush=True)
+        continue
     asked = {"prompt_token_ids": list(range(3, 19))}
     [request] = llm.generate([asked], vllm.SamplingParams(seed=0, max_tokens=1, logprobs=0, detokenize=False), use_tqdm=False)
-    [answer] = request.outputs
-    [token] = answer.token_ids
-    print(json.dumps({"token": token, "log_prob": answer.logprobs[0][token].logprob, "version": vllm.__version__}), flush=True)
-    folder = sys.stdin.readline().strip()
-    llm.apply_model(forget_kernels)
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    [token], [log_probs] = request.outputs[0].token_ids, request.outputs[0].logprobs
+    print(json.dumps([vllm.__version__, token, log_probs[token].logprob]), flush=True)
 """
 
 
@@ -361,7 +362,7 @@ def cpu_seconds(process: int) -> float:
 
 
 def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Time from new weights in the trainer to vLLM's first token with them: streamed, and by exports that it reads.
+    """Time until vLLM has the trainer's new weights, and its first token: streamed, and by exports that it reads.
 
     The ways take turns. Each answer's log-probability must be the trainer's.
     """
@@ -380,57 +381,58 @@ def into_vllm(python: str, folder: Path, rounds: int) -> dict[str, Any]:
     command = [python, "-c", RELOADS, str(Path(vllm.vllm_worker.__file__).parent), str(folder.parent / "first")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     others = {key: value for key, value in os.environ.items() if not key.startswith(vllm._OURS)}
-    start = time.perf_counter()
     reader = subprocess.Popen(command, env=vllm._BESIDE_TRAINING | others | vllm._CPU, **pipes)
 
-    def said() -> dict[str, Any]:
-        return next(json.loads(line) for line in reader.stdout if line.startswith('{"'))
+    def say(line: object = "") -> list[Any]:
+        print(line, file=reader.stdin, flush=True)
+        return next(json.loads(line) for line in reader.stdout if line.startswith(("[]", '["')))
 
-    fresh = said()
-    started = time.perf_counter() - start
+    [version, *_] = say()
 
-    def stream_in() -> tuple[int, float]:
-        streamed.update(stream)
+    def ask_child() -> tuple[int, float]:
         [[answer]] = streamed.sample([prompt], Sampling(1, 1))
         return answer.tokens[0], answer.log_probs[0]
 
-    def export_and_read(verify: bool) -> tuple[int, float]:
+    def export_and_read(verify: bool) -> None:
         to_hf(parts, folder.parent / "hf", verify=verify, overwrite=True)
-        print(folder.parent / "hf", file=reader.stdin, flush=True)
-        answer = said()
-        return answer["token"], answer["log_prob"]
+        say(folder.parent / "hf")
 
-    ways: dict[str, tuple[Callable[[], tuple[int, float]], int]] = {"streamed": (stream_in, streamed._process.pid)}
+    ways: dict[str, tuple[Callable[[], None], Callable[[], Any], int]] = {}
+    ways["streamed"] = partial(streamed.update, stream), ask_child, streamed._process.pid
     for name, verify in (("verified export", True), ("export that nothing verifies", False)):
-        ways[f"{name}, read by vLLM"] = (partial(export_and_read, verify), reader.pid)
-    seconds: dict[str, dict[str, list[float]]] = {way: {"wall": [], "cpu": []} for way in ways}
+        ways[f"{name}, read by vLLM"] = (partial(export_and_read, verify), lambda: say()[1:], reader.pid)
+    kinds = [f"{kind} to the {end}" for end in ("last weight", "first token") for kind in ("wall", "cpu")]
+    seconds: dict[str, dict[str, list[float]]] = {way: {kind: [] for kind in kinds} for way in ways}
     for turn in range(rounds + 1):
-        for way, (work, process) in ways.items():
+        for way, (load, ask, process) in ways.items():
             with torch.no_grad():
                 for part in parts.values():
                     for parameter in part.parameters():
                         parameter.mul_(1.01)
-            wall, cpu = time.perf_counter(), time.process_time() + cpu_seconds(process)
-            token, log_prob = work()
+            clocks = time.perf_counter, lambda process=process: time.process_time() + cpu_seconds(process)
+            begins = [clock() for clock in clocks]
+            load()
+            ends = [clock() for clock in clocks]
+            token, log_prob = ask()
+            ends += [clock() for clock in clocks]
             if turn:  # the first one is a warm-up
-                seconds[way]["wall"].append(time.perf_counter() - wall)
-                seconds[way]["cpu"].append(time.process_time() + cpu_seconds(process) - cpu)
+                for kind, begin, end in zip(kinds, begins * 2, ends, strict=True):
+                    seconds[way][kind].append(end - begin)
             trainers = ours.session.log_probs([Sample.of_answer(prompt, [token])]).log_probs[0][-1]
             if not abs(log_prob - float(trainers)) < 1e-5:
                 raise SystemExit(f"{way}: vLLM says {log_prob} of token {token}, the trainer {float(trainers)}")
     streamed.close()
     reader.kill()
     reader.wait()
-    medians = {way: {kind: median(each) for kind, each in kinds.items()} for way, kinds in seconds.items()}
+    medians = {way: {kind: median(each) for kind, each in timed.items()} for way, timed in seconds.items()}
     return {
-        "vllm": fresh["version"],
+        "vllm": version,
         "parameters": sum(parameter.numel() for part in parts.values() for parameter in part.parameters()),
         "seconds": seconds,
         "median": medians,
         "over_streamed": {
             way: {kind: medians[way][kind] / best for kind, best in medians["streamed"].items()} for way in ways
         },
-        "start of a vLLM from an export, once, wall": started,
     }
 
 
