@@ -58,7 +58,7 @@ class LocalVLLM:
         BackendError: the child process does not start, or ends before it answers; or this is not Linux.
     """
 
-    options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # memory that the next bucket uses again
+    options: dict[str, Any] = {"bucket_bytes": 64 << 20}  # one is loaded while the next is written
 
     def __init__(self, python: str, config: Config, run_dir: Path) -> None:
         self._model = config.model
