@@ -101,8 +101,8 @@ class AppendLog:
 
     Args:
         path: the file.
-        resume_step: last step to keep in an existing file. None renames an existing file and starts
-            a new one.
+        resume_step: last step to keep in an existing file, which ``cut`` shortens. None renames an
+            existing file and starts a new one.
         warn: function that shows a line about damage or a full disk to the user.
         every_step: True if each step should have a record; missing ones are then reported.
 
@@ -126,8 +126,11 @@ class AppendLog:
                 return os.fdopen(_open(path), "ab", _BUFFER_BYTES)
 
         self._file = retried(opened)
-        if resume_step is not None:
-            self._truncate_after(resume_step, every_step)
+        self._kept_bytes = 0 if resume_step is None else self._read_until(resume_step, every_step)
+
+    def cut(self) -> None:
+        """Remove the records after ``resume_step``, and an incomplete last line."""
+        os.truncate(self._file.fileno(), self._kept_bytes)
 
     def append(self, record: Mapping[str, Any]) -> None:
         self.steps.append(record["step"])
@@ -153,10 +156,10 @@ class AppendLog:
         with named(self.path, self.waiting):
             self._file.close()
 
-    def _truncate_after(self, step: int, every_step: bool) -> None:
-        """Cut the file before the first record after ``step``; warn about earlier missing records.
+    def _read_until(self, step: int, every_step: bool) -> int:
+        """Read the records up to ``step`` and return their bytes; warn about missing ones.
 
-        An incomplete last line is removed. A damaged line stays, since readers omit it.
+        A damaged line counts too, since readers omit it; an incomplete last line does not.
 
         Args:
             step: last step whose record is kept.
@@ -173,10 +176,10 @@ class AppendLog:
             if not self.steps:  # A run that began at another run's step has no records before it.
                 first = max(1, record["step"] - number + 1)
             self.steps.append(record["step"])
-        os.truncate(self._file.fileno(), size)
         missing = sorted({*range(first, step + 1)} - {*self.steps})
         if every_step and missing:
             self._warn(f"{self.path}: no record of steps: {', '.join(ranges(missing))}")
+        return size
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -216,6 +219,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             # The first sample creates the file; an existing one is truncated like the others.
             samples = self.run_dir / SAMPLES_FILE
             self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
+            # Only now: a file that cannot be read ends the run with all of them as they were.
+            for log in (self._metrics, self._load, self._samples):
+                if log is not None:
+                    log.cut()
         except OSError as error:
             path = error.filename2 or error.filename
             raise ConfigError(

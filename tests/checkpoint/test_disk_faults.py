@@ -106,10 +106,10 @@ def resume_on_a_shaky_disk(settings: Config, run_dir: Path) -> tuple[int, list[s
     with mock.patch.object(io, "open", once(io.open)), mock.patch.object(builtins, "open", once(open)):
         with mock.patch.object(os, "listdir", once(os.listdir)), mock.patch.object(os, "open", once(os.open)):
             store.load_latest(state)
-        # What is verified was read before: now it is the loading itself that fails once.
-        verified, failed[:] = list(failed), []
-        StepReader(store.folder / "step-1").load(tensors_of(state), process_group=store.ranks.group)
-        assert any(path.endswith(".distcp") for path in failed) and any(path.endswith(".metadata") for path in failed)
+            # What is verified was read before: now it is the loading itself that fails once.
+            verified, failed[:] = list(failed), []
+            StepReader(store.folder / "step-1").load(tensors_of(state), process_group=store.ranks.group)
+    assert any(path.endswith(".distcp") for path in failed) and any(path.endswith(".metadata") for path in failed)
     return state.step, sorted(Path(path).name for path in verified)
 
 

@@ -186,7 +186,6 @@ def test_a_sweep_of_mesh_shapes_killed_in_the_middle_says_what_became_of_each(tm
     for name in set(SHAPES) - {"tuned_dsv3_671b"}:
         sides = jobs[name]["predicted"], jobs[name]["measured"]
         assert all(side[key] > 0 for side in sides for key in ("tokens_per_second", "memory", "balance")), name
-        assert f"mesh={name} " in out[out.index("measured, predicted") :]
     losses = [job["objective"] for job in jobs.values() if job["objective"]]
     assert max(losses) - min(losses) < 0.02, "one configuration trains alike on every mesh"
     assert (command.run_dir / "sweep.png").stat().st_size > 10_000

@@ -77,7 +77,7 @@ def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
     settings = [
         "--config-name", "dpo_small", f"model.hf_path={tmp_path / 'model'}", "data=stdlib_preference",
         "data.tokenizer=byte", "train.seq_len=256", "train.steps=3", "train.val_every=0", "mesh.pp=1", "mesh.ep=2",
-        "checkpoint=regular", "observe.report=false",
+        "checkpoint=regular", "observe.report=false", "optim.lr=6e-4",
     ]  # fmt: skip
     run = TrainCommand(tmp_path / "run", settings, {"XDG_CACHE_HOME": str(tmp_path / "cache")})
     code, out, err = run.run()

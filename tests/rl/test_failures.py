@@ -173,7 +173,7 @@ class InParts:
     def __init__(self, stream: WeightStream) -> None:
         self.stream, self.contents = stream, stream.contents
 
-    def __iter__(self) -> Any:
+    def lent(self) -> Any:
         for bucket in self.stream:
             for name, tensor in bucket.items():
                 yield from ({name: part} for part in (tensor.chunk(2) if ".experts." in name else [tensor]))

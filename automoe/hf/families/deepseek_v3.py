@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from automoe.hf.families.as_transformers import not_computed
@@ -11,7 +10,7 @@ from automoe.hf.families.family import (
     GROUPED_LEAST,
     GROUPED_MOE,
     GROUPED_ROUTER,
-    KV_HEADS,
+    LATENT_HEADS,
     MTP,
     Family,
     Field,
@@ -32,19 +31,13 @@ def _read_turning(dims: int, hf: Any) -> int:
     return dims
 
 
-# Latents have no key heads: whatever a file says, transformers computes a key of every head.
-_KEY_HEADS = replace(
-    KV_HEADS,
-    read=lambda heads, hf: hf.num_attention_heads,
-    write=lambda heads, config: config.attention.num_heads,
-)
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=COMMON_FIELDS
     | GROUPED_MOE
     | MTP
-    | {"attention.num_kv_heads": _KEY_HEADS}
+    | {"attention.num_kv_heads": LATENT_HEADS}
     | named("attention.q_lora_rank attention.kv_lora_rank attention.qk_nope_head_dim")
     | {"attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning)}
     | named("attention.v_head_dim rope.interleaved=rope_interleave"),

@@ -434,6 +434,12 @@ def multiple(key: str, of: Callable[[ModelConfig], int]) -> dict[str, Field]:
 
 
 KV_HEADS = Field("num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads)
+# Of latents every head has a key, whatever a file says.
+LATENT_HEADS = replace(
+    KV_HEADS,
+    read=lambda n, hf: hf.num_attention_heads,
+    write=lambda n, config: config.attention.num_heads,
+)
 # Spelling of keys in most families, which declare their exceptions: first dense families, then MoE.
 DENSE_FIELDS = named("vocab_size hidden_size num_layers=num_hidden_layers intermediate_size") | {
     "norm_eps": Field("rms_norm_eps", 1e-6),
