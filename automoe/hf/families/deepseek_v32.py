@@ -7,7 +7,7 @@ from typing import Any
 
 from automoe.hf.families import glm4_moe
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import Field, rope_parameters
+from automoe.hf.families.family import Field, named, rope_parameters
 
 
 def _read_topk(topk: int, hf_config: Any) -> int:
@@ -29,6 +29,7 @@ FAMILY = replace(
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     fields=_V3
+    | named("attention.qk_rope_head_dim")  # its class overwrites head_dim, whatever the file says
     | {
         "attention.index_topk": Field("index_topk", read=_read_topk),
         "attention.index_n_heads": "index_n_heads",
