@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from automoe.hf.families.family import (
     BALANCED,
@@ -18,8 +19,17 @@ from automoe.hf.families.family import (
 from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 
 _MOE = "block_sparse_moe"
+
+
+def _usual_scale(hf: Any) -> float:
+    """Return the scale of attention scores that transformers takes where a file states none."""
+    return HEAD_DIM.read(getattr(hf, "head_dim", None), hf) ** -0.5
+
+
 _MULTIPLIER = Field(
-    "attention_multiplier", write=lambda factor, config: factor or config.attention.head_dim**-0.5
+    "attention_multiplier",
+    read=lambda factor, hf: _usual_scale(hf) if factor is None else factor,
+    write=lambda factor, config: factor or config.attention.head_dim**-0.5,
 )
 _SHARED = {
     f"mlp.shared_experts.{ours}_proj.weight": f"shared_mlp.{theirs}_linear.weight{half}"
