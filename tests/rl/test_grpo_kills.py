@@ -1,7 +1,7 @@
 """Whole runs of reinforcement learning, killed at drawn moments with all their processes, and resumed to the bit.
 
 python tests/rl/test_grpo_kills.py 20 benchmarks/results/grpo_kills.json
-python tests/rl/test_grpo_kills.py 6 benchmarks/results/grpo_kills_vllm.json PYTHON    # the Python of a vLLM
+python tests/rl/test_grpo_kills.py 20 benchmarks/results/grpo_kills_vllm.json PYTHON    # the Python of a vLLM
 """
 
 from __future__ import annotations
