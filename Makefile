@@ -19,7 +19,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP
 NEWEST_PACKAGES := tests/data/test_mixture.py::test_a_saved_data_set_is_read_by_split \
 	tests/data/test_chat.py::test_data_sets_and_sources_of_other_formats_say_the_same \
 	'tests/hf/test_lora_export.py::test_adapters_leave_exactly[dsv3]' tests/hf/test_published_classes.py \
-	'tests/reliability/test_class_tier_kills.py::test_adapters_of_a_class_go_on_to_the_bit_and_leave_alone_or_merged[glm5_next]' \
+	'tests/reliability/test_class_tier_kills.py::test_adapters_of_a_class_go_on_to_the_bit_and_leave_alone_or_merged[flex_olmo]' \
 	'tests/recipes/test_dpo.py::test_tokens_loss_rewards_and_gradients_are_trls[sigmoid]' \
 	tests/observe/test_trackers.py::test_offline_records_the_steps
 # `make train PY=python3` runs on what is installed there, and installs nothing.
