@@ -17,7 +17,7 @@ import torch
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.hf.files import header_bytes, raw_bytes
+from automoe.hf.files import write_files
 from automoe.hf.folder import write_settings
 from automoe.hf.headers import Contents
 from automoe.rl import vllm_worker
@@ -71,13 +71,13 @@ class LocalVLLM:
             raise BackendError(
                 f"recipe_args.engine={python}: a vLLM of the training itself needs Linux. Name http://HOST:PORT"
             )
-        read, write = os.pipe()
-        self._replies = os.fdopen(read)
         dtype = config.train.dtype
         others = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
         with tempfile.TemporaryDirectory(prefix="automoe-") as folder, self._log.open("w") as log:
             # The engine reads its first weights as any later ones: a folder needs no more than this.
             write_settings(Path(folder), config.model, getattr(torch, dtype), "none")
+            read, write = os.pipe()
+            self._replies = os.fdopen(read)
             try:
                 self._process = subprocess.Popen(
                     [python, vllm_worker.__file__, folder, dtype, str(config.train.seq_len)],
@@ -125,12 +125,14 @@ class LocalVLLM:
     def _hand_over(self, contents: Contents, bucket: Mapping[str, torch.Tensor]) -> None:
         # This file has no name and ends with its last reader: a kill leaves nothing, and a container's
         # limit of /dev/shm does not hold for it.
-        with os.fdopen(os.memfd_create("bucket"), "wb") as file:
-            file.write(header_bytes({name: contents[name] for name in bucket}))
-            for tensor in bucket.values():
-                file.write(raw_bytes(tensor).data)
-            file.flush()
-            self._asked(file=f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        memory = os.memfd_create("bucket")
+        try:
+            path = Path(f"/proc/{os.getpid()}/fd/{memory}")
+            here = {name: contents[name] for name in bucket}
+            write_files([(path, here)], ([tensor] for tensor in bucket.values()))
+            self._asked(file=str(path))
+        finally:
+            os.close(memory)
 
     def sample(self, prompts: Sequence[list[int]], how: Sampling) -> list[list[Answer]]:
         def answers() -> list[list[Answer]]:

@@ -127,9 +127,10 @@ def test_a_file_that_names_its_class_alone_is_of_the_class_s_family(name: str, t
     config = stated_config(tmp_path)  # of generate, eval and adapters' exports
     weights = loading_class(config).from_pretrained(tmp_path, config=config, output_loading_info=True)[1]
     assert not weights["missing_keys"] and not weights["unexpected_keys"]
-    path.write_text(json.dumps(stated | {"architectures": ["NobodysModel"]}))
-    with pytest.raises(ConfigError, match="model_type"):
-        model_config_from_hf(tmp_path)
+    for classes in (["NobodysModel"], [expected.family, "AnotherModel"]):
+        path.write_text(json.dumps(stated | {"architectures": classes}))
+        with pytest.raises(ConfigError, match=f"has no model_type; its architectures are .*{classes[-1]}"):
+            model_config_from_hf(tmp_path)
 
 
 def test_the_published_sizes_have_the_published_numbers_of_parameters(tmp_path: Path) -> None:
