@@ -106,7 +106,7 @@ def test_the_sdist_has_what_its_tests_and_pages_need(sdist: Path) -> None:
     named = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
     tracked = {path.name for path in CHECKOUT.iterdir() if not path.name.startswith(".")}
     included = {name for name in named["include"] if not name.startswith(".")}
-    built = {"build", "dist", "runs", "site", "outputs", "multirun"}
+    built = {"build", "dist", "plans", "runs", "site", "outputs", "multirun"}
     assert tracked - {"LICENSE", "pyproject.toml"} - built == included  # those two are always packed
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
